@@ -1,0 +1,49 @@
+"""The only place that writes a cache."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxspec.core.records import KV, Cache
+
+BLOCK = 128
+"""Slots an attention step reads at once; capacities are multiples of it, so bits do not depend on them."""
+
+
+def empty(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
+    """A cache of zeros, its capacity rounded up to whole blocks."""
+    slots = -(-capacity // BLOCK) * BLOCK
+    keys = jnp.zeros((layers, batch, heads, slots, width), dtype)
+    values = jnp.zeros((layers, batch, heads, slots, value_width or width), dtype)
+    return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
+
+
+def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
+    """The entries of the given window tokens, `[L, B, H, M, K]`; -1 takes the first, as padding."""
+    index = jnp.maximum(nodes, 0)[None, :, None, :, None]
+    return KV(*(jnp.take_along_axis(a, index, axis=3) for a in kv))
+
+
+def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
+    """Writes `entries` [L, B, H, M, K] at each row's cursor and moves it by `count` (0 to M).
+
+    Entries past the count land in scratch. What is not finite is written as zero: a masked NaN would still
+    leak (0 x NaN). `after` is any non-negative value that must be known first, the drawn token above all:
+    without that dependence XLA may write before the last layer has read, and copies the whole cache each
+    round to be able to.
+    """
+    start = jnp.minimum(cache.length, cache.length + after)
+
+    def write(slots: Array, new: Array) -> Array:
+        new = jnp.where(jnp.isfinite(new), new, 0).astype(slots.dtype)
+
+        def row(b: Array, slots: Array) -> Array:
+            return lax.dynamic_update_slice(
+                slots, lax.dynamic_slice_in_dim(new, b, 1, axis=1), (0, b, 0, start[b], 0)
+            )
+
+        # A vmapped update becomes a scatter that transposes the cache twice; a loop over rows is in place.
+        return lax.fori_loop(0, slots.shape[1], row, slots)
+
+    return Cache(KV(*jax.tree.map(write, tuple(cache.kv), tuple(entries))), cache.length + count)

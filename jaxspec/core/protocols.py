@@ -1,0 +1,125 @@
+"""The three kinds of member: a language model, a drafter, a rule.
+
+Members are frozen, hashable dataclasses, passed as static arguments: equal ones do not retrace. Parameters
+and states are pytrees of arrays that travel beside them. Everything is batched, save a rule, which is written
+for one row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, Self, runtime_checkable
+
+from jaxtyping import Array, Float
+
+from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Verdict, Window
+from jaxspec.core.tree import Topology, TreeShape
+
+Noise = Callable[[Any], Float[Array, "B 1 V"]]
+"""`noise(depth)`: the Gumbel noise of the tokens one below the nodes of `depth` (a number, traced or not).
+
+Shared with the target and keyed by position (so one row of noise serves a whole level), and zero where every
+row is greedy.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a drafter is built from by name; each takes what it needs and refuses what it cannot use.
+
+    Attributes:
+        target: the loaded target (`jaxspec.models.model.Model`).
+        draft: a loaded draft model, if one was given.
+        tree: the wished topology; None for the drafter's own default.
+        exit_layers: layers of an early exit; None for the default.
+    """
+
+    target: Any
+    draft: Any = None
+    tree: Topology | None = None
+    exit_layers: int | None = None
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A network that reads a window of new tokens on top of a cache. It knows nothing of trees."""
+
+    @property
+    def vocab(self) -> int:
+        """V: logits per token."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """The longest text it may read, in tokens."""
+        ...
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache of at least `capacity` slots."""
+        ...
+
+    def apply(
+        self, params: Params, window: Window, cache: Cache, past: KV | None = None
+    ) -> tuple[Float[Array, "B T E"], KV]:
+        """Reads the window; the cache is only read.
+
+        `past` [L, B, H, P, K] are earlier tokens of the same window, already read. Returns the features and
+        the keys and values of the T new tokens, for the caller to commit or drop.
+        """
+        ...
+
+    def head(self, params: Params, features: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
+        """The next-token logits, in float32."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop."""
+
+    @classmethod
+    def build(cls, setting: Setting) -> tuple[Self, Params]:
+        """The drafter for these models, and its parameters (None if it has none of its own)."""
+        ...
+
+    @property
+    def shape(self) -> TreeShape:
+        """The static sizes of every tree it proposes."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """Calls of a draft model per round, for the cost model; 0 where proposing is free."""
+        ...
+
+    def init(self, params: Params, batch: int, capacity: int) -> Any:
+        """The state before the first token."""
+        ...
+
+    def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
+        """Takes note of committed text. A row whose count is 0 must not change."""
+        ...
+
+    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
+        """A tree below the last committed token, and the state to be handed to `absorb`."""
+        ...
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """Decides how deep a proposal is kept. One row; a pure function of its arguments.
+
+    Attributes:
+        lossless: emitted text follows the target's law exactly.
+    """
+
+    lossless: bool
+
+    def __call__(
+        self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Any, proposal: Proposal
+    ) -> Verdict:
+        """Walks down the proposal.
+
+        `scores` are the target's tempered log-scores after every node, `noise[d]` the Gumbel noise of the
+        tokens that stand d + 1 below the root, `sampling` the row's settings.
+        """
+        ...

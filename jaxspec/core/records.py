@@ -1,0 +1,96 @@
+"""What the parts of the decoder hand to one another, and the invariants they all keep.
+
+Letters: B rows, S cache slots, N nodes, D tree height, C most children of a node, V vocabulary, E feature
+width, L layers, H key/value heads, K head width, T tokens in a window, P earlier tokens of a window.
+
+Invariants; each has a test of its name in `tests/test_invariants.py`:
+
+root_is_pending: the root is committed text and not yet in the target's cache: `cache.length == length - 1`.
+scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.
+capacity_covers_the_window: S is at least prompt + new tokens + N; `dynamic_update_slice` clamps silently.
+cache_equals_fresh_prefill: after every round, cache and text are those of a fresh prefill of the text.
+every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens a round, before the cuts.
+finished_rows_stand_still: a finished row computes on, and moves no cursor, text, log or drafter state.
+non_finite_never_reaches_the_cache: what is not finite in a window is not committed.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.tree import Tree
+
+Params = Any  # a pytree of arrays, whatever the member made of it
+
+
+class Status(enum.IntEnum):
+    """Why a row stands still; 0 while it runs."""
+
+    RUNNING = 0
+    STOP = 1  # a stop token was emitted (and kept)
+    LENGTH = 2  # the budget of new tokens is used up
+    ERROR = 3  # the target's logits were not finite; nothing was emitted from them
+
+
+class KV(NamedTuple):
+    """Keys and values of some tokens, for all layers. A model may store anything that has this layout."""
+
+    keys: Array  # [L, B, H, T, K]
+    values: Array  # [L, B, H, T, K]
+
+
+class Cache(NamedTuple):
+    """The prefix a model has read: slots below `length` hold text, the others are scratch."""
+
+    kv: KV  # [L, B, H, S, K]
+    length: Int[Array, "B"]
+
+
+class Window(NamedTuple):
+    """Tokens to be read on top of a cache. The model knows nothing of trees: only what each may see."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]  # absolute
+    mask: Bool[Array, "B T PT"]  # which tokens of the window each token sees, the P earlier ones first
+
+
+class Proposal(NamedTuple):
+    """A drafted tree.
+
+    `law[n]` is the log-law of node n's children, before siblings are excluded; None stands for a point mass.
+    """
+
+    tokens: Int[Array, "B N"]  # -1: nothing is proposed at this node; entry 0, the root, is not read
+    tree: Tree  # with or without the batch axis
+    law: Float[Array, "B N V"] | None = None
+
+
+class Verdict(NamedTuple):
+    """Where a rule ended: the deepest kept node, and the target's own token after it."""
+
+    node: Int[Array, "*b"]
+    token: Int[Array, "*b"]
+
+
+class Advance(NamedTuple):
+    """What was committed since the drafter was last told. The prompt is the first Advance, in chunks.
+
+    Entries at or past `count` are padding. `features[i]` is the target's feature at the token before
+    `tokens[i]` (zeros before the prompt's first). `nodes` is None for text that no draft proposed.
+    """
+
+    tokens: Int[Array, "B M"]
+    features: Float[Array, "B M E"]
+    count: Int[Array, "B"]
+    nodes: Int[Array, "B M"] | None  # the node of the last proposal that held this token, -1 for none
+
+
+class Context(NamedTuple):
+    """What a drafter may look at, read-only: the committed text, the target's cache and parameters."""
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, "B"]  # the root is tokens[length - 1]
+    cache: Cache  # the target's; it lacks the root
+    params: Params  # the target's
+    temperature: Float[Array, "B"]

@@ -1,0 +1,338 @@
+"""The decoder: one `lax.while_loop` from prompt to last token, in pure functions of arrays.
+
+A round: the drafter proposes a tree, the target reads it in one call, the rule keeps a path, and path and
+target's token are committed. Plain autoregression is the tree of one node.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core import noise as noises
+from jaxspec.core.protocols import Drafter, LanguageModel, Rule
+from jaxspec.core.records import KV, Advance, Context, Proposal, Status, Window
+from jaxspec.core.sampling import GREEDY, scores
+from jaxspec.core.tree import Tree, chain
+from jaxspec.decode.state import Request, Result, State, Weights
+
+FOREVER = np.iinfo(np.int32).max
+
+
+class _Outcome(NamedTuple):
+    """What a target call and the rule made of a window, per row, whatever its width."""
+
+    node: Int[Array, "B"]
+    token: Int[Array, "B"]
+    healthy: Bool[Array, "B D1"]  # the target's logits were finite along the path
+    entries: KV  # of the path, [L, B, H, D1, K]
+    features: Float[Array, "B D1 E"]  # of the path
+    logits: Float[Array, "B D1 V"] | None  # of the path, where log-probabilities are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Target, drafter and rule, put together; static and hashable, so that equal ones compile once.
+
+    Attributes:
+        target: scores the text.
+        drafter: proposes trees.
+        rule: decides what of them is kept.
+        chunk: tokens of a prompt read at once.
+        narrow: run a round in which no row has a draft at width one. With False every target call has the
+            tree's width: the width-matched reference, whose bits do not depend on the drafts.
+        logprobs: also record the log-probability of every emitted token, under the target's raw logits.
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Rule
+    chunk: int = 64
+    narrow: bool = True
+    logprobs: bool = False
+
+    def slots(self, length: int) -> int:
+        """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
+        need = length + max(self.drafter.shape.nodes, self.drafter.shape.depth + 1)
+        return -(-need // caches.BLOCK) * caches.BLOCK
+
+    def init(self, weights: Weights, request: Request, capacity: int) -> State:
+        """The state of a batch of prompts, before anything was read. `capacity`: see `slots`."""
+        batch, size = request.tokens.shape
+        cache = self.target.init_cache(batch, capacity)
+        slots = cache.kv.keys.shape[3]
+        tokens = jnp.zeros((batch, slots), jnp.int32).at[:, :size].set(request.tokens)
+        zeros = jnp.zeros((batch,), jnp.int32)
+        return State(
+            tokens=tokens,
+            length=request.count,
+            start=request.count,
+            limit=request.count + request.new_tokens,
+            status=jnp.where(request.new_tokens > 0, Status.RUNNING, Status.LENGTH).astype(jnp.int32),
+            key=request.key,
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+            cache=cache,
+            absorbed=zeros,
+            draft=self.drafter.init(weights.draft, batch, slots),
+            log=jnp.zeros((slots, batch, 3 + self.drafter.shape.depth), jnp.int32),
+            round=jnp.int32(0),
+            logprobs=jnp.zeros((batch, slots), jnp.float32) if self.logprobs else None,
+        )
+
+    def extend(self, state: State, request: Request) -> State:
+        """The state with more text appended (the next turn of a chat; nothing is fine too) and a new budget.
+
+        Only the new tokens will be read. `request.key` is not used: a row keeps its key, its noise is a
+        function of the position.
+        """
+        tokens = _write(state.tokens, request.tokens, state.length)
+        length = state.length + request.count
+        return state._replace(
+            tokens=tokens,
+            length=length,
+            start=length,
+            limit=length + request.new_tokens,
+            status=jnp.where(request.new_tokens > 0, Status.RUNNING, Status.LENGTH).astype(jnp.int32),
+            stop_ids=request.stop_ids,
+            sampling=request.sampling,
+            log=jnp.zeros_like(state.log),
+            round=jnp.int32(0),
+        )
+
+    def truncate(self, weights: Weights, state: State, length: Int[Array, "B"]) -> State:
+        """The state with its text cut. What drafters took in cannot be taken back: all is read again."""
+        batch, slots = state.tokens.shape
+        return state._replace(
+            length=length,
+            cache=state.cache._replace(length=jnp.zeros_like(length)),
+            absorbed=jnp.zeros_like(length),
+            draft=self.drafter.init(weights.draft, batch, slots),
+        )
+
+    def prefill(self, weights: Weights, state: State) -> State:
+        """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it."""
+        causal = jnp.asarray(np.tri(self.chunk, dtype=bool))[None].repeat(state.length.shape[0], 0)
+        steps = jnp.arange(self.chunk)
+
+        def body(carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, last = carry
+            cursor = state.cache.length
+            positions = cursor[:, None] + steps
+            # One entry more, because a row that was decoded before has told its drafter of the root.
+            text = jnp.take_along_axis(
+                state.tokens, jnp.minimum(cursor[:, None] + jnp.arange(self.chunk + 1), state.tokens.shape[1] - 1), 1
+            )
+            window = Window(text[:, :-1], positions, causal)
+            features, entries = self.target.apply(weights.target, window, state.cache)
+            count = jnp.clip(state.length - 1 - cursor, 0, self.chunk)
+            cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+            ahead = state.absorbed - cursor  # 0, or 1 where the root was told before
+            shift = ahead[:, None] + steps
+            before = jnp.concatenate([last[:, None], features], axis=1)
+            advance = Advance(
+                jnp.take_along_axis(text, shift, 1),
+                jnp.take_along_axis(before, shift[:, :, None], 1),
+                jnp.clip(state.length - state.absorbed, 0, self.chunk),
+                None,
+            )
+            draft = self.drafter.absorb(weights.draft, state.draft, advance)
+            absorbed = state.absorbed + advance.count
+            return state._replace(cache=cache, draft=draft, absorbed=absorbed), features[:, -1]
+
+        def unread(carry: tuple[State, Array]) -> Array:
+            return jnp.any(carry[0].absorbed < carry[0].length)
+
+        window = Window(*(jnp.zeros((state.length.shape[0], 1), jnp.int32),) * 2, causal[:, :1, :1])
+        feature = jax.eval_shape(self.target.apply, weights.target, window, state.cache)[0]
+        zeros = jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
+        return lax.while_loop(unread, body, (state, zeros))[0]
+
+    def step(self, weights: Weights, state: State) -> State:
+        """One round: every running row emits 1 to D + 1 tokens."""
+        shape = self.drafter.shape
+        wanted = jnp.any(state.sampling.temperature >= GREEDY)
+
+        def noise(depth: Array | int) -> Array:
+            return noises.gumbel(state.key, (state.length + depth)[:, None], self.target.vocab, wanted)
+
+        context = Context(
+            state.tokens, state.length, state.cache, weights.target, state.sampling.temperature
+        )
+        proposal, draft = self.drafter.propose(weights.draft, state.draft, context, noise)
+        proposal = self._rooted(proposal, state)
+        running = state.status == Status.RUNNING
+
+        def wide() -> _Outcome:
+            return self._verify(weights, state, proposal, shape.depth, wanted)
+
+        def narrow() -> _Outcome:
+            root = jax.tree.map(lambda a: jnp.broadcast_to(a, (state.length.shape[0], *a.shape)), chain(0).tree)
+            return self._verify(weights, state, Proposal(proposal.tokens[:, :1], root), shape.depth, wanted)
+
+        drafted = (proposal.tokens[:, 1:] >= 0) & running[:, None]
+        if self.narrow and shape.nodes > 1:
+            outcome = lax.cond(drafted.any(), wide, narrow)
+        else:
+            outcome = wide()
+        return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted.sum(-1))
+
+    def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
+        """Rounds until every row stands still, `max_rounds` (traced) at most."""
+        last = jnp.minimum(jnp.asarray(max_rounds, jnp.int32), FOREVER - state.round) + state.round
+
+        def going(state: State) -> Array:
+            return jnp.any(state.status == Status.RUNNING) & (state.round < last)
+
+        return lax.while_loop(going, functools.partial(self.step, weights), state)
+
+    def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
+        """Prompt to last token, for one prompt or a batch; `jax.vmap` of it runs one batched program."""
+        if request.tokens.ndim == 1:
+            batched = jax.tree.map(lambda a: a[None], request)
+            return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
+        return _batched(self, capacity)(weights, request)
+
+    def _rooted(self, proposal: Proposal, state: State) -> Proposal:
+        """The proposal with the root in place and its tree per row."""
+        batch = state.length.shape[0]
+        root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+        tokens = proposal.tokens.astype(jnp.int32).at[:, :1].set(root)
+        tokens = jnp.where((tokens < 0) | (tokens >= self.target.vocab), -1, tokens)
+
+        def per_row(leaf: Array, rank: int) -> Array:
+            leaf = jnp.asarray(leaf)
+            return leaf if leaf.ndim > rank else jnp.broadcast_to(leaf, (batch, *leaf.shape))
+
+        tree = Tree(*(per_row(leaf, rank) for leaf, rank in zip(proposal.tree, (1, 1, 1, 2, 2, 2))))
+        return Proposal(tokens, tree, proposal.law)
+
+    def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> _Outcome:
+        """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
+        tree = proposal.tree
+        window = Window(
+            jnp.maximum(proposal.tokens, 0), state.cache.length[:, None] + tree.depths, tree.ancestors
+        )
+        features, entries = self.target.apply(weights.target, window, state.cache)
+        logits = self.target.head(weights.target, features)
+        tempered = scores(logits, state.sampling)
+        positions = state.length[:, None] + jnp.arange(tree.paths.shape[-1])
+        noise = noises.gumbel(state.key, positions, self.target.vocab, wanted)
+        rows = dataclasses.replace(state.sampling, logit_bias=None)
+        verdict = jax.vmap(self.rule)(tempered, noise, rows, proposal)
+        path = jnp.take_along_axis(tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
+        path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
+        at = jnp.maximum(path, 0)
+        finite = jnp.isfinite(tempered.max(-1))
+        return _Outcome(
+            verdict.node,
+            verdict.token,
+            jnp.take_along_axis(finite, at, 1),
+            caches.take(entries, path),
+            jnp.take_along_axis(features, at[:, :, None], 1),
+            jnp.take_along_axis(logits, at[:, :, None], 1) if self.logprobs else None,
+        )
+
+    def _commit(
+        self, weights: Weights, state: State, proposal: Proposal, outcome: _Outcome, drafted: Array
+    ) -> State:
+        """Cuts what the round brought at the stop token and the budget, and writes it down."""
+        tree = proposal.tree
+        steps = jnp.arange(self.drafter.shape.depth + 1)
+        path = jnp.take_along_axis(tree.paths, outcome.node[:, None, None], axis=1)[:, 0]
+        reached = jnp.take_along_axis(tree.depths, outcome.node[:, None], axis=1)[:, 0]
+        below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
+        tokens = jnp.where(steps < reached[:, None], tokens, outcome.token[:, None])
+
+        def first(marks: Array) -> Array:
+            return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
+
+        sound = jnp.minimum(reached + 1, first(~outcome.healthy))
+        stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
+        budget = state.limit - state.length
+        running = state.status == Status.RUNNING
+        count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
+        status = jnp.where(sound <= reached, Status.ERROR, Status.RUNNING)
+        status = jnp.where(count >= budget, Status.LENGTH, status)
+        status = jnp.where(stop < count, Status.STOP, status)
+        status = jnp.where(running, status, state.status).astype(jnp.int32)
+
+        emitted = steps < count[:, None]
+        children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
+        tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
+        tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
+        record = jnp.stack([count, jnp.minimum(reached, count), jnp.where(running, drafted, 0)], axis=-1)
+        record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
+
+        cache = caches.commit(state.cache, outcome.entries, count, outcome.token)
+        nodes = jnp.where(steps < reached[:, None], below, -1)
+        advance = Advance(tokens, outcome.features, count, nodes)
+        logprobs = state.logprobs
+        if logprobs is not None:
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(outcome.logits), tokens[:, :, None], axis=2)[:, :, 0]
+            logprobs = _write(logprobs, chosen, state.length)
+        return state._replace(
+            tokens=_write(state.tokens, tokens, state.length),
+            length=state.length + count,
+            status=status,
+            cache=cache,
+            absorbed=state.absorbed + count,
+            draft=self.drafter.absorb(weights.draft, state.draft, advance),
+            log=lax.dynamic_update_index_in_dim(state.log, record.astype(jnp.int32), state.round, 0),
+            round=state.round + 1,
+            logprobs=logprobs,
+        )
+
+
+def _write(rows: Array, new: Array, start: Array) -> Array:
+    """Each row with `new` put in at its own start."""
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(
+        rows, new, start
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _batched(decoder: Decoder, capacity: int):
+    """`generate` of a batch, under a vmap rule that leads back to itself.
+
+    A vmapped `while_loop` would select over the whole carry, caches included, every round. The rule calls the
+    decorated function, so that any nesting of vmaps ends in the one batched program.
+    """
+
+    @custom_vmap
+    def generate(weights: Weights, request: Request) -> Result:
+        state = decoder.init(weights, request, capacity)
+        state = decoder.run(weights, decoder.prefill(weights, state))
+        return Result(
+            state.tokens, state.length, state.start, state.status, state.log.swapaxes(0, 1), state.logprobs
+        )
+
+    @generate.def_vmap
+    def rule(size, batched, weights, request):
+        if any(jax.tree.leaves(batched[0])):  # one set of parameters per example: no shared program
+
+            def one(index):
+                pick = jax.tree.map(lambda leaf, mapped: leaf[index] if mapped else leaf, (weights, request), batched)
+                return generate(*pick)
+
+            out = lax.map(one, jnp.arange(size))
+        else:
+            full = jax.tree.map(
+                lambda leaf, mapped: leaf if mapped else jnp.broadcast_to(leaf[None], (size, *leaf.shape)),
+                request,
+                batched[1],
+            )
+            flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), full)
+            out = generate(weights, flat)
+            out = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return generate

@@ -1,0 +1,66 @@
+"""Early exit: the target's first layers, with its norm and head, as drafter (LayerSkip, arXiv:2404.16710).
+
+It reads the target's cache of those layers and keeps the drafted nodes' keys in a window of its own, so there
+is nothing to absorb. A target that was not trained for it accepts little.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jaxspec.core.protocols import LanguageModel, Noise, Setting
+from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.tree import Topology, TreeShape, chain
+from jaxspec.drafters.grow import buffer, grow
+from jaxspec.errors import InvalidConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyExit:
+    """Draws each node's children from the target's law after its first layers.
+
+    Attributes:
+        model: the target, told to stop early; it shares the target's parameters and cache.
+        tree: the topology.
+    """
+
+    model: LanguageModel
+    tree: Topology = chain(4)
+
+    def __post_init__(self):
+        if self.tree.shape.depth < 1:
+            raise InvalidConfig("early exit needs a draft length of at least 1")
+
+    @classmethod
+    def build(cls, setting: Setting) -> tuple[Self, Params]:
+        target = setting.target.lm
+        total = getattr(target, "depth", None)
+        if total is None or not hasattr(target, "layers"):
+            raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
+        layers = setting.exit_layers or max(1, total // 3)
+        if not 1 <= layers < total:
+            raise InvalidConfig(f"early exit after {layers} layers; the target has {total}, so 1 to {total - 1}")
+        return cls(dataclasses.replace(target, layers=layers), setting.tree or chain(4)), None
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        return self.tree.shape.depth
+
+    def init(self, params: Params, batch: int, capacity: int) -> Any:
+        return ()
+
+    def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
+        return state
+
+    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        entries = buffer(self.model, root.shape[0], self.tree)
+        tokens, _ = grow(
+            self.model, context.params, self.tree, context.cache, entries, root, noise, context.temperature
+        )
+        return Proposal(tokens, self.tree.tree), state

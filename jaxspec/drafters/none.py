@@ -1,0 +1,43 @@
+"""No drafter: plain autoregression, or with a tree the width-matched reference of other drafters."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jaxspec.core.protocols import Noise, Setting
+from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.tree import Topology, TreeShape, chain
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDraft:
+    """Proposes nothing.
+
+    With a tree, and `narrow=False` in the decoder, every target call has the width of that tree, so the text is
+    bit for bit that of any drafter on the same tree.
+    """
+
+    tree: Topology = chain(0)
+
+    @classmethod
+    def build(cls, setting: Setting) -> tuple[Self, Params]:
+        return cls(setting.tree or chain(0)), None
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        return 0
+
+    def init(self, params: Params, batch: int, capacity: int) -> Any:
+        return ()
+
+    def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
+        return state
+
+    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
+        nothing = jnp.full((context.length.shape[0], self.shape.nodes), -1, jnp.int32)
+        return Proposal(nothing, self.tree.tree), state

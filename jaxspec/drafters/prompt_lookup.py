@@ -1,0 +1,106 @@
+"""Prompt lookup: copies what followed the last place where the text ended the same way.
+
+Prompt lookup decoding (Saxena 2023), on the device: of all earlier places the one whose ending matches the
+longest, among equals the latest.
+"""
+
+import dataclasses
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.protocols import Noise, Setting
+from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.tree import Topology, TreeShape, chain
+from jaxspec.errors import InvalidConfig
+
+
+class LookupState(NamedTuple):
+    """What a row has earned, in plain steps, and whether it drafted last round."""
+
+    credit: Float[Array, "B"]
+    drafted: Bool[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """Drafts a chain from the row's own text, as long as that pays.
+
+    A row pays `cost` plain steps for a round that drafts and earns one for every draft token accepted, plus
+    `refill` for every token of text. It drafts while its credit is not negative, so that speculation costs at
+    most `start` steps and the share `refill` of the time where nothing ever matches, and is tried again now and
+    then. This decides when to draft, never what is emitted.
+
+    Attributes:
+        tree: a chain.
+        min_match: tokens that must match before anything is drafted.
+        max_match: tokens that are compared at most.
+        cost: what a round at full width costs beyond a plain one, in plain steps.
+        start: the credit a row begins with.
+        refill: the credit per token of text.
+        cap: the highest credit.
+    """
+
+    tree: Topology = chain(11)
+    min_match: int = 3
+    max_match: int = 8
+    cost: float = 1.0
+    start: float = 1.0
+    refill: float = 0.03
+    cap: float = 4.0
+
+    def __post_init__(self):
+        if not self.tree.is_chain or self.tree.shape.depth < 1:
+            raise InvalidConfig("prompt-lookup drafts a chain of at least one token; give a draft length, no tree")
+        if not 1 <= self.min_match <= self.max_match:
+            raise InvalidConfig(
+                f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}"
+            )
+
+    @classmethod
+    def build(cls, setting: Setting) -> tuple[Self, Params]:
+        return (cls() if setting.tree is None else cls(setting.tree)), None
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        return 0
+
+    def init(self, params: Params, batch: int, capacity: int) -> LookupState:
+        return LookupState(jnp.full((batch,), self.start), jnp.zeros((batch,), bool))
+
+    def absorb(self, params: Params, state: LookupState, advance: Advance) -> LookupState:
+        if advance.nodes is None:
+            return state
+        earned = jnp.where(state.drafted, advance.count - 1 - self.cost, 0.0) + self.refill * advance.count
+        credit = jnp.minimum(state.credit + jnp.where(advance.count > 0, earned, 0.0), self.cap)
+        return LookupState(credit, state.drafted)
+
+    def propose(
+        self, params: Params, state: LookupState, context: Context, noise: Noise
+    ) -> tuple[Proposal, LookupState]:
+        drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
+        drafted = (match >= self.min_match) & (state.credit >= 0)
+        tokens = jnp.where(drafted[:, None], drafts, -1)
+        return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), state._replace(drafted=drafted)
+
+    def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D"], Array]:
+        """The draft of one row, and how many tokens matched before it (0: no draft)."""
+        places = jnp.arange(tokens.size)
+        padded = jnp.concatenate([jnp.full((self.max_match,), -1, tokens.dtype), tokens])
+        match = jnp.zeros_like(places)
+        equal = (places > 0) & (places < length)
+        for back in range(1, self.max_match + 1):
+            before = padded[self.max_match - back : self.max_match - back + tokens.size]
+            ending = jnp.where(length >= back, tokens[jnp.maximum(length - back, 0)], -2)
+            equal = equal & (before == ending)
+            match = match + equal
+        best = jnp.argmax(match * tokens.size + places * (match > 0))
+        # Past the end of the text the copy goes on copying itself: the text has a period there.
+        period = jnp.maximum(length - best, 1)
+        return tokens[best + jnp.arange(self.shape.depth) % period], match[best]

@@ -1,0 +1,59 @@
+"""Attention of a window on a cache: blocks of the prefix, then the window itself, in one softmax."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.cache import BLOCK
+from jaxspec.core.records import KV
+
+
+def attend(
+    queries: Float[Array, "B H G T K"],
+    prefix: KV,
+    layer: int,
+    length: Int[Array, "B"],
+    window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+    mask: Bool[Array, "B T W"],
+) -> Float[Array, "B H G T K"]:
+    """Softmax attention of each query on the row's `length` cached tokens and on the window's tokens it sees.
+
+    G queries share a key head. The prefix is read in blocks of fixed size up to the longest row's length, with
+    a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867): a step costs what the text's
+    length costs, not the cache's, and a block beyond a row's length adds exactly zero. Float32 inside.
+    """
+    batch, heads, groups, tokens, width = queries.shape
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    flat = (queries * width**-0.5).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
+
+    def dot(equation: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    def join(state, keys, values, seen):
+        top, total, mixed = state
+        score = jnp.where(seen, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
+        new_top = jnp.maximum(top, score.max(-1))
+        weight = jnp.exp(score - new_top[..., None])
+        fade = jnp.exp(top - new_top)
+        mixed = mixed * fade[..., None] + dot("bhqs,bhsk->bhqk", weight.astype(values.dtype), values)
+        return new_top, total * fade + weight.sum(-1), mixed
+
+    def block(i: Array, state):
+        size = (1, batch, heads, BLOCK, width)
+        keys, values = (lax.dynamic_slice(a, (layer, 0, 0, i * BLOCK, 0), size)[0] for a in prefix)
+        seen = i * BLOCK + jnp.arange(BLOCK) < length[:, None]
+        return join(state, keys, values, seen[:, None, None, :])
+
+    # A finite start, so that an empty prefix leaves no NaN behind: exp(start - top) is zero.
+    shape = (batch, heads, groups * tokens)
+    state = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    state = lax.fori_loop(0, (length.max() + BLOCK - 1) // BLOCK, block, state)
+    keys, values = window
+    seen = jnp.broadcast_to(mask[:, None, :, :], (batch, groups, tokens, mask.shape[-1]))
+    seen = seen.reshape(batch, 1, groups * tokens, -1)
+    # 0 x NaN is NaN: a broken node must spoil those who see it, and nobody else.
+    finite = jnp.isfinite(values)
+    spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
+    _, total, mixed = join(state, keys, jnp.where(finite, values, 0), seen)
+    mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
+    return mixed.reshape(batch, heads, groups, tokens, width)

@@ -1,0 +1,30 @@
+"""The members by name: one line each. Tests, CLI and benchmark take their lists from here."""
+
+import importlib
+from typing import Any
+
+from jaxspec.errors import UnknownName
+
+DRAFTERS = {
+    "none": "jaxspec.drafters.none:NoDraft",
+    "prompt-lookup": "jaxspec.drafters.prompt_lookup:PromptLookup",
+    "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
+    "model": "jaxspec.drafters.model:ModelDraft",
+}
+
+RULES = {
+    "coupled": "jaxspec.rules.coupled:Coupled",
+}
+
+
+def find(kind: str, name: str) -> Any:
+    """The class of a member; `kind` is "drafter" or "rule".
+
+    Raises:
+        UnknownName: naming the nearest.
+    """
+    members = {"drafter": DRAFTERS, "rule": RULES}[kind]
+    if name not in members:
+        raise UnknownName(kind, name, members)
+    module, _, attribute = members[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
