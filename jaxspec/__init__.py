@@ -1,0 +1,56 @@
+"""Speculative decoding as one XLA program.
+
+`load` a model, `generate` text: the same key gives the same text with any drafter, or none. The names below
+are imported when first used, so that `import jaxspec` is cheap.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspec.api import Chunk as Chunk
+    from jaxspec.api import Generation as Generation
+    from jaxspec.api import Output as Output
+    from jaxspec.api import generate as generate
+    from jaxspec.api import stream as stream
+    from jaxspec.core.sampling import Sampling as Sampling
+    from jaxspec.core.tree import Topology as Topology
+    from jaxspec.core.tree import branching as branching
+    from jaxspec.core.tree import chain as chain
+    from jaxspec.core.tree import from_paths as from_paths
+    from jaxspec.decode.loop import Decoder as Decoder
+    from jaxspec.decode.session import Session as Session
+    from jaxspec.decode.state import Request as Request
+    from jaxspec.decode.state import Weights as Weights
+    from jaxspec.decode.stats import Stats as Stats
+    from jaxspec.errors import JaxspecError as JaxspecError
+    from jaxspec.models.functional import FunctionLM as FunctionLM
+    from jaxspec.models.functional import from_flax as from_flax
+    from jaxspec.models.model import Model as Model
+    from jaxspec.models.model import load as load
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "jaxspec.api": ("Chunk", "Generation", "Output", "generate", "stream"),
+    "jaxspec.core.sampling": ("Sampling",),
+    "jaxspec.core.tree": ("Topology", "branching", "chain", "from_paths"),
+    "jaxspec.decode.loop": ("Decoder",),
+    "jaxspec.decode.session": ("Session",),
+    "jaxspec.decode.state": ("Request", "Weights"),
+    "jaxspec.decode.stats": ("Stats",),
+    "jaxspec.errors": ("JaxspecError",),
+    "jaxspec.models.functional": ("FunctionLM", "from_flax"),
+    "jaxspec.models.model": ("Model", "load"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *(name for names in _HOME.values() for name in names)])

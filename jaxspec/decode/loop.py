@@ -93,7 +93,9 @@ class Decoder:
         Only the new tokens will be read. `request.key` is not used: a row keeps its key, its noise is a
         function of the position.
         """
-        tokens = _write(state.tokens, request.tokens, state.length)
+        rows = jnp.arange(state.length.shape[0])[:, None]
+        places = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may stand past the end
+        tokens = state.tokens.at[rows, places].set(request.tokens, mode="drop")
         length = state.length + request.count
         return state._replace(
             tokens=tokens,

@@ -1,0 +1,56 @@
+# Everything runs in an environment of its own, made once per Python: make test PYTHON=python3.12
+SHELL  := /bin/bash
+PYTHON ?= python3
+ARGS   ?=
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV    ?= .venv-$(VERSION)
+RUN     := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --disable-pip-version-check --editable
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test slow lint format clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/core.stamp ## write text with a small language model, speculatively, and compare
+	$(RUN) -m jaxspec demo $(ARGS)
+
+test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest)
+	$(RUN) -m pytest --durations=15 $(ARGS)
+
+slow: $(VENV)/dev.stamp ## run the tests that take minutes
+	$(RUN) -m pytest --durations=15 -m slow $(ARGS)
+
+lint: $(VENV)/dev.stamp ## check style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+
+format: $(VENV)/dev.stamp ## mend style
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean: ## remove environments, caches and builds
+	rm -rf .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	find jaxspec tests scripts -name __pycache__ -prune -exec rm -rf {} +
+
+# An environment follows pyproject.toml: when that is newer than the stamp, pip looks again.
+$(VENV)/dev.stamp: $(VENV)/core.stamp
+	$(INSTALL) '.[test,lint,notebooks]'
+	@touch $@
+
+$(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml
+	@echo "Installing into $(VENV); the first time this downloads some 200 MB."
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/made.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Python 3.11 or newer is needed: $(PYTHON) is '$(VERSION)'. Try: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments. On Debian: sudo apt install python$(VERSION)-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

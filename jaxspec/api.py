@@ -1,0 +1,302 @@
+"""What a user calls: `load`, `generate`, and its streaming twin `stream`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import prepare
+from jaxspec.core import noise
+from jaxspec.core.protocols import Drafter, Rule, Setting
+from jaxspec.core.records import Status
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import Topology
+from jaxspec.decode.loop import FOREVER
+from jaxspec.decode.session import Session, Timing
+from jaxspec.decode.stats import Stats
+from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.models.model import Model, load as load
+from jaxspec.prepare import Prompt
+from jaxspec.text.stops import StopStrings
+from jaxspec.text.stream import IncrementalDecoder
+
+STEP = 4
+"""Rounds between two looks at the device while streaming."""
+
+_REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.ERROR: "error"}
+
+
+@dataclasses.dataclass
+class Generation:
+    """One row's text.
+
+    Attributes:
+        prompt: index of the prompt.
+        sample: index among the prompt's samples.
+        prompt_tokens: the ids it continues.
+        tokens: the emitted ids, the stop token included.
+        text: of the emitted ids, special tokens left out, cut before a stop string; None without a tokenizer.
+        finish_reason: "stop" (stop token or string), "length" (budget), "callback" (ended by `on_token`),
+            "error" (the target's logits were not finite; nothing was emitted from them).
+        stats: counted over what was emitted.
+        logprobs: of the emitted tokens under the target's raw logits; None unless asked for.
+    """
+
+    prompt: int
+    sample: int
+    prompt_tokens: list[int]
+    tokens: list[int]
+    text: str | None
+    finish_reason: str | None = None
+    stats: Stats = dataclasses.field(default_factory=Stats)
+    logprobs: list[float] | None = None
+
+
+@dataclasses.dataclass
+class Output(Sequence):
+    """All rows, in the order of the prompts, samples of one prompt together.
+
+    Attributes:
+        rows: the generations.
+        timing: compile, prefill and decode apart.
+        session: hand it to `generate` to continue every row without reading its text again.
+        noise_version: which noise the keys stood for; the same key gives the same text within a version.
+    """
+
+    rows: list[Generation]
+    timing: Timing
+    session: Session
+    noise_version: int = noise.VERSION
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def text(self) -> list[str | None]:
+        return [row.text for row in self.rows]
+
+    @property
+    def stats(self) -> Stats:
+        """Of all rows together."""
+        return Stats.total(row.stats for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What arrived since the last look: some tokens of one row, and their text."""
+
+    row: int
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
+
+
+def generate(
+    target: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    key: jax.Array | None = None,
+    drafter: str | Drafter = "prompt-lookup",
+    rule: str | Rule = "coupled",
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int = 128,
+    **options: Any,
+) -> Output:
+    """Continues prompts speculatively. With the default rule the text is that of plain decoding.
+
+    Args:
+        target: the model that decides; see `load`.
+        prompts: text, token ids or chat messages, or a list of them; lengths may differ.
+        key: a JAX random key; needed unless every temperature is 0. The same key gives the same text with
+            any drafter, tree and batch.
+        drafter: a registered name, or a drafter object.
+        rule: a registered name, or a rule object.
+        sampling: settings, for all rows or per row.
+        max_new_tokens: emitted per row, at most; exactly, unless a stop is met.
+        **options: see `stream`.
+
+    Returns:
+        An `Output`: a sequence of `Generation`s with timing, statistics and a session.
+
+    Raises:
+        JaxspecError: bad input, before anything compiles.
+    """
+    given = locals()
+    if not options.get("on_token") and not options.get("stop"):
+        options.setdefault("rounds", FOREVER)
+    options |= {name: given[name] for name in ("key", "drafter", "rule", "sampling", "max_new_tokens")}
+    running = stream(target, prompts, **options)
+    for _ in running:
+        pass
+    return running.output
+
+
+def stream(
+    target: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    key: jax.Array | None = None,
+    drafter: str | Drafter = "prompt-lookup",
+    rule: str | Rule = "coupled",
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int = 128,
+    draft: Model | None = None,
+    draft_params: Any = None,
+    tree: Topology | int | None = None,
+    exit_layers: int | None = None,
+    samples: int = 1,
+    chat: bool = False,
+    stop: Sequence[str] | str = (),
+    stop_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    logprobs: bool = False,
+    on_token: Callable[[int, int, str], Any] | None = None,
+    width_matched: bool = False,
+    capacity: int | None = None,
+    session: Session | None = None,
+    rounds: int = STEP,
+) -> "Stream":
+    """The streaming twin of `generate`: iterate over `Chunk`s, then read `.output`.
+
+    Args (beyond those of `generate`):
+        draft: the draft model of the drafter "model".
+        draft_params: parameters of a drafter given as an object.
+        tree: the draft's topology; a number is a chain of that length. None: the drafter's default.
+        exit_layers: layers of the drafter "early-exit".
+        samples: rows per prompt, each with its own noise.
+        chat: wrap text prompts into the model's chat template, as a user's message.
+        stop: strings that end a text; the text is cut before, the token that completes one is kept.
+        stop_ids: tokens that end a text, besides the model's own.
+        ignore_eos: do not end at the model's own stop tokens.
+        logprobs: record log-probabilities.
+        on_token: called with (row, token, new text) for every token; False ends the row, the token is kept.
+        width_matched: let every target call have the tree's width, also where there is no draft; the text is
+            then bit for bit that of `drafter="none"` with the same tree and `width_matched=True`.
+        capacity: cache slots; None for as many as needed. Give more to continue the session later.
+        session: of an earlier `Output` with the same settings: the prompts are appended to its rows.
+        rounds: rounds between two looks at the device.
+    """
+    prepare.check_budget(max_new_tokens, samples)
+    stops = StopStrings(stop)
+    ids = prepare.encode_prompts(target, prompts, chat)
+    if stops.strings or on_token:
+        rounds = min(rounds, STEP)
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise InvalidConfig(f"rounds must be a whole number from 1, got {rounds!r}")
+    if stops.strings:
+        target.decode([])  # a stop string needs a tokenizer
+    batch = len(ids) * samples
+    keys = prepare.row_keys(key, len(ids), samples, sampling)
+    stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
+    setting = Setting(target, draft, prepare.as_topology(tree), exit_layers)
+    decoder, weights = prepare.make_decoder(
+        target, drafter, rule, setting, draft_params, narrow=not width_matched, logprobs=logprobs
+    )
+    longest = max(map(len, ids)) + max_new_tokens
+    request = (target, ids, keys, sampling, max_new_tokens, samples, stopping)
+    if session is None:
+        slots = prepare.fit_capacity(decoder, weights, longest, batch, capacity)
+        session = Session(decoder, weights, prepare.make_request(*request, slots), slots)
+    else:
+        if session.decoder != decoder or len(session.state.length) != batch:
+            raise InvalidConfig("a session goes on with the settings and the number of rows it began with")
+        longest += int(np.asarray(session.state.length).max())
+        if decoder.slots(longest) > session.capacity or longest > decoder.target.context:
+            raise CapacityError(
+                f"the session has room for {session.capacity} slots, this turn needs {decoder.slots(longest)}; "
+                "begin with a larger capacity=..."
+            )
+        size = -(-max(map(len, ids)) // 64) * 64
+        session.extend(prepare.make_request(*request, size))
+    return Stream(target, session, ids, samples, stops, on_token, rounds)
+
+
+class Stream(Iterator[Chunk]):
+    """A generation under way; `output` is what has come so far, and all of it at the end."""
+
+    def __init__(self, target, session, ids, samples, stops, on_token, rounds):
+        self._session, self._rounds = session, rounds
+        self._rows = [
+            _Row(Generation(i, s, prompt, [], None if target.tokenizer is None else ""), target, stops, on_token)
+            for i, prompt in enumerate(ids)
+            for s in range(samples)
+        ]
+        self._ready: list[Chunk] = []
+
+    def __next__(self) -> Chunk:
+        while not self._ready:
+            if all(row.out.finish_reason for row in self._rows):
+                raise StopIteration
+            self._session.run(self._rounds)
+            self._look()
+        return self._ready.pop(0)
+
+    def _look(self) -> None:
+        """Fetches what the device has written, and ends the rows that the host must end."""
+        state = self._session.state
+        tokens, length, start, status = map(np.asarray, (state.tokens, state.length, state.start, state.status))
+        new_status, new_length = status.copy(), length.copy()
+        for b, row in enumerate(self._rows):
+            if row.out.finish_reason:
+                continue
+            fresh = tokens[b, start[b] + len(row.out.tokens) : length[b]].tolist()
+            reason = _REASONS.get(Status(status[b]))
+            chunk = row.push(b, fresh, reason)
+            if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(fresh)):
+                new_status[b], new_length[b] = Status.STOP, start[b] + len(row.out.tokens)
+            if chunk.tokens or chunk.finish_reason:
+                self._ready.append(chunk)
+        if (new_status != status).any() or (new_length != length).any():
+            self._session.cut(new_length, new_status)
+
+    @property
+    def output(self) -> Output:
+        state = self._session.state
+        log, start = np.asarray(state.log[: max(int(state.round), 1)]), np.asarray(state.start)
+        logprobs = None if state.logprobs is None else np.asarray(state.logprobs)
+        calls = self._session.decoder.drafter.calls
+        for b, row in enumerate(self._rows):
+            emitted = len(row.out.tokens)
+            row.out.stats = Stats.from_log(log[:, b], calls, emitted)
+            if logprobs is not None:
+                row.out.logprobs = logprobs[b, start[b] : start[b] + emitted].tolist()
+        timing = dataclasses.replace(self._session.timing)
+        return Output([row.out for row in self._rows], timing, self._session)
+
+
+class _Row:
+    """One row's way from tokens to text, and the stops only the host can see."""
+
+    def __init__(self, out: Generation, target: Model, stops: StopStrings, on_token: Callable | None):
+        self.out, self._on_token = out, on_token
+        self._decoder = None if target.tokenizer is None else IncrementalDecoder(target.tokenizer)
+        self._stops = StopStrings(stops.strings)
+
+    def push(self, b: int, tokens: list[int], reason: str | None) -> Chunk:
+        """Takes new tokens up to the first that ends the row; `reason` is why the device ended it, if it did."""
+        text, taken = "", []
+        for token in tokens:
+            piece, matched = self._stops.push(self._decoder.push([token])) if self._decoder else ("", False)
+            text += piece
+            taken.append(token)
+            if matched:
+                self.out.finish_reason = "stop"
+            if self._on_token is not None and self._on_token(b, token, piece) is False:
+                self.out.finish_reason = self.out.finish_reason or "callback"
+            if self.out.finish_reason:
+                break
+        else:
+            self.out.finish_reason = reason
+        if self.out.finish_reason and self._decoder:
+            piece, _ = self._stops.push(self._decoder.finish())
+            text += piece + self._stops.finish()
+        self.out.tokens += taken
+        if self.out.text is not None:
+            self.out.text += text
+        return Chunk(b, text, taken, self.out.finish_reason)

@@ -1,0 +1,133 @@
+"""Statistics of a decode, recomputed from the per-round log after the final cut: only what was emitted counts."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxspec.errors import InvalidConfig
+
+COST_RATIO = 0.125
+"""Default cost of one draft-model call, in target calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of one row, or of several added up.
+
+    Attributes:
+        rounds: rounds in which the row ran; each is one target call of its own.
+        drafted: draft tokens proposed.
+        tested: draft tokens the target's choice was compared with: the children of the nodes walked.
+        accepted: draft tokens emitted.
+        committed: all tokens emitted.
+        draft_calls: calls of a draft model in rounds that drafted.
+        tested_at: rounds that compared anything at depth 1, 2, ...
+        accepted_at: rounds that accepted at depth 1, 2, ...
+        drafted_rounds: rounds that drafted.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
+    committed: int = 0
+    draft_calls: int = 0
+    drafted_rounds: int = 0
+    tested_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @classmethod
+    def from_log(cls, log: np.ndarray, calls: int, committed: int | None = None) -> "Stats":
+        """The statistics of one row.
+
+        Args:
+            log: `[rounds, 3 + D]`: emitted, accepted, drafted, children tested at each depth.
+            calls: draft-model calls of a round that drafts.
+            committed: tokens kept by a cut made after decoding (a stop string); None for all.
+        """
+        log = np.asarray(log, np.int64)
+        if committed is not None:
+            before = np.cumsum(log[:, 0]) - log[:, 0]
+            kept = np.clip(committed - before, 0, log[:, 0])
+            tested = np.where(np.arange(log.shape[1] - 3) < kept[:, None], log[:, 3:], 0)
+            log = np.column_stack([kept, np.minimum(log[:, 1], kept), log[:, 2], tested])
+        log = log[log[:, 0] > 0]
+        depths = np.arange(1, log.shape[1] - 2)
+        drafted_rounds = int((log[:, 2] > 0).sum())
+        return cls(
+            rounds=len(log),
+            drafted=int(log[:, 2].sum()),
+            tested=int(log[:, 3:].sum()),
+            accepted=int(log[:, 1].sum()),
+            committed=int(log[:, 0].sum()),
+            draft_calls=calls * drafted_rounds,
+            drafted_rounds=drafted_rounds,
+            tested_at=tuple((log[:, 3:] > 0).sum(0).tolist()),
+            accepted_at=tuple((log[:, 1:2] >= depths).sum(0).tolist()),
+        )
+
+    def __add__(self, other: "Stats") -> "Stats":
+        def add(a, b):
+            if not isinstance(a, tuple):
+                return a + b
+            size = max(len(a), len(b))
+            return tuple(x + y for x, y in zip(*(v + (0,) * (size - len(v)) for v in (a, b))))
+
+        return Stats(*(add(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)))
+
+    @staticmethod
+    def total(rows: Iterable["Stats"]) -> "Stats":
+        return functools.reduce(operator.add, rows, Stats())
+
+    @property
+    def target_calls(self) -> int:
+        """Target calls these rounds would take in a batch of one."""
+        return self.rounds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.committed / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the comparisons with a node's children that ended in one of them."""
+        tested = sum(self.tested_at)
+        return self.accepted / tested if tested else 0.0
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Share of the drafting rounds that accepted at depth 1, 2, ..."""
+        return tuple(a / self.drafted_rounds if self.drafted_rounds else 0.0 for a in self.accepted_at)
+
+    @property
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """Share of the comparisons at depth 1, 2, ... that were accepted; what came before was accepted."""
+        return tuple(a / t if t else 0.0 for a, t in zip(self.accepted_at, self.tested_at))
+
+    def predicted_speedup(self, cost_ratio: float = COST_RATIO) -> float:
+        """Tokens per unit of cost against plain decoding: `committed / sum(1 + k c)`.
+
+        k are the draft-model calls of a round, c is `cost_ratio`, their cost in target calls; the target's
+        call is taken to cost the same at any width (Leviathan et al. 2023, arXiv:2211.17192, section 3.3).
+
+        Raises:
+            InvalidConfig: a negative or non-finite ratio.
+        """
+        if not (np.isfinite(cost_ratio) and cost_ratio >= 0):
+            raise InvalidConfig(f"cost_ratio must be finite and at least 0, got {cost_ratio!r}")
+        cost = self.rounds + self.draft_calls * cost_ratio
+        return self.committed / cost if cost else 1.0
+
+    def as_dict(self) -> dict:
+        """All counts and rates, for JSON."""
+        return dataclasses.asdict(self) | {
+            "target_calls": self.target_calls,
+            "tokens_per_round": self.tokens_per_round,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_position": self.acceptance_by_position,
+            "conditional_acceptance": self.conditional_acceptance,
+            "predicted_speedup": self.predicted_speedup(),
+        }

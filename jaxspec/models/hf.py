@@ -1,0 +1,248 @@
+"""Reads Hugging Face directories of the llama model type: config.json, safetensors weights, tokenizer.json.
+
+Nothing of a directory is ever executed: no pickle is opened and no code of the repository is imported. Every
+file must lie in the directory itself, or in the blobs of the Hub cache the directory belongs to.
+"""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.errors import CheckpointError
+from jaxspec.models import checkpoint as common
+from jaxspec.models.checkpoint import Checkpoint, TokenizerSource
+from jaxspec.models.config import ModelConfig
+
+MODEL_TYPES = ("llama",)
+
+_LAYER = "model.layers.{}."
+_NAMES = {
+    "embed": ("model.embed_tokens.weight",),
+    "attn_norm": (_LAYER + "input_layernorm.weight",),
+    "qkv": tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv"),
+    "out": (_LAYER + "self_attn.o_proj.weight",),
+    "mlp_norm": (_LAYER + "post_attention_layernorm.weight",),
+    "gate_up": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+    "down": (_LAYER + "mlp.down_proj.weight",),
+    "norm": ("model.norm.weight",),
+    "head": ("lm_head.weight",),
+}
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+}
+_DTYPES = ("F32", "F16", "BF16")
+_MAX_JSON = 1 << 28
+
+
+def open_hf(path: str | os.PathLike) -> Checkpoint:
+    """Opens a Hugging Face directory; the weights are read from memory maps when asked for.
+
+    Raises:
+        CheckpointError: a file is missing, malformed, outside the directory, or of a model that is not read.
+    """
+    directory = pathlib.Path(path)
+    settings = _read_json(directory, "config.json")
+    if settings is None:
+        files = sorted(directory.glob("*.gguf"))
+        hint = f"; to open its GGUF file, name it: {files[0]}" if files else ""
+        raise CheckpointError(f"{directory}: has no config.json{hint}")
+    config = _config(str(directory / "config.json"), settings)
+    generation = _read_json(directory, "generation_config.json") or {}
+    text = _read_json(directory, "tokenizer_config.json") or {}
+    tokenizer = _inside(directory, "tokenizer.json")
+    bos_id = settings.get("bos_token_id", generation.get("bos_token_id"))
+    stop_ids = generation.get("eos_token_id", settings.get("eos_token_id"))
+    adds_bos = text.get("add_bos_token")
+    if adds_bos is None and tokenizer:
+        adds_bos = _begins_with_special((_read_json(directory, "tokenizer.json") or {}).get("post_processor"))
+    named = {key: value for key, value in text.items() if key.endswith("_token")}
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return Checkpoint(
+        config=config,
+        source=str(directory),
+        tensors=_tensors(directory, config),
+        stop_ids=tuple(stop_ids) if isinstance(stop_ids, list) else () if stop_ids is None else (stop_ids,),
+        bos_id=bos_id,
+        add_bos=bool(adds_bos) and bos_id is not None,
+        tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer else None,
+        chat_template=_chat_template(directory, text),
+        special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
+    )
+
+
+def _config(where: str, settings: Mapping) -> ModelConfig:
+    if (model_type := settings.get("model_type")) not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{where}: model_type {model_type!r} is not read; read: {', '.join(MODEL_TYPES)}"
+        )
+    # Older files keep the rotary settings beside the sizes, newer ones in `rope_parameters`.
+    rope = {}
+    for key, unnamed in (("rope_scaling", None), ("rope_parameters", "default")):
+        value = settings.get(key) or {"type": "default"}
+        if not isinstance(value, dict) or value.get("rope_type", value.get("type", unnamed)) != "default":
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}; only unscaled rotary positions are supported yet"
+            )
+        rope |= value
+    for key, plain in _ONLY.items():
+        if (got := settings.get(key, rope.get(key, plain))) != plain:
+            raise CheckpointError(
+                f"{where}: {key} is {got!r}, expected {plain!r}; the rest is not supported yet"
+            )
+
+    def get(key: str, default=None) -> Any:
+        value = settings.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{where}: {key} is missing")
+        return value
+
+    if not isinstance(tie := get("tie_word_embeddings", False), bool):
+        raise CheckpointError(f"{where}: tie_word_embeddings is {tie!r}, expected true or false")
+    hidden, heads = get("hidden_size"), get("num_attention_heads")
+    sizes = type(hidden) is int and type(heads) is int and heads > 0  # if not, ModelConfig says so
+    return common.make_config(
+        where,
+        vocab_size=get("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=get("intermediate_size"),
+        num_layers=get("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=get("num_key_value_heads", heads),
+        head_dim=get("head_dim", hidden // heads if sizes else 2),
+        rope_theta=rope.get("rope_theta") or get("rope_theta", 10000.0),
+        norm_eps=get("rms_norm_eps", 1e-6),
+        tie_embeddings=tie,
+        max_position=get("max_position_embeddings", 2048),
+    )
+
+
+def _tensors(directory: pathlib.Path, config: ModelConfig) -> dict:
+    """Canonical readers over the one safetensors file or the shards of the index."""
+    from safetensors import SafetensorError, safe_open
+
+    index = None
+    names = ["model.safetensors"]
+    if _inside(directory, names[0]) is None:
+        index = _index(directory)
+        names = sorted(set(index.values()))
+    shards, shapes = {}, {}
+    for name in names:
+        file, where = _inside(directory, name), str(directory / name)
+        if file is None:
+            raise CheckpointError(f"{where}: the index names this shard, and there is no such file")
+        try:
+            shard = safe_open(file, framework="np")
+            held = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{where}: not a safetensors file that can be read: {error}") from None
+        if index is not None:
+            common.refuse_difference(where, {key for key, holder in index.items() if holder == name}, held)
+        for key, part in held.items():
+            if (dtype := part.get_dtype()) not in _DTYPES:
+                raise CheckpointError(f"{where}: tensor {key} has type {dtype}, expected one of {_DTYPES}")
+            shards[key], shapes[key] = (shard, where), tuple(part.get_shape())
+
+    def read(name: str) -> np.ndarray:
+        shard, where = shards[name]
+        return common.finite(where, name, shard.get_tensor(name).astype(np.float32, copy=False))
+
+    # Rotary frequencies some old files carry; they follow from rope_theta.
+    shapes = {key: shape for key, shape in shapes.items() if not key.endswith(".rotary_emb.inv_freq")}
+    copied = config.tie_embeddings and shapes.pop("lm_head.weight", None)
+    readers = common.canonical_tensors(str(directory), config, _NAMES, shapes, read)
+    return readers | {"embed": lambda: _tied(directory, read)} if copied else readers
+
+
+def _tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The embedding, when the file holds the head as well although the config ties the two."""
+    embed = read("model.embed_tokens.weight")
+    if not np.array_equal(embed, read("lm_head.weight")):
+        raise CheckpointError(
+            f"{directory}: tensor lm_head.weight differs from model.embed_tokens.weight, expected the same: "
+            "config.json says tie_word_embeddings"
+        )
+    return embed
+
+
+def _index(directory: pathlib.Path) -> dict[str, str]:
+    """Tensor -> name of its shard, from the index; every shard name is checked to be a plain file name."""
+    name = "model.safetensors.index.json"
+    index = _read_json(directory, name)
+    if index is None:
+        pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        why = f"expected model.safetensors, or {name} and its shards"
+        if pickles:
+            why = f"{', '.join(pickles[:3])} may hold code and are never opened; convert them to safetensors"
+        raise CheckpointError(f"{directory}: has no safetensors weights: {why}")
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{directory / name}: weight_map is missing or empty, expected shards")
+    for shard in shards.values():
+        plain = isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0")
+        if not plain:
+            raise CheckpointError(
+                f"{directory / name}: shard {shard!r}, expected the plain name of a .safetensors file"
+            )
+    return shards
+
+
+def _inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
+    """Path of a file of the directory, or None; a link may only lead to the blobs of the same Hub cache."""
+    file, home = directory / name, directory.resolve()
+    if not os.path.exists(file):
+        return None
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if (real := file.resolve()).parent not in (home, blobs) or not real.is_file():
+        raise CheckpointError(f"{file}: leads to {real}, expected a file in {home}")
+    return file
+
+
+def _read_text(directory: pathlib.Path, name: str) -> str | None:
+    if (file := _inside(directory, name)) is None:
+        return None
+    try:
+        if (size := file.stat().st_size) > _MAX_JSON:
+            raise CheckpointError(f"{file}: {size} bytes, expected at most {_MAX_JSON}")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+
+
+def _read_json(directory: pathlib.Path, name: str) -> dict | None:
+    if (text := _read_text(directory, name)) is None:
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{directory / name}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{directory / name}: holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def _chat_template(directory: pathlib.Path, text: Mapping) -> str | None:
+    template = _read_text(directory, "chat_template.jinja") or text.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
+    return template if isinstance(template, str) else None
+
+
+def _begins_with_special(processor: object) -> bool:
+    """Whether a `post_processor` of tokenizer.json puts a special token in front of a single text."""
+    if not isinstance(processor, dict):
+        return False
+    if isinstance(steps := processor.get("processors"), list):
+        return any(map(_begins_with_special, steps))
+    single = processor.get("single")
+    return isinstance(single, list) and bool(single) and "SpecialToken" in single[0]

@@ -1,0 +1,100 @@
+"""A loaded model: network, parameters, tokenizer, and what it was told of chats and stops."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.records import Params
+from jaxspec.errors import MissingTokenizer
+from jaxspec.models.checkpoint import Checkpoint, open_source, read_params
+from jaxspec.text.chat import ChatTemplate
+from jaxspec.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """What `generate` takes as target or draft. Your own network: `Model(lm, params)`.
+
+    Attributes:
+        lm: the network, static.
+        params: its parameters, a pytree of arrays.
+        tokenizer: None for a model of token ids alone.
+        chat_template: None if the model has none.
+        stop_ids: ids that end a text.
+        name: for tables.
+    """
+
+    lm: LanguageModel
+    params: Params
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    stop_ids: tuple[int, ...] = ()
+    name: str = "model"
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the parameters."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+
+    def encode(self, text: str) -> list[int]:
+        return self._need_tokenizer().encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._need_tokenizer().decode(tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation, up to where the assistant begins to write.
+
+        Raises:
+            MissingTokenizer: no tokenizer, or no chat template.
+        """
+        tokenizer = self._need_tokenizer()
+        if self.chat_template is None:
+            raise MissingTokenizer(f"{self.name} has no chat template; give plain text (--no-chat) instead")
+        return tokenizer.encode(self.chat_template.render(messages))
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise MissingTokenizer(f"{self.name} has no tokenizer; give token ids instead of text")
+        return self.tokenizer
+
+
+def load(
+    source: str | os.PathLike | Checkpoint,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    report: Callable[[str], Any] | None = None,
+    progress: Callable[[int, int, str], Any] | None = None,
+) -> Model:
+    """A model from a preset name, a `.gguf` file, a Hugging Face directory or repository.
+
+    Args:
+        source: which.
+        dtype: "float32" or "bfloat16".
+        revision: of a Hub repository.
+        report: called with a line of text now and then while something is fetched.
+        progress: called with (parameters read, parameters in all, name).
+
+    Raises:
+        UnknownName, FetchError, CheckpointError, InvalidConfig: what is wrong, and where.
+    """
+    from jaxspec.models.transformer import TransformerLM
+
+    checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report)
+    params = read_params(checkpoint, dtype, progress)
+    params["layers"] = dict(enumerate(params["layers"]))
+    template = checkpoint.chat_template
+    return Model(
+        lm=TransformerLM(checkpoint.config, dtype),
+        params=jax.tree.map(jnp.asarray, params),
+        tokenizer=Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None,
+        chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,
+        stop_ids=checkpoint.stop_ids,
+        name=os.path.basename(os.path.normpath(checkpoint.source)),
+    )

@@ -1,0 +1,185 @@
+"""From what a user hands in to a `Request`: every check happens here, before anything compiles."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.core.protocols import Setting
+from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.tree import Topology, chain
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Weights
+from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange
+from jaxspec.models.model import Model
+from jaxspec.registry import find
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or the messages of a chat."""
+
+
+def make_decoder(
+    target: Model, drafter: Any, rule: Any, setting: Setting, draft_params: Any = None, **options: Any
+) -> tuple[Decoder, Weights]:
+    """The decoder of members given by name or as objects (a drafter object brings its own tree)."""
+    if isinstance(drafter, str):
+        drafter, draft_params = find("drafter", drafter).build(setting)
+    elif setting.tree is not None or setting.draft is not None or setting.exit_layers is not None:
+        raise InvalidConfig("tree, draft and exit_layers build a drafter by name; a drafter object has its own")
+    rule = find("rule", rule)() if isinstance(rule, str) else rule
+    return Decoder(target.lm, drafter, rule, **options), Weights(target.params, draft_params)
+
+
+def as_topology(tree: Topology | int | None) -> Topology | None:
+    """A draft length stands for a chain."""
+    if tree is None or isinstance(tree, Topology):
+        return tree
+    return chain(tree)
+
+
+def encode_prompts(target: Model, prompts: Prompt | Sequence[Prompt], chat: bool) -> list[list[int]]:
+    """The token ids of every prompt.
+
+    Raises:
+        EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
+    """
+    if isinstance(prompts, (str, np.ndarray)) or (
+        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
+    ):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence) or not len(prompts):
+        raise EmptyPrompt(f"expected one prompt or more, got {prompts!r}")
+    return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(prompts)]
+
+
+def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise EmptyPrompt(f"{where} is empty; give at least one token to continue")
+        ids = target.encode_chat([{"role": "user", "content": prompt}]) if chat else target.encode(prompt)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        ids = target.encode_chat(prompt)
+    else:
+        array = np.asarray(prompt)
+        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {prompt!r:.80}")
+        ids = array.astype(np.int64).tolist()
+    if not ids:
+        raise EmptyPrompt(f"{where} has no token; give at least one to continue")
+    vocab = target.lm.vocab
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab:
+            raise TokenOutOfRange(f"{where} has token {token} at place {place}; ids go from 0 to {vocab - 1}")
+    return ids
+
+
+def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Array:
+    """One typed key per row: the given key folded with the prompt's index and the sample's.
+
+    A row's key depends on nothing else, so its text does not depend on its neighbours. A key per row may be
+    given instead.
+    """
+    if key is None:
+        if np.any(np.asarray(sampling.temperature) >= GREEDY):
+            raise InvalidConfig("sampling needs a key: give key=jax.random.key(seed)")
+        key = jax.random.key(0)  # not read: greedy decoding draws nothing
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key!r}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32:
+            raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    rows = prompts * samples
+    if key.shape == (rows,):
+        return key
+    if key.shape != ():
+        raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
+    of_prompt = [jax.random.fold_in(key, i) for i in range(prompts)]
+    return jnp.stack([jax.random.fold_in(k, s) for k in of_prompt for s in range(samples)])
+
+
+def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampling:
+    """The settings as rows, with the tokens that the tokenizer does not know banned.
+
+    Checkpoints pad the vocabulary; a padded id has no text.
+    """
+    vocab = target.lm.vocab
+    known = vocab if target.tokenizer is None else min(target.tokenizer.vocab_size, vocab)
+    rows = sampling.rows(batch, vocab)
+    if known == vocab:
+        return rows
+    padding = jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf)
+    bias = padding if rows.logit_bias is None else rows.logit_bias + padding
+    return Sampling(rows.temperature, rows.top_k, rows.top_p, rows.min_p, jnp.broadcast_to(bias, (batch, vocab)))
+
+
+def check_budget(max_new_tokens: Any, samples: Any) -> None:
+    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise InvalidConfig(f"{name} must be a whole number from 1, got {value!r}")
+
+
+def stop_array(target: Model, stop_ids: Sequence[int], ignore_eos: bool, batch: int) -> jax.Array:
+    """`[batch, M]`, M in steps of 8 so that a stop id more does not compile anew."""
+    ids = sorted({*(() if ignore_eos else target.stop_ids), *stop_ids})
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < target.lm.vocab:
+            raise TokenOutOfRange(f"stop id {token!r} is no token; ids go from 0 to {target.lm.vocab - 1}")
+    row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
+    row[: len(ids)] = ids
+    return jnp.broadcast_to(jnp.asarray(row), (batch, row.size))
+
+
+def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
+    """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
+
+    Raises:
+        CapacityError: longer than the model's context, or than the capacity that was asked for.
+    """
+    context = decoder.target.context
+    if longest > context:
+        raise CapacityError(
+            f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
+            "shorten the prompt or lower max_new_tokens"
+        )
+    need = decoder.slots(longest)
+    slots = max(512, 1 << (need - 1).bit_length()) if capacity is None else capacity
+    if slots < need:
+        raise CapacityError(
+            f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
+            f"need {need} slots, a cache of {_gigabytes(decoder, weights, batch, need)} for {batch} rows"
+        )
+    return slots
+
+
+def _gigabytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+    cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
+    draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+    return f"{size / 1e9:.2f} GB"
+
+
+def pad_prompts(prompts: list[list[int]], samples: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """`[rows, size]` and the counts, every prompt as many times as it has samples."""
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    tokens = np.zeros((len(rows), size), np.int32)
+    for row, prompt in zip(tokens, rows):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in rows], jnp.int32)
+
+
+def make_request(
+    target: Model,
+    prompts: list[list[int]],
+    keys: jax.Array,
+    sampling: Sampling,
+    max_new_tokens: int,
+    samples: int,
+    stops: jax.Array,
+    size: int,
+) -> Request:
+    tokens, count = pad_prompts(prompts, samples, size)
+    rows = with_padding_masked(target, sampling, len(count))
+    return Request(tokens, count, jnp.full_like(count, max_new_tokens), keys, stops, rows)

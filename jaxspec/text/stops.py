@@ -1,0 +1,75 @@
+"""Strings that end a text."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxspec.errors import InvalidConfig
+from jaxspec.text.stream import IncrementalDecoder
+from jaxspec.text.tokenizer import Tokenizer
+
+MAX_STOP = 4096  # characters: text is held back for as long as a stop string may be
+
+
+class StopStrings:
+    """The stop strings of one text, and the matcher that watches it arrive.
+
+    The stop that counts is the one *completed* first (of two completed by the same character, the longer). So
+    where a text ends depends on its characters alone, never on the pieces it came in.
+    """
+
+    def __init__(self, strings: Sequence[str] | str = ()):
+        strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        for string in strings:
+            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP:
+                raise InvalidConfig(
+                    f"a stop string must be a str of 1 to {MAX_STOP} characters, got {string!r:.80}"
+                )
+        self.strings = strings
+        self._held, self._matched = "", False
+
+    def find(self, text: str) -> int | None:
+        """Where the stop string that ends `text` begins, or None."""
+        found = ((text.find(stop), stop) for stop in self.strings)
+        return min(((at + len(stop), at) for at, stop in found if at >= 0), default=(0, None))[1]
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Takes new text; returns the text that is safe to show and whether a stop string was met.
+
+        An end of the text that could begin a stop string is held back. After a match nothing is returned.
+        """
+        if self._matched:
+            return "", True
+        text = self._held + text
+        if (at := self.find(text)) is not None:
+            self._held, self._matched = "", True
+            return text[:at], True
+        keep = max((_overlap(text, stop) for stop in self.strings), default=0)
+        safe, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        return safe, False
+
+    def finish(self) -> str:
+        """What was held back, now that the text has ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def cut_tokens(
+    tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str]
+) -> tuple[int, str]:
+    """How many of `ids` remain, and their text up to the stop string.
+
+    The token that completes a stop string is the last that is kept; the text is cut before the stop string.
+    """
+    matcher = StopStrings(stops.strings if isinstance(stops, StopStrings) else stops)
+    decoder, text, count = IncrementalDecoder(tokenizer), "", 0
+    for count, token in enumerate(ids, start=1):
+        safe, matched = matcher.push(decoder.push([token]))
+        text += safe
+        if matched:
+            return count, text
+    safe, _ = matcher.push(decoder.finish())
+    return count, text + safe + matcher.finish()
