@@ -1,0 +1,89 @@
+"""The command line: `jaxspec COMMAND ...`, one module per command.
+
+A command's module has `add_options(parser)` and `run(args) -> int`, the exit status. It imports what is heavy
+inside `run`, so that help and usage errors come at once.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import jaxspec
+from jaxspec.cli.options import Parser, UsageError
+from jaxspec.errors import JaxspecError, UnknownName
+
+COMMANDS = {
+    "generate": "continue prompts with a language model, speculatively",
+    "demo": "write with a small language model, and compare the drafters with plain decoding",
+}
+
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and gives its exit status.
+
+    0: done. 1: it failed, for a reason given in one line. 2: the command line is wrong. 130: interrupted.
+
+    Args:
+        argv: the words after the program's name; None for the process's own.
+    """
+    try:
+        status = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        print("\njaxspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left. Python flushes once more at exit, which must not complain.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _run(words: list[str]) -> int:
+    parser = Parser(
+        prog="jaxspec",
+        usage="jaxspec COMMAND ...",
+        description="Speculative decoding as one XLA program.",
+        epilog="commands:\n"
+        + "".join(f"  {name:<10}{line}\n" for name, line in COMMANDS.items())
+        + "\n'jaxspec COMMAND --help' tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
+    try:
+        if not words or words[0].startswith("-"):
+            parser.parse_options(words)
+            parser.error("no command given")
+        name, *words = words
+        if name not in COMMANDS:
+            parser.error(str(UnknownName("command", name, COMMANDS)))
+        command = importlib.import_module(f"jaxspec.cli.{name}")
+        parser = Parser(prog=f"jaxspec {name}", description=command.__doc__)
+        command.add_options(parser)
+        parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
+        args = parser.parse_options(words)
+    except SystemExit as leave:  # --help, --version
+        return int(leave.code or 0)
+    try:
+        return command.run(args)
+    except (UsageError, BrokenPipeError):
+        raise
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+            return 1
+        kind = "" if isinstance(error, JaxspecError) else f"{type(error).__name__}: "
+        return _fail(f"{kind}{error}", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    """Says why, on one line whatever the message holds."""
+    print("jaxspec: error:", " ".join(message.split()), file=sys.stderr)
+    return status

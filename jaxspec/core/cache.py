@@ -1,4 +1,8 @@
-"""The only place that writes a cache."""
+"""The only place that writes a cache, and how it is stored.
+
+Bfloat16 is stored as its bits, in uint16: XLA:CPU has no bfloat16 slices, and would convert the whole cache to
+float32 and back every round.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +15,33 @@ BLOCK = 128
 """Slots an attention step reads at once; capacities are multiples of it, so bits do not depend on them."""
 
 
+def stored(dtype) -> jnp.dtype:
+    """The dtype of the slots that hold values of this one."""
+    return jnp.dtype(jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype)
+
+
+def held(dtype) -> jnp.dtype:
+    """The dtype of the values that slots of this one hold."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
+
+
 def empty(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
     """A cache of zeros, its capacity rounded up to whole blocks."""
     slots = -(-capacity // BLOCK) * BLOCK
-    keys = jnp.zeros((layers, batch, heads, slots, width), dtype)
-    values = jnp.zeros((layers, batch, heads, slots, value_width or width), dtype)
+    keys = jnp.zeros((layers, batch, heads, slots, width), stored(dtype))
+    values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored(dtype))
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
+
+
+def read(kv: KV, layer: int, block: Array) -> KV:
+    """One block of one layer, `[B, H, BLOCK, K]`."""
+
+    def one(slots: Array) -> Array:
+        _, batch, heads, _, width = slots.shape
+        part = lax.dynamic_slice(slots, (layer, 0, 0, block * BLOCK, 0), (1, batch, heads, BLOCK, width))[0]
+        return part if part.dtype == held(part.dtype) else lax.bitcast_convert_type(part, held(part.dtype))
+
+    return KV(one(kv.keys), one(kv.values))
 
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
@@ -36,7 +61,9 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
     start = jnp.minimum(cache.length, cache.length + after)
 
     def write(slots: Array, new: Array) -> Array:
-        new = jnp.where(jnp.isfinite(new), new, 0).astype(slots.dtype)
+        new = jnp.where(jnp.isfinite(new), new, 0).astype(held(slots.dtype))
+        if slots.dtype != new.dtype:
+            new = lax.bitcast_convert_type(new, slots.dtype)
 
         def row(b: Array, slots: Array) -> Array:
             return lax.dynamic_update_slice(

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.cache import held
 from jaxspec.core.protocols import LanguageModel, Noise
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.core.sampling import GREEDY
@@ -16,7 +17,7 @@ def buffer(model: LanguageModel, batch: int, topology: Topology) -> KV:
     """Room for the keys and values of every node, and one slot more for padding."""
     shapes = jax.eval_shape(lambda: model.init_cache(batch, 1)).kv
     nodes = topology.shape.nodes + 1
-    return KV(*(jnp.zeros((*a.shape[:3], nodes, a.shape[4]), a.dtype) for a in shapes))
+    return KV(*(jnp.zeros((*a.shape[:3], nodes, a.shape[4]), held(a.dtype)) for a in shapes))
 
 
 def draw_children(

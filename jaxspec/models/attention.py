@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import KV
 
@@ -39,8 +40,7 @@ def attend(
         return new_top, total * fade + weight.sum(-1), mixed
 
     def block(i: Array, state):
-        size = (1, batch, heads, BLOCK, width)
-        keys, values = (lax.dynamic_slice(a, (layer, 0, 0, i * BLOCK, 0), size)[0] for a in prefix)
+        keys, values = caches.read(prefix, layer, i)
         seen = i * BLOCK + jnp.arange(BLOCK) < length[:, None]
         return join(state, keys, values, seen[:, None, None, :])
 

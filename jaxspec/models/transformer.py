@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Params, Window
@@ -38,6 +38,16 @@ def matmul(x: Float[Array, "B T I"], weight: Array, transposed: bool = False) ->
         preferred_element_type=jnp.float32,
     )
     return (out[:1] if pad else out).reshape(batch, tokens, -1)
+
+
+def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Rows of an embedding, in float32.
+
+    XLA:CPU converts a bfloat16 table before it gathers, and would hoist that out of the decode loop, a copy of
+    the table at every call. Behind the barrier the table depends on the tokens, and only rows are converted.
+    """
+    table, tokens = lax.optimization_barrier((table, tokens))
+    return table[tokens].astype(jnp.float32)
 
 
 def rotate(x: Float[Array, "B H T K"], positions: Array, theta: float) -> Float[Array, "B H T K"]:
@@ -81,7 +91,7 @@ class Block(nnx.Module):
         projected = matmul(rms_norm(x, self.attn_norm[...], c.norm_eps), self.qkv[...])
         heads = projected.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2)
         queries, keys, values = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
-        dtype = cache.kv.keys.dtype
+        dtype = caches.held(cache.kv.keys.dtype)
         queries = rotate(queries, window.positions, c.rope_theta).astype(dtype)
         new = KV(rotate(keys, window.positions, c.rope_theta).astype(dtype), values.astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
@@ -112,7 +122,7 @@ class Transformer(nnx.Module):
         self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Final normed features, and keys and values of the window in the first `layers` layers."""
-        x = self.embed[...][window.tokens].astype(jnp.float32)
+        x = look_up(self.embed[...], window.tokens)
         entries = []
         for i, block in enumerate(self.layers[:layers]):
             x, new = block(x, i, window, cache, past)
