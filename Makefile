@@ -27,7 +27,7 @@ slow: $(VENV)/dev.stamp ## run the tests that take minutes
 lint: $(VENV)/dev.stamp ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 format: $(VENV)/dev.stamp ## mend style
 	$(RUN) -m ruff check --fix .

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import prepare
@@ -18,7 +17,8 @@ from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import CapacityError, InvalidConfig
-from jaxspec.models.model import Model, load as load
+from jaxspec.models.model import Model
+from jaxspec.models.model import load as load
 from jaxspec.prepare import Prompt
 from jaxspec.text.stops import StopStrings
 from jaxspec.text.stream import IncrementalDecoder
@@ -183,6 +183,15 @@ def stream(
         rounds: rounds between two looks at the device.
     """
     prepare.check_budget(max_new_tokens, samples)
+    prepare.need_model("target", target)
+    if draft is not None:
+        prepare.need_model("draft", draft)
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {sampling!r:.80}")
+    if on_token is not None and not callable(on_token):
+        raise InvalidConfig(f"on_token must be callable, got {on_token!r:.80}")
+    if session is not None and not isinstance(session, Session):
+        raise InvalidConfig(f"session must be the session of an earlier output, got {session!r:.80}")
     stops = StopStrings(stop)
     ids = prepare.encode_prompts(target, prompts, chat)
     if stops.strings or on_token:
@@ -192,6 +201,7 @@ def stream(
     if stops.strings:
         target.decode([])  # a stop string needs a tokenizer
     batch = len(ids) * samples
+    settings = prepare.with_padding_masked(target, sampling, batch)
     keys = prepare.row_keys(key, len(ids), samples, sampling)
     stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
     setting = Setting(target, draft, prepare.as_topology(tree), exit_layers)
@@ -199,7 +209,7 @@ def stream(
         target, drafter, rule, setting, draft_params, narrow=not width_matched, logprobs=logprobs
     )
     longest = max(map(len, ids)) + max_new_tokens
-    request = (target, ids, keys, sampling, max_new_tokens, samples, stopping)
+    request = (ids, keys, settings, max_new_tokens, samples, stopping)
     if session is None:
         slots = prepare.fit_capacity(decoder, weights, longest, batch, capacity)
         session = Session(decoder, weights, prepare.make_request(*request, slots), slots)
@@ -223,7 +233,12 @@ class Stream(Iterator[Chunk]):
     def __init__(self, target, session, ids, samples, stops, on_token, rounds):
         self._session, self._rounds = session, rounds
         self._rows = [
-            _Row(Generation(i, s, prompt, [], None if target.tokenizer is None else ""), target, stops, on_token)
+            _Row(
+                Generation(i, s, prompt, [], None if target.tokenizer is None else ""),
+                target,
+                stops,
+                on_token,
+            )
             for i, prompt in enumerate(ids)
             for s in range(samples)
         ]

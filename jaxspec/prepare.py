@@ -1,5 +1,6 @@
 """From what a user hands in to a `Request`: every check happens here, before anything compiles."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.core.protocols import Setting
+from jaxspec.core.protocols import Drafter, Rule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Topology, chain
 from jaxspec.decode.loop import Decoder
@@ -24,28 +25,40 @@ def make_decoder(
     target: Model, drafter: Any, rule: Any, setting: Setting, draft_params: Any = None, **options: Any
 ) -> tuple[Decoder, Weights]:
     """The decoder of members given by name or as objects (a drafter object brings its own tree)."""
+    given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
     if isinstance(drafter, str):
-        drafter, draft_params = find("drafter", drafter).build(setting)
-    elif setting.tree is not None or setting.draft is not None or setting.exit_layers is not None:
-        raise InvalidConfig("tree, draft and exit_layers build a drafter by name; a drafter object has its own")
-    rule = find("rule", rule)() if isinstance(rule, str) else rule
+        member = find("drafter", drafter)
+        if unused := given - member.takes:
+            raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
+        drafter, draft_params = member.build(setting)
+    elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {drafter!r:.80}")
+    elif given:
+        raise InvalidConfig(f"{', '.join(sorted(given))} build a drafter by name; a drafter object has its own")
+    if isinstance(rule, str):
+        rule = find("rule", rule)()
+    elif isinstance(rule, type) or not isinstance(rule, Rule):
+        raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
     return Decoder(target.lm, drafter, rule, **options), Weights(target.params, draft_params)
 
 
 def as_topology(tree: Topology | int | None) -> Topology | None:
     """A draft length stands for a chain."""
-    if tree is None or isinstance(tree, Topology):
-        return tree
-    return chain(tree)
+    return tree if tree is None or isinstance(tree, Topology) else chain(tree)
 
 
-def encode_prompts(target: Model, prompts: Prompt | Sequence[Prompt], chat: bool) -> list[list[int]]:
+def need_model(name: str, model: Any) -> None:
+    if not isinstance(model, Model):
+        raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {model!r:.80}")
+
+
+def encode_prompts(target: Model, prompts: Any, chat: bool) -> list[list[int]]:
     """The token ids of every prompt.
 
     Raises:
         EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
     """
-    if isinstance(prompts, (str, np.ndarray)) or (
+    if isinstance(prompts, (str, np.ndarray, jax.Array)) or (
         isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
     ):
         prompts = [prompts]
@@ -62,9 +75,13 @@ def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         ids = target.encode_chat(prompt)
     else:
-        array = np.asarray(prompt)
-        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {prompt!r:.80}")
+        try:
+            array = np.asarray(prompt)
+        except ValueError:  # ragged
+            array = np.asarray(None)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            shown = " ".join(f"{prompt!r}"[:80].split())
+            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown}")
         ids = array.astype(np.int64).tolist()
     if not ids:
         raise EmptyPrompt(f"{where} has no token; give at least one to continue")
@@ -88,9 +105,10 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != np.uint32:
+        if key.dtype != np.uint32 or key.shape[-1:] != (2,):
             raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
         key = jax.random.wrap_key_data(jnp.asarray(key))
+    key = jnp.asarray(key)
     rows = prompts * samples
     if key.shape == (rows,):
         return key
@@ -123,7 +141,9 @@ def check_budget(max_new_tokens: Any, samples: Any) -> None:
 
 def stop_array(target: Model, stop_ids: Sequence[int], ignore_eos: bool, batch: int) -> jax.Array:
     """`[batch, M]`, M in steps of 8 so that a stop id more does not compile anew."""
-    ids = sorted({*(() if ignore_eos else target.stop_ids), *stop_ids})
+    if not isinstance(stop_ids, Sequence):
+        raise InvalidConfig(f"stop_ids must be a list of token ids, got {stop_ids!r:.80}")
+    ids = list(dict.fromkeys((*(() if ignore_eos else target.stop_ids), *stop_ids)))
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < target.lm.vocab:
             raise TokenOutOfRange(f"stop id {token!r} is no token; ids go from 0 to {target.lm.vocab - 1}")
@@ -138,27 +158,30 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     Raises:
         CapacityError: longer than the model's context, or than the capacity that was asked for.
     """
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer))):
+        raise InvalidConfig(f"capacity must be a whole number of slots, got {capacity!r}")
     context = decoder.target.context
     if longest > context:
         raise CapacityError(
             f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
-            "shorten the prompt or lower max_new_tokens"
+            "shorten the prompt or lower max_new_tokens "
+            f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
         )
     need = decoder.slots(longest)
     slots = max(512, 1 << (need - 1).bit_length()) if capacity is None else capacity
     if slots < need:
         raise CapacityError(
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
-            f"need {need} slots, a cache of {_gigabytes(decoder, weights, batch, need)} for {batch} rows"
+            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
         )
     return slots
 
 
-def _gigabytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
-    return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def pad_prompts(prompts: list[list[int]], samples: int, size: int) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +194,6 @@ def pad_prompts(prompts: list[list[int]], samples: int, size: int) -> tuple[jax.
 
 
 def make_request(
-    target: Model,
     prompts: list[list[int]],
     keys: jax.Array,
     sampling: Sampling,
@@ -180,6 +202,6 @@ def make_request(
     stops: jax.Array,
     size: int,
 ) -> Request:
+    """`sampling` as rows, prompts padded to `size`."""
     tokens, count = pad_prompts(prompts, samples, size)
-    rows = with_padding_masked(target, sampling, len(count))
-    return Request(tokens, count, jnp.full_like(count, max_new_tokens), keys, stops, rows)
+    return Request(tokens, count, jnp.full_like(count, max_new_tokens), keys, stops, sampling)

@@ -8,10 +8,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
+from jaxspec.core.noise import gumbel
+from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.core.sampling import GREEDY, Sampling, scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +62,43 @@ class TableLM:
     def logits(self, params: Params, text: list[int]) -> Float[Array, "V"]:
         """The logits after a text, looked up directly: the reference."""
         return params["table"][text[-2] if len(text) > 1 else self.vocab, text[-1]]
+
+
+def tie_gap(
+    lm: LanguageModel,
+    params: Params,
+    text: list[int],
+    tokens: tuple[int, int],
+    key: Array,
+    sampling: Sampling,
+) -> float:
+    """How far apart two programs' choices after `text` really are: a certificate of a tie if it is tiny.
+
+    Target calls of different width round differently, so where two tokens' perturbed scores differ by less than
+    that rounding, either is right. Returns the difference of the perturbed scores of the two tokens or, if
+    smaller, how close (in probability) one of them stands to the border of top-p, or (in score) of min-p.
+
+    Args:
+        lm: the target, with `params`.
+        text: the tokens both agree on.
+        tokens: the two that follow.
+        key: the row's key.
+        sampling: the row's settings, as numbers.
+    """
+    size = len(text)
+    window = Window(jnp.asarray([text]), jnp.arange(size)[None], jnp.asarray(np.tri(size, dtype=bool))[None])
+    features, _ = jax.jit(lm.apply)(params, window, lm.init_cache(1, size))
+    row = sampling.rows(1, lm.vocab)
+    score = np.asarray(scores(lm.head(params, features[:, -1:]), row), np.float64)[0, 0]
+    greedy = float(row.temperature[0]) < GREEDY
+    noise = gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)
+    perturbed = score + np.asarray(noise, np.float64)[0, 0]
+    gaps = [abs(perturbed[tokens[0]] - perturbed[tokens[1]])]
+    law = np.exp(score - score.max())
+    law /= law.sum()
+    for token in tokens:
+        if float(row.top_p[0]) < 1:
+            gaps.append(abs(law[score > score[token]].sum() - float(row.top_p[0])))
+        if float(row.min_p[0]) > 0:
+            gaps.append(abs(score[token] - score.max() - np.log(float(row.min_p[0]))))
+    return float(min(gaps))

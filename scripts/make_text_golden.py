@@ -107,9 +107,7 @@ def main() -> None:
     chats = []
     for messages, prompt in CHATS:
         text = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        chats.append(
-            {"messages": messages, "add_generation_prompt": prompt, "text": text, "ids": oracle.encode(text)}
-        )
+        chats.append({"messages": messages, "add_generation_prompt": prompt, "text": text, "ids": oracle.encode(text)})
 
     # One record a line, escaped: the strings hold characters no editor should touch.
     body = [

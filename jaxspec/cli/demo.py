@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     tables, greedy = [], jaxspec.Sampling()
     for task, (prompt, count) in TASKS.items():
-        rows = {
-            name: bench.measure(name, prompt, count, greedy) for name in sorted(DRAFTERS, key=PLAIN.__ne__)
-        }
+        rows = {name: bench.measure(name, prompt, count, greedy) for name in sorted(DRAFTERS, key=PLAIN.__ne__)}
         tables.append((f"{task}, greedy, up to {count} tokens", rows))
     sampling, key = jaxspec.Sampling(temperature=0.8, top_p=0.95), jax.random.key(0)
     rows = {name: bench.measure(name, QUESTION, 96, sampling, key) for name in (PLAIN, QUICK)}
@@ -134,9 +132,7 @@ def as_table(title: str, rows: dict[str, "Output"]) -> "Table":
 def closing(target: str, same: bool) -> str:
     """How to read the tables, and what to type next."""
     script = os.path.join(os.path.dirname(sys.executable), "jaxspec")
-    command = (
-        os.path.relpath(script) if os.path.exists(script) else f"{os.path.relpath(sys.executable)} -m jaxspec"
-    )
+    command = os.path.relpath(script) if os.path.exists(script) else f"{os.path.relpath(sys.executable)} -m jaxspec"
     if shutil.which("jaxspec") == script:
         command = "jaxspec"
     command += " generate" + ("" if target == TARGET else f" --target {target}")

@@ -47,7 +47,6 @@ def print_report(path):
 print_report("scores.csv")
 """
 COPYING = (
-    "Repeat this code with one change: rename the function `mean_score` to `average_score`.\n\n"
-    f"```python\n{CODE}```"
+    f"Repeat this code with one change: rename the function `mean_score` to `average_score`.\n\n```python\n{CODE}```"
 )
 TASKS = {"an ordinary question": (QUESTION, 96), "repeating code with one change": (COPYING, 256)}

@@ -58,9 +58,7 @@ def add_options(parser: Parser) -> None:
     add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
     add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
-    add(
-        "--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)"
-    )
+    add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
     add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
 
     add = parser.add_argument_group("ending").add_argument

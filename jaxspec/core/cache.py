@@ -66,9 +66,7 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
             new = lax.bitcast_convert_type(new, slots.dtype)
 
         def row(b: Array, slots: Array) -> Array:
-            return lax.dynamic_update_slice(
-                slots, lax.dynamic_slice_in_dim(new, b, 1, axis=1), (0, b, 0, start[b], 0)
-            )
+            return lax.dynamic_update_slice(slots, lax.dynamic_slice_in_dim(new, b, 1, axis=1), (0, b, 0, start[b], 0))
 
         # A vmapped update becomes a scatter that transposes the cache twice; a loop over rows is in place.
         return lax.fori_loop(0, slots.shape[1], row, slots)

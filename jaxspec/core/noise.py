@@ -15,9 +15,7 @@ VERSION = 1
 _POSITION = 0x706F73  # the tag of noise keyed by position, apart from any other use of a row's key
 
 
-def gumbel(
-    keys: Array, positions: Int[Array, "B n"], vocab: int, wanted: Array | bool = True
-) -> Float[Array, "B n V"]:
+def gumbel(keys: Array, positions: Int[Array, "B n"], vocab: int, wanted: Array | bool = True) -> Float[Array, "B n V"]:
     """The noise of the tokens at `positions` of each row.
 
     `wanted` is a scalar: where it is false (every row greedy) the noise is zero and costs nothing.

@@ -7,8 +7,10 @@ for one row.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Verdict, Window
@@ -72,9 +74,23 @@ class LanguageModel(Protocol):
         ...
 
 
+def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
+    """The feature before the first token: zeros of the model's feature width."""
+    token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
+    window = Window(token, token, jnp.ones((*token.shape, 1), bool))
+    feature = jax.eval_shape(model.apply, params, window, cache)[0]
+    return jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
+
+
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop."""
+    """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop.
+
+    Attributes:
+        takes: the fields of `Setting`, besides the target, that `build` makes use of.
+    """
+
+    takes: ClassVar[frozenset[str]]
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:

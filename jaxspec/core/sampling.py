@@ -50,7 +50,7 @@ class Sampling:
         """
         limits = {
             "temperature": (np.float32, lambda v: (v >= 0) & np.isfinite(v), "finite and at least 0"),
-            "top_k": (np.int32, lambda v: v >= 0, "a whole number, 0 (off) or more"),
+            "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
             "top_p": (np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1"),
             "min_p": (np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1"),
         }
@@ -76,9 +76,14 @@ class Sampling:
             for token, value in self.logit_bias.items():
                 if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
                     raise TokenOutOfRange(f"logit_bias for token {token!r}; ids go from 0 to {vocab - 1}")
+                if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+                    raise InvalidConfig(f"logit_bias of token {token} must be a number, got {value!r}")
                 bias[token] = value
         else:
-            bias = np.asarray(self.logit_bias, np.float32)
+            bias = np.asarray(self.logit_bias)
+            if bias.dtype.kind not in "iuf":
+                raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {self.logit_bias!r:.80}")
+            bias = bias.astype(np.float32)
         if bias.shape not in ((vocab,), (batch, vocab)):
             raise InvalidConfig(f"logit_bias must have shape [{vocab}], got {list(bias.shape)}")
         if np.isnan(bias).any() or np.isposinf(bias).any():

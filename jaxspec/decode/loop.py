@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core import noise as noises
-from jaxspec.core.protocols import Drafter, LanguageModel, Rule
+from jaxspec.core.protocols import Drafter, LanguageModel, Rule, no_feature
 from jaxspec.core.records import KV, Advance, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
 from jaxspec.core.tree import Tree, chain
@@ -60,7 +60,7 @@ class Decoder:
 
     def slots(self, length: int) -> int:
         """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
-        need = length + max(self.drafter.shape.nodes, self.drafter.shape.depth + 1)
+        need = length + max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk)
         return -(-need // caches.BLOCK) * caches.BLOCK
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
@@ -130,7 +130,9 @@ class Decoder:
             positions = cursor[:, None] + steps
             # One entry more, because a row that was decoded before has told its drafter of the root.
             text = jnp.take_along_axis(
-                state.tokens, jnp.minimum(cursor[:, None] + jnp.arange(self.chunk + 1), state.tokens.shape[1] - 1), 1
+                state.tokens,
+                jnp.minimum(cursor[:, None] + jnp.arange(self.chunk + 1), state.tokens.shape[1] - 1),
+                1,
             )
             window = Window(text[:, :-1], positions, causal)
             features, entries = self.target.apply(weights.target, window, state.cache)
@@ -152,10 +154,8 @@ class Decoder:
         def unread(carry: tuple[State, Array]) -> Array:
             return jnp.any(carry[0].absorbed < carry[0].length)
 
-        window = Window(*(jnp.zeros((state.length.shape[0], 1), jnp.int32),) * 2, causal[:, :1, :1])
-        feature = jax.eval_shape(self.target.apply, weights.target, window, state.cache)[0]
-        zeros = jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
-        return lax.while_loop(unread, body, (state, zeros))[0]
+        before_first = no_feature(self.target, weights.target, state.cache)
+        return lax.while_loop(unread, body, (state, before_first))[0]
 
     def step(self, weights: Weights, state: State) -> State:
         """One round: every running row emits 1 to D + 1 tokens."""
@@ -165,9 +165,7 @@ class Decoder:
         def noise(depth: Array | int) -> Array:
             return noises.gumbel(state.key, (state.length + depth)[:, None], self.target.vocab, wanted)
 
-        context = Context(
-            state.tokens, state.length, state.cache, weights.target, state.sampling.temperature
-        )
+        context = Context(state.tokens, state.length, state.cache, weights.target, state.sampling.temperature)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, noise)
         proposal = self._rooted(proposal, state)
         running = state.status == Status.RUNNING
@@ -180,10 +178,8 @@ class Decoder:
             return self._verify(weights, state, Proposal(proposal.tokens[:, :1], root), shape.depth, wanted)
 
         drafted = (proposal.tokens[:, 1:] >= 0) & running[:, None]
-        if self.narrow and shape.nodes > 1:
-            outcome = lax.cond(drafted.any(), wide, narrow)
-        else:
-            outcome = wide()
+        choice = self.narrow and shape.nodes > 1
+        outcome = lax.cond(drafted.any(), wide, narrow) if choice else wide()
         return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted.sum(-1))
 
     def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
@@ -219,9 +215,7 @@ class Decoder:
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> _Outcome:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
-        window = Window(
-            jnp.maximum(proposal.tokens, 0), state.cache.length[:, None] + tree.depths, tree.ancestors
-        )
+        window = Window(jnp.maximum(proposal.tokens, 0), state.cache.length[:, None] + tree.depths, tree.ancestors)
         features, entries = self.target.apply(weights.target, window, state.cache)
         logits = self.target.head(weights.target, features)
         tempered = scores(logits, state.sampling)
@@ -242,9 +236,7 @@ class Decoder:
             jnp.take_along_axis(logits, at[:, :, None], 1) if self.logprobs else None,
         )
 
-    def _commit(
-        self, weights: Weights, state: State, proposal: Proposal, outcome: _Outcome, drafted: Array
-    ) -> State:
+    def _commit(self, weights: Weights, state: State, proposal: Proposal, outcome: _Outcome, drafted: Array) -> State:
         """Cuts what the round brought at the stop token and the budget, and writes it down."""
         tree = proposal.tree
         steps = jnp.arange(self.drafter.shape.depth + 1)
@@ -278,9 +270,9 @@ class Decoder:
         nodes = jnp.where(steps < reached[:, None], below, -1)
         advance = Advance(tokens, outcome.features, count, nodes)
         logprobs = state.logprobs
-        if logprobs is not None:
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(outcome.logits), tokens[:, :, None], axis=2)[:, :, 0]
-            logprobs = _write(logprobs, chosen, state.length)
+        if logprobs is not None and outcome.logits is not None:
+            law = jax.nn.log_softmax(outcome.logits)
+            logprobs = _write(logprobs, jnp.take_along_axis(law, tokens[:, :, None], axis=2)[:, :, 0], state.length)
         return state._replace(
             tokens=_write(state.tokens, tokens, state.length),
             length=state.length + count,
@@ -296,9 +288,7 @@ class Decoder:
 
 def _write(rows: Array, new: Array, start: Array) -> Array:
     """Each row with `new` put in at its own start."""
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(
-        rows, new, start
-    )
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(rows, new, start)
 
 
 @functools.lru_cache(maxsize=64)
@@ -313,9 +303,7 @@ def _batched(decoder: Decoder, capacity: int):
     def generate(weights: Weights, request: Request) -> Result:
         state = decoder.init(weights, request, capacity)
         state = decoder.run(weights, decoder.prefill(weights, state))
-        return Result(
-            state.tokens, state.length, state.start, state.status, state.log.swapaxes(0, 1), state.logprobs
-        )
+        return Result(state.tokens, state.length, state.start, state.status, state.log.swapaxes(0, 1), state.logprobs)
 
     @generate.def_vmap
     def rule(size, batched, weights, request):

@@ -54,12 +54,17 @@ class Session:
     def __init__(self, decoder: Decoder, weights: Weights, request: Request, capacity: int):
         self.decoder, self.weights, self.timing = decoder, weights, Timing()
         self.capacity = capacity
+        self._cut: np.ndarray | None = None
         self.state = self._call("init", (weights, request), donate=(), static=(capacity,))
         self._prefill()
 
     def extend(self, request: Request) -> None:
         """Appends text to every row, gives it a new budget, and reads what is new."""
         self.timing = Timing()
+        if self._cut is not None:
+            length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
+            self.state = self._call("truncate", (self.weights, self.state, length))
+            self._cut = None
         self.state = self._call("extend", (self.state, request))
         self._prefill()
 
@@ -71,9 +76,15 @@ class Session:
         self.timing.tokens += int(np.asarray(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
-        """Ends rows from the host: the new lengths (none longer), and the new status of each row."""
-        if (length < np.asarray(self.state.length)).any():
-            self.state = self._call("truncate", (self.weights, self.state, jnp.asarray(length, jnp.int32)))
+        """Ends rows from the host: the new lengths (none longer), and the new status of each row.
+
+        What was cut off is dropped when the session is extended; till then it stands past the row's end.
+        """
+        now = np.asarray(self.state.length)
+        if (length < now).any():
+            self.timing.tokens -= int((now - length).sum())
+            cut = np.where(length < now, length, FOREVER)
+            self._cut = cut if self._cut is None else np.minimum(self._cut, cut)
         self.state = self.state._replace(status=jnp.asarray(status, jnp.int32))
 
     @property

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class Stats:
         )
 
     def __add__(self, other: "Stats") -> "Stats":
-        def add(a, b):
+        def add(a: Any, b: Any) -> Any:
             if not isinstance(a, tuple):
                 return a + b
             size = max(len(a), len(b))

@@ -5,7 +5,7 @@ is nothing to absorb. A target that was not trained for it accepts little.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -28,6 +28,8 @@ class EarlyExit:
     model: LanguageModel
     tree: Topology = chain(4)
 
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "exit_layers"})
+
     def __post_init__(self):
         if self.tree.shape.depth < 1:
             raise InvalidConfig("early exit needs a draft length of at least 1")
@@ -38,9 +40,9 @@ class EarlyExit:
         total = getattr(target, "depth", None)
         if total is None or not hasattr(target, "layers"):
             raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
-        layers = setting.exit_layers or max(1, total // 3)
-        if not 1 <= layers < total:
-            raise InvalidConfig(f"early exit after {layers} layers; the target has {total}, so 1 to {total - 1}")
+        layers = max(1, total // 3) if setting.exit_layers is None else setting.exit_layers
+        if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < total:
+            raise InvalidConfig(f"early exit after {layers!r} layers; the target has {total}, so 1 to {total - 1}")
         return cls(dataclasses.replace(target, layers=layers), setting.tree or chain(4)), None
 
     @property

@@ -1,14 +1,13 @@
 """A second, smaller language model as drafter, on any topology (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
-from jaxspec.core.protocols import LanguageModel, Noise, Setting
+from jaxspec.core.protocols import LanguageModel, Noise, Setting, no_feature
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, grow
@@ -34,6 +33,8 @@ class ModelDraft:
 
     model: LanguageModel
     tree: Topology = chain(4)
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft"})
 
     def __post_init__(self):
         if self.tree.shape.depth < 1:
@@ -61,11 +62,7 @@ class ModelDraft:
 
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
-        entries = buffer(self.model, batch, self.tree)
-        token = jnp.zeros((batch, 1), jnp.int32)
-        window = Window(token, token, jnp.ones((batch, 1, 1), bool))
-        feature = jax.eval_shape(self.model.apply, params, window, cache)[0]
-        return ModelState(cache, entries, jnp.zeros((batch, feature.shape[2]), feature.dtype))
+        return ModelState(cache, buffer(self.model, batch, self.tree), no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
         """Commits what the proposal already read, and reads the rest: the last token, and a leaf before it."""
@@ -89,11 +86,17 @@ class ModelDraft:
         last = jnp.take_along_axis(features, jnp.maximum(missing - 1, 0)[:, None, None], axis=1)[:, 0]
         return state._replace(cache=cache, feature=jnp.where((count > 0)[:, None], last, state.feature))
 
-    def propose(
-        self, params: Params, state: ModelState, context: Context, noise: Noise
-    ) -> tuple[Proposal, ModelState]:
+    def propose(self, params: Params, state: ModelState, context: Context, noise: Noise) -> tuple[Proposal, ModelState]:
         root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         tokens, entries = grow(
-            self.model, params, self.tree, state.cache, state.entries, root, noise, context.temperature, state.feature
+            self.model,
+            params,
+            self.tree,
+            state.cache,
+            state.entries,
+            root,
+            noise,
+            context.temperature,
+            state.feature,
         )
         return Proposal(tokens, self.tree.tree), state._replace(entries=entries)

@@ -1,7 +1,7 @@
 """No drafter: plain autoregression, or with a tree the width-matched reference of other drafters."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -19,6 +19,8 @@ class NoDraft:
     """
 
     tree: Topology = chain(0)
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree"})
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:

@@ -5,7 +5,7 @@ longest, among equals the latest.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +51,13 @@ class PromptLookup:
     refill: float = 0.03
     cap: float = 4.0
 
+    takes: ClassVar[frozenset[str]] = frozenset({"tree"})
+
     def __post_init__(self):
         if not self.tree.is_chain or self.tree.shape.depth < 1:
             raise InvalidConfig("prompt-lookup drafts a chain of at least one token; give a draft length, no tree")
         if not 1 <= self.min_match <= self.max_match:
-            raise InvalidConfig(
-                f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}"
-            )
+            raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:

@@ -64,7 +64,7 @@ class FunctionLM:
 class _Module:
     """A Flax module without its parameters, called on whole texts."""
 
-    call: Callable[[Params, Array], Array]
+    call: Callable[..., Any]
 
     def __call__(self, params: Params, tokens: Array, lengths: Array) -> Array:
         logits = self.call(params, tokens)
@@ -81,7 +81,9 @@ class _NNX:
         return nnx.merge(self.graph, params)(tokens)
 
 
-def from_flax(module: Any, vocab: int, *, variables: Params = None, context: int = 1 << 20) -> tuple[FunctionLM, Params]:
+def from_flax(
+    module: Any, vocab: int, *, variables: Params = None, context: int = 1 << 20
+) -> tuple[FunctionLM, Params]:
     """A causal Flax module `tokens [R, S] -> logits [R, S, V]` as a language model, and its parameters.
 
     Args:

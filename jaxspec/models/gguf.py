@@ -234,9 +234,7 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
 def _config(where: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{where}: architecture {architecture!r} is not read; read: {', '.join(ARCHITECTURES)}"
-        )
+        raise CheckpointError(f"{where}: architecture {architecture!r} is not read; read: {', '.join(ARCHITECTURES)}")
 
     def get(key: str, default=None) -> Any:
         value = metadata.get(f"llama.{key}", default)

@@ -81,23 +81,17 @@ def open_hf(path: str | os.PathLike) -> Checkpoint:
 
 def _config(where: str, settings: Mapping) -> ModelConfig:
     if (model_type := settings.get("model_type")) not in MODEL_TYPES:
-        raise CheckpointError(
-            f"{where}: model_type {model_type!r} is not read; read: {', '.join(MODEL_TYPES)}"
-        )
+        raise CheckpointError(f"{where}: model_type {model_type!r} is not read; read: {', '.join(MODEL_TYPES)}")
     # Older files keep the rotary settings beside the sizes, newer ones in `rope_parameters`.
     rope = {}
     for key, unnamed in (("rope_scaling", None), ("rope_parameters", "default")):
         value = settings.get(key) or {"type": "default"}
         if not isinstance(value, dict) or value.get("rope_type", value.get("type", unnamed)) != "default":
-            raise CheckpointError(
-                f"{where}: {key} is {value!r}; only unscaled rotary positions are supported yet"
-            )
+            raise CheckpointError(f"{where}: {key} is {value!r}; only unscaled rotary positions are supported yet")
         rope |= value
     for key, plain in _ONLY.items():
         if (got := settings.get(key, rope.get(key, plain))) != plain:
-            raise CheckpointError(
-                f"{where}: {key} is {got!r}, expected {plain!r}; the rest is not supported yet"
-            )
+            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; the rest is not supported yet")
 
     def get(key: str, default=None) -> Any:
         value = settings.get(key)

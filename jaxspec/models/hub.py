@@ -29,9 +29,7 @@ def fetch_repository(repo_id: str, revision: str | None = None) -> pathlib.Path:
     import huggingface_hub
 
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS)
-        )
+        return pathlib.Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS))
     except Exception as error:  # its errors, and those of the HTTP library beneath, share no base class
         raise FetchError(
             f"{repo_id}: no preset, no path here, and it could not be fetched from the Hugging Face Hub: "

@@ -116,9 +116,7 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
     return values
 
 
-def _list(
-    metadata: Mapping[str, object], key: str, length: int | None = None, default: Any = None
-) -> list[Any]:
+def _list(metadata: Mapping[str, object], key: str, length: int | None = None, default: Any = None) -> list[Any]:
     values = metadata.get(key)
     if values is None and default is not None and length is not None:
         return [default] * length

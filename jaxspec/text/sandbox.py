@@ -163,9 +163,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as templates expect it: without jinja2's escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -17,12 +17,12 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str] | str = ()):
+        if not isinstance(strings, Sequence):
+            raise InvalidConfig(f"stop must be a string or a list of strings, got {strings!r:.80}")
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in strings:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP:
-                raise InvalidConfig(
-                    f"a stop string must be a str of 1 to {MAX_STOP} characters, got {string!r:.80}"
-                )
+                raise InvalidConfig(f"a stop string must be a str of 1 to {MAX_STOP} characters, got {string!r:.80}")
         self.strings = strings
         self._held, self._matched = "", False
 
@@ -57,9 +57,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def cut_tokens(
-    tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str]
-) -> tuple[int, str]:
+def cut_tokens(tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str]) -> tuple[int, str]:
     """How many of `ids` remain, and their text up to the stop string.
 
     The token that completes a stop string is the last that is kept; the text is cut before the stop string.

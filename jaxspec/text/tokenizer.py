@@ -182,6 +182,4 @@ def _decoder_kind(inner: "tokenizers.Tokenizer") -> tuple[bool, bool]:
     spaced = first.get("pattern") == {"String": "▁"} and first.get("content") == " "
     if spaced and kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
         return False, kinds[3:] == ["Strip"]
-    raise CheckpointError(
-        f"tokenizer: decoder {kinds} is not read (byte-level and SentencePiece-style ones are)"
-    )
+    raise CheckpointError(f"tokenizer: decoder {kinds} is not read (byte-level and SentencePiece-style ones are)")

@@ -1,0 +1,256 @@
+"""Speed of SmolLM2-135M on this machine. Each figure is taken in one run, the things compared by turns.
+
+    python scripts/measure.py widths                 # ms a round by width, dtype and capacity; the memory limit
+    python scripts/measure.py lookup                 # prompt lookup against plain: a copying task, ten ordinary
+    python scripts/measure.py peer --peer-python P   # plain decoding against transformers, run by interpreter P
+    python scripts/measure.py compile                # import time; compile time by configuration and by layers
+
+Rates are of decoding alone, medians with the quartiles beside them.
+"""
+
+import argparse
+import platform
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.decode.session import Session, clear_executables
+from jaxspec.drafters.none import NoDraft
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.presets import fetch
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.prepare import make_request, row_keys, stop_array
+from jaxspec.rules.coupled import Coupled
+
+MODEL = "smollm2-135m-instruct"
+ORDINARY = [
+    "What is gravity?",
+    "Write a haiku about the sea.",
+    "Explain how a bicycle stays upright.",
+    "What should I pack for a week in Iceland?",
+    "Write an email that asks for a day off.",
+    "Why is the sky blue?",
+    "What makes a good friend?",
+    "Tell me a short story about a lighthouse keeper.",
+    "What is the difference between weather and climate?",
+    "Give me a recipe for pancakes.",
+]
+CODE = '''class Account:
+    """A bank account with a history."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("the amount must be positive")
+        self.balance += amount
+        self.history.append(("deposit", amount))
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount <= 0:
+            raise ValueError("the amount must be positive")
+        if amount > self.balance:
+            raise ValueError("there is not enough money")
+        self.balance -= amount
+        self.history.append(("withdraw", amount))
+        return self.balance
+
+    def transfer(self, other, amount):
+        self.withdraw(amount)
+        other.deposit(amount)
+        self.history.append(("transfer", amount))
+
+    def report(self):
+        lines = [f"{self.owner}: {self.balance}"]
+        for kind, amount in self.history:
+            lines.append(f"  {kind} {amount}")
+        return "\\n".join(lines)
+'''
+COPY = f"Repeat this code exactly, but rename the method report to summary.\n```python\n{CODE}```"
+
+
+def spread(values) -> str:
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return f"{middle:8.2f} ({low:.2f} to {high:.2f})"
+
+
+def bandwidth() -> float:
+    """Bytes a second of a sum over 1 GB, the best of ten."""
+    data = jnp.ones(250_000_000, jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(data).block_until_ready()
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        total(data).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return data.nbytes / min(times)
+
+
+def widths(arguments) -> None:
+    """By turns: every width and capacity of one dtype, 10 rounds at a time, at text lengths around 200."""
+    limit = bandwidth()
+    print(f"memory bandwidth {limit / 1e9:.1f} GB/s")
+    for dtype in ("float32", "bfloat16"):
+        model = jaxspec.load(MODEL, dtype=dtype)
+        sessions = {}
+        for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
+            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), narrow=False)
+            sampling = jaxspec.Sampling()
+            request = make_request(
+                [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),
+                300, 1, stop_array(model, (), True, 1), capacity,
+            )  # fmt: skip
+            sessions[width, capacity] = Session(decoder, jaxspec.Weights(model.params), request, capacity)
+            sessions[width, capacity].run(3)
+        times = {key: [] for key in sessions}
+        for _ in range(arguments.repeats):
+            for key, session in sessions.items():
+                session.timing.decode_s = 0.0
+                session.run(10)
+                times[key].append(session.timing.decode_s * 100)
+        one = np.array(times[1, 512])
+        for (width, capacity), values in times.items():
+            ratio = np.median(np.array(values) / one)
+            print(f"{dtype} width {width:2} capacity {capacity:4}: {spread(values)} ms, {ratio:.2f} x width 1")
+        print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: {model.bytes / limit * 1e3:.1f} ms at the memory limit, "
+              f"width 1 takes {np.median(one) / (model.bytes / limit * 1e3):.2f} times that")  # fmt: skip
+
+
+def lookup(arguments) -> None:
+    """Plain and prompt lookup by turns, default settings, on the same prompts."""
+    for dtype in ("float32", "bfloat16"):
+        model = jaxspec.load(MODEL, dtype=dtype)
+        tasks = [("copying", COPY, 400)] + [(text, text, 128) for text in ORDINARY]
+        for name, prompt, tokens in tasks:
+            rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
+            texts, stats = {}, None
+            for repeat in range(arguments.repeats + 1):
+                for drafter, values in rates.items():
+                    out = jaxspec.generate(
+                        model, prompt, drafter=drafter, chat=True, max_new_tokens=tokens, capacity=1280
+                    )
+                    texts[drafter] = out[0].tokens
+                    stats = out.stats
+                    if repeat:
+                        values.append(out.timing.tokens_per_s)
+            ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
+            print(
+                f"{dtype} {name[:40]:40} plain {np.median(rates['none']):6.1f} lookup "
+                f"{np.median(rates['prompt-lookup']):6.1f} tokens/s, ratio {spread(ratio)}, "
+                f"{stats.tokens_per_round:.2f} tokens/round, {len(texts['none'])} tokens, "
+                f"same {texts['none'] == texts['prompt-lookup']}",
+                flush=True,
+            )
+
+
+PEER = """
+import sys, time, torch, transformers
+path, name = sys.argv[1].rsplit("/", 1)
+model = transformers.AutoModelForCausalLM.from_pretrained(path, gguf_file=name, dtype=torch.float32).eval()
+print("transformers", transformers.__version__, "torch", torch.__version__, torch.get_num_threads(), flush=True)
+for line in sys.stdin:
+    new, *ids = map(int, line.split())
+    ids = torch.tensor([ids])
+    seconds = []
+    for n in (1, new):
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
+                                 do_sample=False, pad_token_id=2)
+        seconds.append(time.perf_counter() - start)
+    print((new - 1) / (seconds[1] - seconds[0]), *out[0, ids.shape[1]:].tolist(), flush=True)
+"""
+
+
+def peer(arguments) -> None:
+    """Plain greedy float32 decoding by turns; the peer's prefill is taken off by a run of one token."""
+    if not arguments.peer_python:
+        sys.exit("give --peer-python: an interpreter that has torch, transformers, accelerate and gguf")
+    model = jaxspec.load(MODEL)
+    worker = subprocess.Popen(
+        [arguments.peer_python, "-c", PEER, str(fetch(MODEL))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    print(worker.stdout.readline().strip(), "threads")
+    ours, theirs = [], []
+    for repeat in range(arguments.repeats + 1):
+        ids = model.encode_chat([{"role": "user", "content": ORDINARY[repeat % len(ORDINARY)]}])
+        worker.stdin.write(" ".join(map(str, [128, *ids])) + "\n")
+        worker.stdin.flush()
+        rate, *tokens = worker.stdout.readline().split()
+        out = jaxspec.generate(model, ids, drafter="none", max_new_tokens=128, ignore_eos=True)
+        same = out[0].tokens == list(map(int, tokens))
+        print(f"  jaxspec {out.timing.tokens_per_s:.1f} transformers {float(rate):.1f} tokens/s, same text {same}")
+        if repeat:
+            ours.append(out.timing.tokens_per_s)
+            theirs.append(float(rate))
+    worker.stdin.close()
+    worker.wait()
+    print(f"jaxspec {spread(ours)}, transformers {spread(theirs)} tokens/s, ratio {spread(np.divide(ours, theirs))}")
+
+
+def compile_times(arguments) -> None:
+    """Fresh compilations, one after the other."""
+    code = "import time; t = time.perf_counter(); import jaxspec; jaxspec.generate; print(time.perf_counter() - t)"
+    bare = code.replace("jaxspec.generate; ", "")
+    for name, source in (("import jaxspec", bare), ("with jaxspec.generate", code)):
+        times = [float(subprocess.check_output([sys.executable, "-c", source])) for _ in range(5)]
+        print(f"{name}: {spread(times)} s")
+    model = jaxspec.load(MODEL)
+    draft = jaxspec.Model(TransformerLM(small(2)), TransformerLM(small(2)).init_params(jax.random.key(0)))
+    for label, options in {
+        "none": {},
+        "prompt-lookup": {},
+        "early-exit chain 4": {"tree": 4},
+        "model (2 layers) chain 4": {"tree": 4, "draft": draft},
+        "model (2 layers) tree 4x2x1": {"tree": jaxspec.branching(4, 2, 1), "draft": draft},
+    }.items():
+        clear_executables()
+        jax.clear_caches()
+        out = jaxspec.generate(model, "Hello", drafter=label.split()[0], max_new_tokens=2, **options)
+        print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
+    for layers in (2, 8, 16, 30):
+        lm = TransformerLM(small(layers))
+        tiny = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
+        seconds = []
+        for drafter in ("none", "prompt-lookup"):
+            clear_executables()
+            jax.clear_caches()
+            out = jaxspec.generate(tiny, [1, 2, 3], drafter=drafter, max_new_tokens=2)
+            seconds.append(out.timing.compile_s)
+        print(
+            f"{layers:2} layers: compile {seconds[0]:.1f} s plain, {seconds[1]:.1f} s prompt-lookup",
+            flush=True,
+        )
+
+
+def small(layers: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=49152, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
+        head_dim=16,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"widths": widths, "lookup": lookup, "peer": peer, "compile": compile_times}
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--peer-python")
+    arguments = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
+    parts[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    main()

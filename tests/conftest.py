@@ -1,0 +1,33 @@
+"""The real weights, fetched once; without them their tests are skipped, and the end of the run says so."""
+
+import pytest
+
+import jaxspec
+from jaxspec.errors import FetchError
+from jaxspec.models import presets
+
+_MISSING = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(request):
+    """The path of SmolLM2-135M-Instruct's weights."""
+    try:
+        return presets.fetch("smollm2-135m-instruct")
+    except FetchError as error:
+        request.config.stash[_MISSING] = str(error)
+        pytest.skip(f"THE REAL WEIGHTS ARE MISSING: no test of SmolLM2 ran. {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path):
+    """SmolLM2-135M-Instruct in float32."""
+    return jaxspec.load(smollm2_path)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says in red what was skipped for want of the weights, so that nobody takes the run for a full one."""
+    if reason := config.stash.get(_MISSING, None):
+        terminalreporter.section("THE TESTS OF THE REAL WEIGHTS DID NOT RUN", sep="!", red=True, bold=True)
+        terminalreporter.line("This run says nothing about SmolLM2. Its weights could not be fetched:")
+        terminalreporter.line(reason)

@@ -1,0 +1,91 @@
+"""The real thing, short: SmolLM2-135M-Instruct. `scripts/identity.py` is the long form."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.testing import tie_gap
+
+pytestmark = pytest.mark.smollm2
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "smollm2_greedy.json"
+TIE = 1e-3
+
+
+def assert_same_up_to_ties(model, reference, output, keys, sampling, limit):
+    """Token for token; a row may part at a certified tie, and `limit` rows may."""
+    ties = []
+    for b, (one, other) in enumerate(zip(reference, output)):
+        if one.tokens == other.tokens:
+            continue
+        place = next(i for i, (x, y) in enumerate(zip(one.tokens, other.tokens)) if x != y)
+        text = one.prompt_tokens + one.tokens[:place]
+        tokens = (one.tokens[place], other.tokens[place])
+        ties.append((b, place, tie_gap(model.lm, model.params, text, tokens, keys[b], sampling[b])))
+    assert all(gap < TIE for _, _, gap in ties), ties
+    assert len(ties) <= limit, ties
+
+
+def test_greedy_text_is_that_of_transformers(smollm2):
+    """10 prompts x 128 tokens in float32, with prompt lookup; `scripts/make_greedy_golden.py` made the golden."""
+    rows = json.loads(GOLDEN.read_text())["rows"]
+    output = jaxspec.generate(smollm2, [row["prompt"] for row in rows], chat=True, max_new_tokens=128)
+    agreed = 0
+    for row, out in zip(rows, output):
+        assert out.prompt_tokens == row["prompt_tokens"]
+        differ = [i for i, (a, b) in enumerate(zip(out.tokens, row["tokens"])) if a != b]
+        if differ:
+            assert row["gaps"][differ[0]] < TIE, (row["prompt"], differ[0])
+        else:
+            assert out.tokens == row["tokens"]
+        agreed += not differ
+    assert agreed >= 9
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Prompts with per-row settings: greedy and sampled rows in one batch."""
+    prompts = ["Why is the sky blue?", "Repeat: one two three one two three one two", "Hello"] * 2
+    sampling = [jaxspec.Sampling()] * 3 + [jaxspec.Sampling(0.8, 0, 0.95)] * 3
+    keys = jax.vmap(jax.random.key)(jnp.arange(6))
+    return prompts, sampling, keys
+
+
+def decode(model, rows, drafter, **options):
+    prompts, sampling, keys = rows
+    stacked = jaxspec.Sampling(*(np.array([getattr(s, n) for s in sampling]) for n in ("temperature", "top_k", "top_p")))
+    return jaxspec.generate(
+        model, prompts, key=keys, drafter=drafter, sampling=stacked, chat=True, max_new_tokens=24, ignore_eos=True, **options
+    )
+
+
+def test_every_drafter_writes_the_plain_text(smollm2, rows):
+    """Float32, chain and ragged tree, greedy and sampled rows, against plain decoding."""
+    reference = decode(smollm2, rows, "none")
+    ragged = jaxspec.from_paths([(0, 0), (0, 1), (1,)])
+    draft = jaxspec.Model(smollm2.lm, jax.tree.map(lambda x: x * 1.01, smollm2.params))
+    for drafter, options in (
+        ("prompt-lookup", {"tree": 4}),
+        ("early-exit", {"tree": ragged, "exit_layers": 4}),
+        ("model", {"tree": ragged, "draft": draft}),
+    ):
+        output = decode(smollm2, rows, drafter, **options)
+        assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
+        if drafter != "early-exit":
+            assert output.stats.accepted > 0
+
+
+def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, rows):
+    model = jaxspec.load(smollm2_path, dtype="bfloat16")
+    tree = jaxspec.from_paths([(0, 0), (0, 1), (1,)])
+    options = {"tree": tree, "width_matched": True, "logprobs": True}
+    reference = decode(model, rows, "none", **options)
+    output = decode(model, rows, "model", draft=model, **options)
+    assert output.stats.tokens_per_round > 1.5
+    for one, other in zip(reference, output):
+        assert one.tokens == other.tokens
+        assert one.logprobs == other.logprobs

@@ -1,0 +1,292 @@
+"""What the tests of the core share: toy requests and drafters, and a decoder written out by hand in numpy."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.stats import chi2
+
+from jaxspec.core.noise import gumbel
+from jaxspec.core.records import Proposal, Status
+from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.tree import Topology, TreeShape, branching, build, chain, from_paths
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.coupled import Coupled
+from jaxspec.testing import TableLM
+
+RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
+TREES = {
+    "chain-1": chain(1),
+    "chain-4": chain(4),
+    "chain-8": chain(8),
+    "ragged": RAGGED,
+    "wide": branching(3, 2),
+}
+
+
+# Running the core.
+
+
+# Tables are compiled without optimisation: their programs run for milliseconds and compile for seconds. Real
+# models, whose bits are compared, are compiled as users compile them.
+
+
+@functools.lru_cache
+def _jitted(method: str, quick: bool, static: tuple = ()):
+    def call(decoder, *args):
+        return getattr(decoder, method)(*args)
+
+    options = {"xla_backend_optimization_level": 0} if quick else None
+    return jax.jit(call, static_argnums=(0, *static), compiler_options=options)
+
+
+def _call(method, decoder, *args, static=()):
+    return _jitted(method, isinstance(decoder.target, TableLM), static)(decoder, *args)
+
+
+def generate(decoder, weights, request, capacity):
+    return _call("generate", decoder, weights, request, capacity, static=(3,))
+
+
+def start(decoder, weights, request, capacity):
+    """The prompt read. The parts are compiled one by one, so that tests share them."""
+    state = _call("init", decoder, weights, request, capacity, static=(3,))
+    return _call("prefill", decoder, weights, state)
+
+
+def step(decoder, weights, state):
+    return _call("step", decoder, weights, state)
+
+
+def run(decoder, weights, state):
+    """To the end, a round at a time: what `Decoder.run` must be equal to."""
+    while (np.asarray(state.status) == Status.RUNNING).any():
+        state = step(decoder, weights, state)
+    return state
+
+
+def whole(decoder, weights, request, capacity):
+    """`generate` out of the shared parts; the result is a state."""
+    return run(decoder, weights, start(decoder, weights, request, capacity))
+
+
+def extend(decoder, weights, state, request):
+    return _call("prefill", decoder, weights, _call("extend", decoder, state, request))
+
+
+def truncate(decoder, weights, state, length):
+    return _call("truncate", decoder, weights, state, length)
+
+
+def decoder(target, drafter, **options) -> Decoder:
+    return Decoder(target, drafter, Coupled(), **{"chunk": 4} | options)
+
+
+def texts(result) -> list[list[int]]:
+    """Every row's tokens, prompt included."""
+    tokens, length = np.asarray(result.tokens), np.asarray(result.length)
+    return [row[:n].tolist() for row, n in zip(tokens, length)]
+
+
+# Requests.
+
+
+def request(
+    prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, **sampling
+) -> Request:
+    """A batch of prompts (lists of ids); `sampling` as in `Sampling`, `stops` one list of ids per row."""
+    batch = len(prompts)
+    tokens = np.zeros((batch, max(size, *map(len, prompts))), np.int32)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = prompt
+    stop_ids = np.full((batch, 2), -1, np.int32)
+    for row, ids in zip(stop_ids, stops):
+        row[: len(ids)] = ids
+    return Request(
+        jnp.asarray(tokens),
+        jnp.asarray([len(p) for p in prompts], jnp.int32),
+        jnp.asarray(np.broadcast_to(np.int32(new_tokens), (batch,))),
+        jax.random.split(jax.random.key(seed), batch),
+        jnp.asarray(stop_ids),
+        Sampling(**sampling).rows(batch, vocab),
+    )
+
+
+def random_request(seed: int, batch: int, vocab: int, longest: int = 20, budget: int = 24) -> Request:
+    """Prompts, budgets, stop ids and every sampling setting drawn at random, each row its own."""
+    rng = np.random.default_rng(seed)
+
+    def some(share, values, off):
+        return np.where(rng.random(batch) < share, values, off)
+
+    bias = np.where(rng.random((batch, 1)) < 0.5, rng.normal(0, 1, (batch, vocab)), 0.0)
+    bias[np.arange(batch), rng.integers(0, vocab, batch)] = some(0.3, -np.inf, 0.0)
+    return request(
+        [rng.integers(0, vocab, n) for n in rng.integers(1, longest + 1, batch)],
+        rng.integers(0, budget + 1, batch),
+        vocab=vocab,
+        seed=seed,
+        stops=[rng.integers(0, vocab, n) for n in rng.choice([0, 0, 1, 2], batch)],
+        size=longest,
+        temperature=some(0.75, rng.uniform(0.2, 2.0, batch), rng.choice([0.0, 9e-7], batch)),
+        top_k=some(0.4, rng.integers(1, vocab + 2, batch), 0),
+        top_p=some(0.5, rng.uniform(0.05, 1.0, batch), 1.0),
+        min_p=some(0.4, rng.uniform(0.0, 0.5, batch), 0.0),
+        logit_bias=bias.astype(np.float32),
+    )
+
+
+# The reference: one token at a time, on the host, from the definitions.
+
+
+def allowed(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Which tokens may be drawn: top-k, then top-p over what remains, then min-p; by a sort, in float64."""
+    tempered = logits.astype(np.float64) / (1.0 if temperature < GREEDY else temperature)
+    kept = tempered > -np.inf
+    if top_k:
+        kept &= tempered >= np.sort(tempered)[::-1][min(top_k, tempered.size) - 1]
+    if not kept.any():
+        return kept
+    weights = np.where(kept, np.exp(tempered - tempered.max()), 0.0)
+    law = weights / weights.sum()
+    if top_p < 1:
+        order = np.argsort(-tempered, kind="stable")
+        before = np.concatenate([[0.0], np.cumsum(law[order])])
+        # Equal scores stand or fall together: the mass above is that before the first of them.
+        first = np.searchsorted(-tempered[order], -tempered, side="left")
+        kept &= before[first] < top_p
+    return kept & (law >= min_p * law.max() * (1 - 1e-9))
+
+
+def draw(logits, noise, temperature, top_k, top_p, min_p) -> int:
+    """The token: the highest perturbed score of those allowed."""
+    logits = logits.astype(np.float32)
+    if temperature < GREEDY:
+        return int(logits.argmax())
+    perturbed = logits / np.float32(temperature) + noise
+    return int(np.where(allowed(logits, temperature, top_k, top_p, min_p), perturbed, -np.inf).argmax())
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def all_noise(keys, length, vocab):
+    """The noise of every position below `length`, `[B, length, V]`."""
+    return gumbel(keys, jnp.broadcast_to(jnp.arange(length), (*keys.shape, length)), vocab)
+
+
+def by_hand(table: np.ndarray, request: Request, noise: np.ndarray, row: int) -> list[int]:
+    """The text of one row of a `TableLM`: its two last tokens give the logits, key and position the noise."""
+    bos, longest = table.shape[1], int(request.count[row] + request.new_tokens[row])
+    sampling, text = request.sampling, np.asarray(request.tokens)[row, : int(request.count[row])].tolist()
+    settings = [np.asarray(getattr(sampling, n))[row] for n in ("temperature", "top_k", "top_p", "min_p")]
+    bias = 0.0 if sampling.logit_bias is None else np.asarray(sampling.logit_bias)[row]
+    stops = set(np.asarray(request.stop_ids)[row].tolist())
+    while len(text) < longest:
+        logits = table[text[-2] if len(text) > 1 else bos, text[-1]] + bias
+        text.append(draw(logits, noise[row, len(text)], *settings))
+        if text[-1] in stops:
+            break
+    return text
+
+
+def certainty(observed, expected) -> float:
+    """The p-value of a G-test of counts against expected counts, with a degree of freedom less than cells."""
+    observed, expected = np.asarray(observed, np.float64), np.asarray(expected, np.float64)
+    seen = observed > 0
+    g = 2 * (observed[seen] * np.log(observed[seen] / expected[seen])).sum()
+    return float(chi2.sf(g, expected.size - 1))
+
+
+# Drafters that a decoder must survive.
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """Proposes after every token what its parameters `[V, N]` say; anything at all may stand there."""
+
+    tree: Topology
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    calls = 0
+
+    def init(self, params, batch, capacity):
+        return jnp.zeros((batch,), jnp.int32)
+
+    def absorb(self, params, state, advance):
+        """Counts the tokens it was told of."""
+        return state + advance.count
+
+    def propose(self, params, state, context, noise):
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        return Proposal(params[root], self.tree.tree), state
+
+
+class ChaosState(NamedTuple):
+    key: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chaos:
+    """Random traced trees, another for every row and round, of tokens that repeat, miss, or do not exist."""
+
+    vocab: int
+    shape = TreeShape(9, 3, 8)
+    calls = 0
+
+    def init(self, params, batch, capacity):
+        return ChaosState(jax.random.split(params, batch))
+
+    def absorb(self, params, state, advance):
+        return state
+
+    def propose(self, params, state, context, noise):
+        def row(key):
+            after, *keys = jax.random.split(key, 6)
+            levels = jnp.array([0, 3, 6])  # ids 1..3 below the root, 4..6 below 1..3, 7..8 below 4..6
+            level = jnp.concatenate([jnp.zeros(3, int), jnp.ones(3, int), jnp.full(2, 2)])
+            low, high = jnp.maximum(levels[level] - 2, 0), levels[level]
+            parents = jnp.sort(jax.random.randint(keys[0], (8,), low, high + 1))
+            tree = build(jnp.concatenate([jnp.full(1, -1), parents]), self.shape)
+            return after, Proposal(jax.random.randint(keys[1], (9,), -2, self.vocab + 2), tree)
+
+        keys, proposal = jax.vmap(row)(state.key)
+        return proposal, ChaosState(keys)
+
+
+# Small real models.
+
+
+def transformer(dtype="float32", **changes) -> TransformerLM:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "tie_embeddings": False,
+    }
+    return TransformerLM(ModelConfig(**sizes | changes), dtype)
+
+
+def lively(params, scale: float = 6.0):
+    """Random parameters with a head so large that the text is neither constant nor uniform."""
+    return params | {"head": (params["head"].astype(jnp.float32) * scale).astype(params["head"].dtype)}
+
+
+def noisy(params, seed: int, scale: float):
+    """The parameters with noise on every leaf, relative to its spread: a draft that is nearly right."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return structure.unflatten(
+        [(a + scale * a.std() * jax.random.normal(k, a.shape)).astype(a.dtype) for a, k in zip(leaves, keys)]
+    )
