@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from jaxspec.cli.demo_texts import COPYING
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.config import ModelConfig
@@ -40,42 +41,6 @@ ORDINARY = [
     "What is the difference between weather and climate?",
     "Give me a recipe for pancakes.",
 ]
-CODE = '''class Account:
-    """A bank account with a history."""
-
-    def __init__(self, owner, balance=0):
-        self.owner = owner
-        self.balance = balance
-        self.history = []
-
-    def deposit(self, amount):
-        if amount <= 0:
-            raise ValueError("the amount must be positive")
-        self.balance += amount
-        self.history.append(("deposit", amount))
-        return self.balance
-
-    def withdraw(self, amount):
-        if amount <= 0:
-            raise ValueError("the amount must be positive")
-        if amount > self.balance:
-            raise ValueError("there is not enough money")
-        self.balance -= amount
-        self.history.append(("withdraw", amount))
-        return self.balance
-
-    def transfer(self, other, amount):
-        self.withdraw(amount)
-        other.deposit(amount)
-        self.history.append(("transfer", amount))
-
-    def report(self):
-        lines = [f"{self.owner}: {self.balance}"]
-        for kind, amount in self.history:
-            lines.append(f"  {kind} {amount}")
-        return "\\n".join(lines)
-'''
-COPY = f"Repeat this code exactly, but rename the method report to summary.\n```python\n{CODE}```"
 
 
 def spread(values) -> str:
@@ -100,7 +65,7 @@ def widths(arguments) -> None:
     """By turns: every width and capacity of one dtype, 10 rounds at a time, at text lengths around 200."""
     limit = bandwidth()
     print(f"memory bandwidth {limit / 1e9:.1f} GB/s")
-    for dtype in ("float32", "bfloat16"):
+    for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
         for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
@@ -128,9 +93,9 @@ def widths(arguments) -> None:
 
 def lookup(arguments) -> None:
     """Plain and prompt lookup by turns, default settings, on the same prompts."""
-    for dtype in ("float32", "bfloat16"):
+    for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
-        tasks = [("copying", COPY, 400)] + [(text, text, 128) for text in ORDINARY]
+        tasks = [("copying", COPYING, 400)] + [(text, text, 128) for text in ORDINARY]
         for name, prompt, tokens in tasks:
             rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
             texts, stats = {}, None
@@ -246,6 +211,7 @@ def main() -> None:
     parts = {"widths": widths, "lookup": lookup, "peer": peer, "compile": compile_times}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peer-python")
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")

@@ -66,9 +66,7 @@ def hf_tensors(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:
         named["mlp.gate_proj"], named["mlp.up_proj"] = np.split(layer["gate_up"], 2, axis=1)
         named |= {"self_attn.o_proj": layer["out"], "mlp.down_proj": layer["down"]}
         named |= {"input_layernorm": layer["attn_norm"], "post_attention_layernorm": layer["mlp_norm"]}
-        tensors |= {
-            f"model.layers.{i}.{name}.weight": np.ascontiguousarray(array.T) for name, array in named.items()
-        }
+        tensors |= {f"model.layers.{i}.{name}.weight": np.ascontiguousarray(array.T) for name, array in named.items()}
     return tensors
 
 

@@ -49,9 +49,7 @@ TOKENIZER = Tokenizer.from_gguf(
         "tokenizer.ggml.eos_token_id": EOS,
     }
 )
-TEMPLATE = ChatTemplate(
-    "{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}"
-)
+TEMPLATE = ChatTemplate("{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}")
 V = len(WORDS)
 
 
@@ -73,9 +71,7 @@ NEAR = {"table": TABLE + jax.random.normal(jax.random.key(1), TABLE.shape)}
 DRAFT = Model(LM, NEAR, name="draft")
 BARE = Model(LM, {"table": TABLE}, name="bare")
 TINY_LM = TransformerLM(tiny_config(vocab_size=V))
-TINY = Model(
-    TINY_LM, jax.tree.map(lambda a: 3 * a, TINY_LM.init_params(jax.random.key(2))), TOKENIZER, name="tiny"
-)
+TINY = Model(TINY_LM, jax.tree.map(lambda a: 3 * a, TINY_LM.init_params(jax.random.key(2))), TOKENIZER, name="tiny")
 
 KEY = jax.random.key(11)
 HOT = Sampling(temperature=1.0)
@@ -387,17 +383,13 @@ class TestSession:
         first = go()
         with (
             nothing_compiles(),
-            pytest.raises(
-                CapacityError, match=r"room for 512 slots, this turn needs \d+; begin with a larger"
-            ),
+            pytest.raises(CapacityError, match=r"room for 512 slots, this turn needs \d+; begin with a larger"),
         ):
             go(session=first.session, max_new_tokens=600)
         for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": True}):
             with (
                 nothing_compiles(),
-                pytest.raises(
-                    InvalidConfig, match="session goes on with the settings and the number of rows"
-                ),
+                pytest.raises(InvalidConfig, match="session goes on with the settings and the number of rows"),
             ):
                 go(**{"session": first.session} | change)
 
@@ -594,9 +586,7 @@ class TestErrors:
             go()
 
     def test_unknown_model(self):
-        with pytest.raises(
-            UnknownName, match=r"'smollm2-135m-instrct'\. Did you mean 'smollm2-135m-instruct'\?"
-        ):
+        with pytest.raises(UnknownName, match=r"'smollm2-135m-instrct'\. Did you mean 'smollm2-135m-instruct'\?"):
             jaxspec.load("smollm2-135m-instrct")
 
     def test_unknown_dtype(self, tmp_path):

@@ -45,9 +45,7 @@ def test_the_walk_equals_the_naive_one():
     temperature = np.where(rng.random(cases) < 0.3, 0.0, 1.0)
     trees = jax.vmap(lambda p: build(p, SHAPE))(jnp.asarray(parents))
     rows = Sampling(temperature=temperature).rows(cases, V)
-    verdict = jax.jit(jax.vmap(Coupled()))(
-        jnp.asarray(scores), jnp.asarray(noise), rows, Proposal(tokens, trees)
-    )
+    verdict = jax.jit(jax.vmap(Coupled()))(jnp.asarray(scores), jnp.asarray(noise), rows, Proposal(tokens, trees))
     depth_seen = set()
     for i in range(cases):
         expected = walk(parents[i], tokens[i], scores[i], noise[i] * (temperature[i] > 0))
@@ -113,9 +111,7 @@ def test_match_probability_of_one_child():
         @jax.jit
         def agree(noise, target=target, draft=draft):
             wide = jnp.broadcast_to(draft, (1, 1, vocab))
-            child = jax.vmap(lambda n: draw_children(wide, n[None, None], rows.temperature, 1)[0, 0, 0])(
-                noise
-            )
+            child = jax.vmap(lambda n: draw_children(wide, n[None, None], rows.temperature, 1)[0, 0, 0])(noise)
             scores = jnp.broadcast_to(target, (2, vocab))
 
             def one(child, noise):
@@ -162,7 +158,7 @@ def test_the_text_follows_the_exact_law_over_keys():
         accepted = rounds = 0
         for seed in range(chunks):
             asked = request([prompt] * batch, length, vocab=vocab, seed=seed, **settings)
-            result = generate(config, Weights(params, draft), asked, 128)
+            result = generate(config, Weights(params, draft), asked, 128, quick=False)
             assert (np.asarray(result.length) == len(prompt) + length).all()
             first, second, third = np.asarray(result.tokens)[:, 2:5].T
             np.add.at(counts, (first, second, third), 1)
@@ -186,7 +182,7 @@ def test_a_scripted_draft_cannot_shift_the_law():
     params = jax.tree.map(np.asarray, lm.init_params(jax.random.key(2), 1.0))
     script = np.random.default_rng(3).integers(0, vocab, (vocab, RAGGED.shape.nodes)).astype(np.int32)
     asked = request([[1]] * batch, 2, vocab=vocab, temperature=1.0)
-    result = generate(decoder(lm, Script(RAGGED)), Weights(params, script), asked, 128)
+    result = generate(decoder(lm, Script(RAGGED)), Weights(params, script), asked, 128, quick=False)
     counts = np.zeros((vocab, vocab))
     np.add.at(counts, tuple(np.asarray(result.tokens)[:, 1:3].T), 1)
     law = joint_law(lm, params, {"temperature": 1.0}, [1], 2)

@@ -123,9 +123,7 @@ def test_a_file_without_tokenizer(tmp_path):
 
 
 def test_the_readers_do_not_import_jax():
-    code = (
-        "import sys; from jaxspec.models import checkpoint, gguf, hf, presets; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys; from jaxspec.models import checkpoint, gguf, hf, presets; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -192,9 +190,7 @@ def test_weights_that_are_not_finite(tmp_path, bad):
     array[3, 5] = bad
     path = write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS, tensors={"blk.1.ffn_gate.weight": array})
     checkpoint = open_checkpoint(path)
-    with pytest.raises(
-        CheckpointError, match=r"model.gguf: tensor blk.1.ffn_gate.weight has weights that are"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.gguf: tensor blk.1.ffn_gate.weight has weights that are"):
         read_params(checkpoint)
 
 

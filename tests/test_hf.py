@@ -192,10 +192,7 @@ def test_a_tokenizer_has_one_source():
     ],
 )
 def test_tensors_that_are_refused(tmp_path, shards, tensors, words):
-    held = {
-        name: array if array is None or array.ndim > 1 else array.astype("f4")
-        for name, array in tensors.items()
-    }
+    held = {name: array if array is None or array.ndim > 1 else array.astype("f4") for name, array in tensors.items()}
     with pytest.raises(CheckpointError, match=words) as caught:
         read_params(open_checkpoint(write_hf(tmp_path, CONFIG, PARAMS, tensors=held, shards=shards)))
     assert str(tmp_path) in str(caught.value)
@@ -206,9 +203,7 @@ def test_tensors_that_repeat_what_is_known(tmp_path):
         "lm_head.weight": PARAMS["embed"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4"),
     }
-    assert_same_params(
-        read_params(open_checkpoint(write_hf(tmp_path, CONFIG, PARAMS, tensors=again))), PARAMS
-    )
+    assert_same_params(read_params(open_checkpoint(write_hf(tmp_path, CONFIG, PARAMS, tensors=again))), PARAMS)
 
 
 def test_weights_that_are_too_large_for_bfloat16(tmp_path):
@@ -225,9 +220,7 @@ def test_every_truncation_is_refused(tmp_path):
     raw = (tmp_path / "model.safetensors").read_bytes()
     for size in (0, 1, 8, 100, len(raw) // 2, len(raw) - 1):
         (tmp_path / "model.safetensors").write_bytes(raw[:size])
-        with pytest.raises(
-            CheckpointError, match=r"model.safetensors: not a safetensors file that can be read"
-        ):
+        with pytest.raises(CheckpointError, match=r"model.safetensors: not a safetensors file that can be read"):
             open_checkpoint(tmp_path)
 
 

@@ -76,6 +76,11 @@ def below(cache) -> list[np.ndarray]:
     return [np.where(slots[None, :, None, :, None], np.asarray(a), 0) for a in cache.kv]
 
 
+def caches(state) -> list[np.ndarray]:
+    """Target's and draft model's, scratch set to zero."""
+    return below(state.cache) + below(state.draft.cache)
+
+
 def written(state) -> np.ndarray:
     """The text with its scratch set to -1."""
     tokens = np.asarray(state.tokens)
@@ -180,7 +185,7 @@ def test_cache_equals_fresh_prefill():
         np.testing.assert_array_equal(state.cache.length, again.cache.length)
         np.testing.assert_array_equal(state.draft.cache.length, again.draft.cache.length)
         np.testing.assert_array_equal(state.draft.feature, again.draft.feature)
-        for a, b in zip(below(state.cache) + below(state.draft.cache), below(again.cache) + below(again.draft.cache)):
+        for a, b in zip(caches(state), caches(again)):
             np.testing.assert_array_equal(a, b)
 
 
@@ -193,7 +198,7 @@ def test_cache_equals_fresh_prefill_of_a_transformer():
         again = fresh(REAL_DECODER, REAL_WEIGHTS, state, asking)
         assert texts(state) == texts(again)
         np.testing.assert_allclose(state.draft.feature, again.draft.feature, atol=2e-5)
-        for a, b in zip(below(state.cache) + below(state.draft.cache), below(again.cache) + below(again.draft.cache)):
+        for a, b in zip(caches(state), caches(again)):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -295,7 +300,7 @@ def test_non_finite_never_reaches_the_cache():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_the_row(value):
-    """After one context the law is broken, a top-k or not: ERROR, no token of it, the text of plain decoding."""
+    """After one context the law is broken: ERROR, top-k or not, no token of it, the text of plain decoding."""
     table = PARAMS["table"].at[:, 5, 2].set(value)
     broken = {"table": table.at[:, 4].set(-jnp.inf)}
     asking = asked(4, new_tokens=jnp.full((B,), 30), stop_ids=jnp.full((B, 2), -1))
@@ -373,7 +378,7 @@ def test_continuing_with_nothing_is_one_long_call(unlimited):
     nothing = unlimited._replace(count=jnp.zeros((B,), jnp.int32), new_tokens=24 - part)
     state = run(TABLE, WEIGHTS, extend(TABLE, WEIGHTS, state, nothing))
     assert texts(state) == texts(long)
-    for a, b in zip(below(state.cache) + below(state.draft.cache), below(long.cache) + below(long.draft.cache)):
+    for a, b in zip(caches(state), caches(long)):
         np.testing.assert_array_equal(a, b)
 
 
@@ -385,7 +390,7 @@ def test_continuing_with_more_text_is_one_long_prompt(unlimited):
     state = extend(TABLE, WEIGHTS, state, turn)
     joined = fresh(TABLE, WEIGHTS, state, turn)
     assert np.asarray(state.length).max() > 40
-    for a, b in zip(below(state.cache) + below(state.draft.cache), below(joined.cache) + below(joined.draft.cache)):
+    for a, b in zip(caches(state), caches(joined)):
         np.testing.assert_array_equal(a, b)
     assert texts(run(TABLE, WEIGHTS, state)) == texts(run(TABLE, WEIGHTS, joined))
 

@@ -298,7 +298,6 @@ ALLOWED = {
     "decode": ("jaxspec.core", "jaxspec.decode", "jaxspec.errors"),
     "rules": ("jaxspec.core", "jaxspec.errors"),
     "drafters": ("jaxspec.core", "jaxspec.models", "jaxspec.drafters.grow", "jaxspec.errors"),
-    "models": ("jaxspec.core", "jaxspec.models", "jaxspec.errors"),
 }
 
 

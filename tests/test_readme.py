@@ -20,9 +20,7 @@ def run(block: str) -> dict:
     return names
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if "smollm2" not in b], ids=lambda b: f"{len(b)} characters"
-)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "smollm2" not in b], ids=lambda b: f"{len(b)} characters")
 def test_example(block):
     assert "assert " in block
     run(block)

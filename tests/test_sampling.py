@@ -207,17 +207,11 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(
-            ("temperature", v)
-            for v in (-0.1, NAN, INF, "1", None, True, [1.0, NAN], [1.0] * 3, [[1.0, 1.0]], 1j)
-        ),
+        *(("temperature", v) for v in (-0.1, NAN, INF, "1", None, True, [1.0, NAN], [1.0] * 3, [[1.0, 1.0]], 1j)),
         *(("top_k", v) for v in (-1, 1.0, NAN, "3", None, True, [1, -1], [1] * 3)),
         *(("top_p", v) for v in (0.0, -0.1, 1.01, NAN, INF, None, "0.9", [0.5, 0.0], [0.5] * 3)),
         *(("min_p", v) for v in (-0.01, 1.01, NAN, INF, None, [0.1, NAN], [0.1] * 3)),
-        *(
-            ("logit_bias", v)
-            for v in ([0.0] * 3, np.zeros((3, 4)), [NAN, 0, 0, 0], [INF, 0, 0, 0], [-INF] * 4)
-        ),
+        *(("logit_bias", v) for v in ([0.0] * 3, np.zeros((3, 4)), [NAN, 0, 0, 0], [INF, 0, 0, 0], [-INF] * 4)),
         ("logit_bias", {0: NAN}),
     ],
 )

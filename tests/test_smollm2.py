@@ -57,9 +57,19 @@ def rows():
 
 def decode(model, rows, drafter, **options):
     prompts, sampling, keys = rows
-    stacked = jaxspec.Sampling(*(np.array([getattr(s, n) for s in sampling]) for n in ("temperature", "top_k", "top_p")))
+    stacked = jaxspec.Sampling(
+        *(np.array([getattr(s, n) for s in sampling]) for n in ("temperature", "top_k", "top_p"))
+    )
     return jaxspec.generate(
-        model, prompts, key=keys, drafter=drafter, sampling=stacked, chat=True, max_new_tokens=24, ignore_eos=True, **options
+        model,
+        prompts,
+        key=keys,
+        drafter=drafter,
+        sampling=stacked,
+        chat=True,
+        max_new_tokens=24,
+        ignore_eos=True,
+        **options,
     )
 
 

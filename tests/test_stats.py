@@ -128,9 +128,7 @@ def test_a_run_counted_again_from_its_tokens(tree):
             emitted = min(depth + 1, len(text) - at)
             log.append([emitted, min(depth, emitted), int((tokens[1:] >= 0).sum()), *tested])
             at += emitted
-        assert Stats.from_log(result.log[row], 0) == Stats.from_log(
-            np.array(log).reshape(-1, 3 + len(tested)), 0
-        )
+        assert Stats.from_log(result.log[row], 0) == Stats.from_log(np.array(log).reshape(-1, 3 + len(tested)), 0)
         assert Stats.from_log(result.log[row], 0).committed == len(text) - len(prompt)
 
 

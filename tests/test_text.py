@@ -172,9 +172,7 @@ class TestTokenizerJson:
         tokenizer = Tokenizer.from_json(self.write(tmp_path, config, post_processor=processor))
         assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
         assert tokenizer.encode("the") == tokenizer.encode("<s>the") == [0, *BYTES.encode("the")]
-        quiet = Tokenizer.from_json(
-            self.write(tmp_path, config | {"add_bos_token": False}, post_processor=processor)
-        )
+        quiet = Tokenizer.from_json(self.write(tmp_path, config | {"add_bos_token": False}, post_processor=processor))
         assert quiet.encode("the") == BYTES.encode("the")
 
     def test_padding_and_truncation_are_training_s(self, tmp_path):
@@ -182,9 +180,7 @@ class TestTokenizerJson:
         tokenizer = Tokenizer.from_json(self.write(tmp_path, truncation=cut))
         assert len(tokenizer.encode("xyzxyz")) == 6
 
-    @pytest.mark.parametrize(
-        "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\x00" * 9, "[" * 99999]
-    )
+    @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\x00" * 9, "[" * 99999])
     def test_malformed(self, tmp_path, text):
         path = tmp_path / "tokenizer.json"
         path.write_text(text)
@@ -260,9 +256,7 @@ class TestStopStrings:
     @example(["abab"], "ababab", [3])
     @example(["abba", "b"], "abba", [])
     def test_the_pieces_do_not_matter(self, stops, text, cuts):
-        ends = (
-            (end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in stops
-        )
+        ends = ((end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in stops)
         start = next(ends, (0, None))[1]
         assert StopStrings(stops).find(text) == start
 

@@ -18,7 +18,6 @@ from jaxspec.decode.state import Request
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
-from jaxspec.testing import TableLM
 
 RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
 TREES = {
@@ -33,8 +32,8 @@ TREES = {
 # Running the core.
 
 
-# Tables are compiled without optimisation: their programs run for milliseconds and compile for seconds. Real
-# models, whose bits are compared, are compiled as users compile them.
+# Toys are compiled without optimisation: their programs run for milliseconds and compile for seconds.
+# Transformers, whose bits are compared, are compiled as users compile them.
 
 
 @functools.lru_cache
@@ -46,12 +45,13 @@ def _jitted(method: str, quick: bool, static: tuple = ()):
     return jax.jit(call, static_argnums=(0, *static), compiler_options=options)
 
 
-def _call(method, decoder, *args, static=()):
-    return _jitted(method, isinstance(decoder.target, TableLM), static)(decoder, *args)
+def _call(method, decoder, *args, static=(), quick=None):
+    quick = not isinstance(decoder.target, TransformerLM) if quick is None else quick
+    return _jitted(method, quick, static)(decoder, *args)
 
 
-def generate(decoder, weights, request, capacity):
-    return _call("generate", decoder, weights, request, capacity, static=(3,))
+def generate(decoder, weights, request, capacity, quick=None):
+    return _call("generate", decoder, weights, request, capacity, static=(3,), quick=quick)
 
 
 def start(decoder, weights, request, capacity):
@@ -97,9 +97,7 @@ def texts(result) -> list[list[int]]:
 # Requests.
 
 
-def request(
-    prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, **sampling
-) -> Request:
+def request(prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, **sampling) -> Request:
     """A batch of prompts (lists of ids); `sampling` as in `Sampling`, `stops` one list of ids per row."""
     batch = len(prompts)
     tokens = np.zeros((batch, max(size, *map(len, prompts))), np.int32)

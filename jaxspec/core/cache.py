@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.core.records import KV, Cache
 
-BLOCK = 128
+BLOCK = 256
 """Slots an attention step reads at once; capacities are multiples of it, so bits do not depend on them."""
 
 

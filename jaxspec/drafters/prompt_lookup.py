@@ -18,38 +18,38 @@ from jaxspec.errors import InvalidConfig
 
 
 class LookupState(NamedTuple):
-    """What a row has earned, in plain steps, and whether it drafted last round."""
+    """What a row has learned of its drafts; in plain steps."""
 
-    credit: Float[Array, "B"]
-    drafted: Bool[Array, "B"]
+    gain: Float[Array, "B"]  # running mean of the tokens accepted by a draft
+    credit: Float[Array, "B"]  # what may still be lost on drafts that are not expected to pay
+    drafted: Bool[Array, "B"]  # last round
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
     """Drafts a chain from the row's own text, as long as that pays.
 
-    A row pays `cost` plain steps for a round that drafts and earns one for every draft token accepted, plus
-    `refill` for every token of text. It drafts while its credit is not negative, so that speculation costs at
-    most `start` steps and the share `refill` of the time where nothing ever matches, and is tried again now and
-    then. This decides when to draft, never what is emitted.
+    A round that drafts costs `cost` plain steps more than one that does not, and saves one for every token
+    accepted. A row drafts while the running mean of what its drafts saved is at least that cost. Otherwise it
+    may try on credit, which grows by `refill` for every token of text and shrinks by what such a try lost: where
+    nothing ever matches, speculation costs that share of the time at most. This decides when to draft, never
+    what is emitted.
 
     Attributes:
         tree: a chain.
         min_match: tokens that must match before anything is drafted.
         max_match: tokens that are compared at most.
         cost: what a round at full width costs beyond a plain one, in plain steps.
-        start: the credit a row begins with.
-        refill: the credit per token of text.
-        cap: the highest credit.
+        credit: what a row begins with, and has at most, in tries that fail.
+        refill: the credit per token of text, in plain steps.
     """
 
-    tree: Topology = chain(11)
+    tree: Topology = chain(15)
     min_match: int = 3
     max_match: int = 8
-    cost: float = 1.0
-    start: float = 1.0
-    refill: float = 0.03
-    cap: float = 4.0
+    cost: float = 1.5
+    credit: float = 2.0
+    refill: float = 0.02
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
 
@@ -72,20 +72,24 @@ class PromptLookup:
         return 0
 
     def init(self, params: Params, batch: int, capacity: int) -> LookupState:
-        return LookupState(jnp.full((batch,), self.start), jnp.zeros((batch,), bool))
+        nothing = jnp.zeros((batch,))
+        return LookupState(nothing, nothing + self.credit * self.cost, nothing > 0)
 
     def absorb(self, params: Params, state: LookupState, advance: Advance) -> LookupState:
         if advance.nodes is None:
             return state
-        earned = jnp.where(state.drafted, advance.count - 1 - self.cost, 0.0) + self.refill * advance.count
-        credit = jnp.minimum(state.credit + jnp.where(advance.count > 0, earned, 0.0), self.cap)
-        return LookupState(credit, state.drafted)
+        saved = (advance.count - 1).astype(jnp.float32)
+        drafted = state.drafted & (advance.count > 0)
+        loss = jnp.where(drafted & (state.gain < self.cost), jnp.maximum(self.cost - saved, 0.0), 0.0)
+        credit = jnp.minimum(state.credit - loss + self.refill * advance.count, self.credit * self.cost)
+        return LookupState(jnp.where(drafted, (state.gain + saved) / 2, state.gain), credit, state.drafted)
 
     def propose(
         self, params: Params, state: LookupState, context: Context, noise: Noise
     ) -> tuple[Proposal, LookupState]:
         drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
-        drafted = (match >= self.min_match) & (state.credit >= 0)
+        worth = (state.gain >= self.cost) | (state.credit >= self.cost)
+        drafted = (match >= self.min_match) & worth
         tokens = jnp.where(drafted[:, None], drafts, -1)
         return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), state._replace(drafted=drafted)
 

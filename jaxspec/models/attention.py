@@ -30,30 +30,38 @@ def attend(
     def dot(equation: str, a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
-    def join(state, keys, values, seen):
-        top, total, mixed = state
-        score = jnp.where(seen, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
-        new_top = jnp.maximum(top, score.max(-1))
-        weight = jnp.exp(score - new_top[..., None])
-        fade = jnp.exp(top - new_top)
-        mixed = mixed * fade[..., None] + dot("bhqs,bhsk->bhqk", weight.astype(values.dtype), values)
-        return new_top, total * fade + weight.sum(-1), mixed
+    def scores(keys: Array, seen: Array) -> Array:
+        return jnp.where(seen, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
 
-    def block(i: Array, state):
+    def mix(weights: Array, values: Array) -> Array:
+        return dot("bhqs,bhsk->bhqk", weights.astype(values.dtype), values)
+
+    def block(i: Array | int) -> tuple[Array, Array]:
         keys, values = caches.read(prefix, layer, i)
         seen = i * BLOCK + jnp.arange(BLOCK) < length[:, None]
-        return join(state, keys, values, seen[:, None, None, :])
+        return scores(keys, seen[:, None, None, :]), values
 
-    # A finite start, so that an empty prefix leaves no NaN behind: exp(start - top) is zero.
-    shape = (batch, heads, groups * tokens)
-    state = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    state = lax.fori_loop(0, (length.max() + BLOCK - 1) // BLOCK, block, state)
+    def join(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, mixed = state
+        score, values = block(i)
+        new_top = jnp.maximum(top, score.max(-1))
+        weights = jnp.exp(score - new_top[..., None])
+        fade = jnp.exp(top - new_top)
+        return new_top, total * fade + weights.sum(-1), mixed * fade[..., None] + mix(weights, values)
+
+    # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
     keys, values = window
     seen = jnp.broadcast_to(mask[:, None, :, :], (batch, groups, tokens, mask.shape[-1]))
     seen = seen.reshape(batch, 1, groups * tokens, -1)
     # 0 x NaN is NaN: a broken node must spoil those who see it, and nobody else.
     finite = jnp.isfinite(values)
     spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
-    _, total, mixed = join(state, keys, jnp.where(finite, values, 0), seen)
+    first_score, first_values = block(0)
+    own_score = scores(keys, seen)
+    top = jnp.maximum(first_score.max(-1), own_score.max(-1))
+    first, own = jnp.exp(first_score - top[..., None]), jnp.exp(own_score - top[..., None])
+    mixed = mix(first, first_values) + mix(own, jnp.where(finite, values, 0))
+    state = (top, first.sum(-1) + own.sum(-1), mixed)
+    _, total, mixed = lax.fori_loop(1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
