@@ -53,6 +53,9 @@ class Window(NamedTuple):
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute
     mask: Bool[Array, "B T PT"]  # which tokens of the window each token sees, the P earlier ones first
+    # Each token's path through the window, -1 past its end: asks for sums whose bits do not depend on how much of
+    # that path is in the cache already. A model may leave it unread, and the bits to chance.
+    paths: Int[Array, "B T D1"] | None = None
 
 
 class Proposal(NamedTuple):

@@ -215,7 +215,9 @@ class Decoder:
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> _Outcome:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
-        window = Window(jnp.maximum(proposal.tokens, 0), state.cache.length[:, None] + tree.depths, tree.ancestors)
+        positions = state.cache.length[:, None] + tree.depths
+        paths = None if self.narrow else tree.paths
+        window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
         features, entries = self.target.apply(weights.target, window, state.cache)
         logits = self.target.head(weights.target, features)
         tempered = scores(logits, state.sampling)

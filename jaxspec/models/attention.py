@@ -1,5 +1,6 @@
 """Attention of a window on a cache: blocks of the prefix, then the window itself, in one softmax."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -16,12 +17,17 @@ def attend(
     length: Int[Array, "B"],
     window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
     mask: Bool[Array, "B T W"],
+    paths: Int[Array, "B T D1"] | None = None,
 ) -> Float[Array, "B H G T K"]:
     """Softmax attention of each query on the row's `length` cached tokens and on the window's tokens it sees.
 
     G queries share a key head. The prefix is read in blocks of fixed size up to the longest row's length, with
     a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867): a step costs what the text's
     length costs, not the cache's, and a block beyond a row's length adds exactly zero. Float32 inside.
+
+    A sum over the prefix and one over the window, added, round otherwise than one over a longer prefix. With
+    `paths` the keys are parted by their distance from the query instead, the last D and itself from the rest, so
+    that a token's bits do not depend on which of its ancestors are cached; it costs a gather per query.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
@@ -38,8 +44,7 @@ def attend(
 
     def block(i: Array | int) -> tuple[Array, Array]:
         keys, values = caches.read(prefix, layer, i)
-        seen = i * BLOCK + jnp.arange(BLOCK) < length[:, None]
-        return scores(keys, seen[:, None, None, :]), values
+        return scores(keys, i * BLOCK + jnp.arange(BLOCK) < border), values
 
     def join(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, mixed = state
@@ -49,19 +54,63 @@ def attend(
         fade = jnp.exp(top - new_top)
         return new_top, total * fade + weights.sum(-1), mixed * fade[..., None] + mix(weights, values)
 
-    # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
     keys, values = window
     seen = jnp.broadcast_to(mask[:, None, :, :], (batch, groups, tokens, mask.shape[-1]))
     seen = seen.reshape(batch, 1, groups * tokens, -1)
     # 0 x NaN is NaN: a broken node must spoil those who see it, and nobody else.
     finite = jnp.isfinite(values)
     spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
+    values = jnp.where(finite, values, 0)
+    if paths is None:
+        border = length[:, None, None, None]
+        own_score = scores(keys, seen)
+    else:
+        keys, values, real, border = _near(prefix, layer, length, (keys, values), paths, groups)
+        own_score = jnp.where(real, dot("bhqk,bhqjk->bhqj", flat, keys), -jnp.inf)
+
+    # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
     first_score, first_values = block(0)
-    own_score = scores(keys, seen)
     top = jnp.maximum(first_score.max(-1), own_score.max(-1))
     first, own = jnp.exp(first_score - top[..., None]), jnp.exp(own_score - top[..., None])
-    mixed = mix(first, first_values) + mix(own, jnp.where(finite, values, 0))
-    state = (top, first.sum(-1) + own.sum(-1), mixed)
+    own_mixed = mix(own, values) if paths is None else dot("bhqj,bhqjk->bhqk", own.astype(values.dtype), values)
+    state = (top, first.sum(-1) + own.sum(-1), mix(first, first_values) + own_mixed)
     _, total, mixed = lax.fori_loop(1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
+
+
+def _near(
+    prefix: KV,
+    layer: int,
+    length: Int[Array, "B"],
+    window: tuple[Array, Array],
+    paths: Int[Array, "B T D1"],
+    groups: int,
+) -> tuple[Array, Array, Array, Array]:
+    """The D + 1 tokens of each query's text that end with itself, from cache or window.
+
+    Returns their keys and values `[B, H, G T, D1, K]`, which of them exist `[B, 1, G T, D1]`, and where the rest of
+    the text ends `[B, 1, G T, 1]`.
+    """
+    batch, _, far = paths.shape
+    far -= 1
+    depth = (paths >= 0).sum(-1) - 1  # [B, T]
+    place = length[:, None, None] + depth[:, :, None] - far + jnp.arange(far + 1)  # [B, T, D1], absolute
+    below = place - length[:, None, None]
+    node = jnp.take_along_axis(paths, jnp.maximum(below, 0), axis=2)
+    start = jnp.maximum(length - far, 0)  # the cache's last D entries come first in the pool
+    index = jnp.where(below >= 0, far + node, place - start[:, None, None])
+    real = place >= 0
+    index = jnp.tile(jnp.where(real, index, 0), (1, groups, 1)).reshape(batch, 1, -1, 1)
+
+    def gather(new: Array, slots: Array) -> Array:
+        tail = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, far, axis=1))(slots[layer], start)
+        if tail.dtype != new.dtype:
+            tail = lax.bitcast_convert_type(tail, new.dtype)
+        pool = jnp.concatenate([tail, new], axis=2)
+        near = jnp.take_along_axis(pool, index, axis=2)
+        return near.reshape(batch, near.shape[1], -1, far + 1, near.shape[-1])
+
+    border = jnp.tile(length[:, None] + depth - far, (1, groups))[:, None, :, None]
+    real = jnp.tile(real, (1, groups, 1))[:, None]
+    return gather(window[0], prefix.keys), gather(window[1], prefix.values), real, border

@@ -96,7 +96,7 @@ class Block(nnx.Module):
         new = KV(rotate(keys, window.positions, c.rope_theta).astype(dtype), values.astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         queries = queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim)
-        mixed = attend(queries, cache.kv, layer, cache.length, seen, window.mask)
+        mixed = attend(queries, cache.kv, layer, cache.length, seen, window.mask, window.paths)
         mixed = mixed.reshape(batch, c.num_heads, tokens, c.head_dim).swapaxes(1, 2)
         x = x + matmul(mixed.reshape(batch, tokens, -1), self.out[...])
         gate, up = jnp.split(matmul(rms_norm(x, self.mlp_norm[...], c.norm_eps), self.gate_up[...]), 2, axis=-1)
