@@ -33,7 +33,7 @@ def empty(layers: int, batch: int, heads: int, capacity: int, width: int, dtype,
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
 
 
-def read(kv: KV, layer: int, block: Array) -> KV:
+def read(kv: KV, layer: int, block: Array | int) -> KV:
     """One block of one layer, `[B, H, BLOCK, K]`."""
 
     def one(slots: Array) -> Array:
