@@ -53,7 +53,7 @@ NOT_NUMBERS = ("nan", "all-nan", "infinite")
 DRAFTERS = {
     "narrow-none": (NoDraft(RAGGED), {}, [None]),
     "wide-none": (NoDraft(chain(4)), {"narrow": False}, [None]),
-    "lookup": (PromptLookup(chain(4), min_match=1, start=1e6, cap=1e6), {}, [None]),
+    "lookup": (PromptLookup(chain(4), min_match=1, cost=0.0), {}, [None]),
     "lookup-with-credit": (PromptLookup(chain(3), min_match=2), {"chunk": 64}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in TREES.items()},
@@ -165,16 +165,15 @@ def test_transformer_text_is_that_of_plain_decoding(size, tree):
     assert ties <= 1
 
 
-def matched(size, dtype, proposal):
+def matched(dtype, proposal):
     """The results with nothing proposed, and with a script made from that text, out of one executable."""
-    base = {"small": SMALL, "large": LARGE}[size]
-    lm = type(base)(base.config, dtype)
+    lm = type(LARGE)(LARGE.config, dtype)
     params = lively(lm.init_params(jax.random.key(1)))
     config = decoder(lm, Script(RAGGED), narrow=False, logprobs=True)
     nothing = jnp.full((lm.vocab, RAGGED.shape.nodes), -1)
-    reference = generate(config, Weights(params, nothing), ask(lm), 128)
+    reference = generate(config, Weights(params, nothing), ask(lm), 128, quick=False)
     script = jnp.asarray(proposal(lm.vocab, texts(reference)), nothing.dtype)
-    return reference, generate(config, Weights(params, script), ask(lm), 128)
+    return reference, generate(config, Weights(params, script), ask(lm), 128, quick=False)
 
 
 def assert_same_bits(got, expected):
@@ -204,24 +203,18 @@ def right(vocab, rows):
     return script
 
 
-SIZES = [("small", "bfloat16"), ("large", "bfloat16"), ("large", "float32")]
-
-
-@pytest.mark.parametrize(("size", "dtype"), SIZES)
-def test_rejected_drafts_leave_no_trace(size, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rejected_drafts_leave_no_trace(dtype):
     """At one width, wrong drafts change no bit of tokens or log-probabilities, in bfloat16 or float32."""
-    reference, result = matched(size, dtype, wrong)
+    reference, result = matched(dtype, wrong)
     assert not np.asarray(result.log)[:, :, 1].any()
     assert_same_bits(result, reference)
 
 
-@pytest.mark.xfail(
-    reason="an accepted token was attended to in the window, not in the prefix: its sums round otherwise"
-)
-@pytest.mark.parametrize(("size", "dtype"), SIZES)
-def test_bits_are_those_of_the_width_matched_reference(size, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_are_those_of_the_width_matched_reference(dtype):
     """The same tree with nothing proposed: equal tokens, and log-probabilities equal to the last bit."""
-    reference, result = matched(size, dtype, right)
+    reference, result = matched(dtype, right)
     assert np.asarray(result.log)[:, :, 1].sum() > 10
     assert_same_bits(result, reference)
 
@@ -292,7 +285,7 @@ def test_adapted_models_as_target_and_draft(target, draft):
             text.append(int((logits / temperature + noise[row, at] if temperature else logits).argmax()))
         assert text == plain[row]
     near = noisy(other, 1, 0.1) if draft == target else other
-    assert texts(generate(decoder(lm, ModelDraft(small, RAGGED)), Weights(params, near), asked, 128)) == plain
+    assert texts(generate(decoder(lm, ModelDraft(small, chain(2))), Weights(params, near), asked, 128)) == plain
     own = generate(decoder(lm, ModelDraft(lm, chain(2))), Weights(params, params), asked, 128)
     assert texts(own) == plain
     assert (np.asarray(own.log)[:, :4, 0] == 3).all(), "a target that drafts for itself is always right"

@@ -32,8 +32,8 @@ TREES = {
 # Running the core.
 
 
-# Toys are compiled without optimisation: their programs run for milliseconds and compile for seconds.
-# Transformers, whose bits are compared, are compiled as users compile them.
+# Compiled without optimisation by LLVM, unless said otherwise: most programs here run for milliseconds and
+# compile for seconds.
 
 
 @functools.lru_cache
@@ -45,12 +45,11 @@ def _jitted(method: str, quick: bool, static: tuple = ()):
     return jax.jit(call, static_argnums=(0, *static), compiler_options=options)
 
 
-def _call(method, decoder, *args, static=(), quick=None):
-    quick = not isinstance(decoder.target, TransformerLM) if quick is None else quick
+def _call(method, decoder, *args, static=(), quick=True):
     return _jitted(method, quick, static)(decoder, *args)
 
 
-def generate(decoder, weights, request, capacity, quick=None):
+def generate(decoder, weights, request, capacity, quick=True):
     return _call("generate", decoder, weights, request, capacity, static=(3,), quick=quick)
 
 

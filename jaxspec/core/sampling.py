@@ -102,8 +102,9 @@ def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B
     tempered = jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))
 
     def limited() -> Array:
-        k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])[:, None]
-        return jnp.where(tempered >= kth_highest(tempered, k)[..., None], tempered, -jnp.inf)
+        k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, logits.shape[-1]), logits.shape[-1])[:, None]
+        # NaN must stay: the health check of the loop looks for it.
+        return jnp.where(tempered < kth_highest(tempered, k)[..., None], -jnp.inf, tempered)
 
     return lax.cond(jnp.any(sampling.top_k > 0), limited, lambda: tempered)
 

@@ -312,7 +312,9 @@ def _batched(decoder: Decoder, capacity: int):
         if any(jax.tree.leaves(batched[0])):  # one set of parameters per example: no shared program
 
             def one(index):
-                pick = jax.tree.map(lambda leaf, mapped: leaf[index] if mapped else leaf, (weights, request), batched)
+                pick = jax.tree.map(
+                    lambda leaf, mapped: leaf[index] if mapped else leaf, (weights, request), tuple(batched)
+                )
                 return generate(*pick)
 
             out = lax.map(one, jnp.arange(size))
