@@ -280,7 +280,7 @@ def test_logprobs_are_those_of_a_fresh_forward(drafter):
         text = row.prompt_tokens + row.tokens
         law = np.asarray(fresh_law(jnp.asarray(text + [0] * (32 - len(text)))))
         wanted = law[np.arange(len(row.prompt_tokens), len(text)) - 1, row.tokens]
-        np.testing.assert_allclose(row.logprobs, wanted, atol=2e-5)
+        np.testing.assert_allclose(row.logprobs, wanted, atol=2e-4)
         assert np.std(wanted) > 0.1  # a law worth comparing
 
 
