@@ -532,7 +532,7 @@ ERRORS = {
         f"capacity {value!r}": (InvalidConfig, {"capacity": value}, ["capacity", "whole number", repr(value)])
         for value in (600.5, NAN, True, "x")
     },
-    "capacity": (CapacityError, {"capacity": 64}, ["capacity 64", "128 slots", "2 rows", "B for"]),
+    "capacity": (CapacityError, {"capacity": 64}, ["capacity 64", "256 slots", "2 rows", "B for"]),
     "context": (CapacityError, {"target": SMALL, "max_new_tokens": 28}, ["33 tokens", "context is 32"]),
     # keys
     "no key": (InvalidConfig, {"key": None}, ["needs a key", "jax.random.key(seed)"]),

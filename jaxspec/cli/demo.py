@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.cli.demo_texts import QUESTION, TASKS
 from jaxspec.cli.generate import TARGET
 from jaxspec.cli.options import Parser
-from jaxspec.registry import DRAFTERS
+from jaxspec.registry import DRAFTERS, find
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,7 +72,7 @@ class Bench:
     def _options(self, name: str, count: int) -> dict[str, Any]:
         return {
             "drafter": name,
-            "draft": self._model,  # for the drafter 'model'; the others do not look at it
+            "draft": self._model if "draft" in find("drafter", name).takes else None,
             "tree": LENGTHS.get(name),
             "max_new_tokens": count,
             "chat": self._chat,
