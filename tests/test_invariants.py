@@ -250,7 +250,7 @@ def test_finished_rows_stand_still(drafter):
 
 # What is not finite. Token BAD has an embedding of NaN, the head is sound.
 
-BAD = 7
+BAD = 13
 BROKEN = REAL_PARAMS | {"embed": REAL_PARAMS["embed"].at[BAD].set(jnp.nan)}
 BAN = np.where(np.arange(REAL.vocab) == BAD, -np.inf, 0.0).astype(np.float32)
 TREE = branching(2, 2)
@@ -284,6 +284,20 @@ def test_a_broken_sibling_does_not_spoil_the_path():
         assert texts(result) == plain
         assert (np.asarray(result.status) == Status.LENGTH).all()
         assert np.asarray(result.log)[:, :, 1].sum() > 10, "paths beside the broken nodes are walked"
+
+
+def test_a_prompt_that_is_not_finite_ends_the_row():
+    """Its keys would be stored as zeros, and text go on from a wrong prefix; the other rows go on."""
+    asking = real_request(logit_bias=BAN)
+    plain = texts(generate(decoder(REAL, NoDraft()), Weights(BROKEN), asking, CAPACITY))
+    row = int(np.argmax(asking.count > 1))  # so that the token is not the root
+    broken = asking._replace(tokens=asking.tokens.at[row, 0].set(BAD))
+    result = generate(decoder(REAL, NoDraft()), Weights(BROKEN), broken, CAPACITY)
+    assert result.status[row] == Status.ERROR
+    assert result.length[row] == asking.count[row]
+    others = [b for b in range(len(plain)) if b != row]
+    assert [texts(result)[b] for b in others] == [plain[b] for b in others]
+    assert (np.asarray(result.status)[others] == Status.LENGTH).all()
 
 
 def test_non_finite_never_reaches_the_cache():

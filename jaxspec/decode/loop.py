@@ -138,6 +138,9 @@ class Decoder:
             features, entries = self.target.apply(weights.target, window, state.cache)
             count = jnp.clip(state.length - 1 - cursor, 0, self.chunk)
             cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+            # A commit writes zeros for what is not finite; text must not go on from there.
+            broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in entries]).all(0) & (steps < count[:, None])
+            status = jnp.where(broken.any(-1), Status.ERROR, state.status).astype(jnp.int32)
             ahead = state.absorbed - cursor  # 0, or 1 where the root was told before
             shift = ahead[:, None] + steps
             before = jnp.concatenate([last[:, None], features], axis=1)
@@ -149,7 +152,8 @@ class Decoder:
             )
             draft = self.drafter.absorb(weights.draft, state.draft, advance)
             absorbed = state.absorbed + advance.count
-            return state._replace(cache=cache, draft=draft, absorbed=absorbed), features[:, -1]
+            state = state._replace(cache=cache, draft=draft, absorbed=absorbed, status=status)
+            return state, features[:, -1]
 
         def unread(carry: tuple[State, Array]) -> Array:
             return jnp.any(carry[0].absorbed < carry[0].length)
