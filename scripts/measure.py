@@ -95,7 +95,7 @@ def lookup(arguments) -> None:
     """Plain and prompt lookup by turns, default settings, on the same prompts."""
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
-        tasks = [("copying", COPYING, 400)] + [(text, text, 128) for text in ORDINARY]
+        tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
         for name, prompt, tokens in tasks:
             rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
             texts, stats = {}, None
