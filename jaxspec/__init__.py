@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.model import load as load
+    from jaxspec.models.saved import save as save
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOME = {
     "jaxspec.errors": ("JaxspecError",),
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.models.model": ("Model", "load"),
+    "jaxspec.models.saved": ("save",),
 }
 
 

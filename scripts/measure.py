@@ -4,6 +4,7 @@
     python scripts/measure.py lookup                 # prompt lookup against plain: a copying task, ten ordinary
     python scripts/measure.py peer --peer-python P   # plain decoding against transformers, run by interpreter P
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
+    python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
 
 Rates are of decoding alone, medians with the quartiles beside them.
 """
@@ -122,6 +123,7 @@ PEER = """
 import sys, time, torch, transformers
 path, name = sys.argv[1].rsplit("/", 1)
 model = transformers.AutoModelForCausalLM.from_pretrained(path, gguf_file=name, dtype=torch.float32).eval()
+model.generation_config.eos_token_id = None  # decode on past the end, as we do
 print("transformers", transformers.__version__, "torch", torch.__version__, torch.get_num_threads(), flush=True)
 for line in sys.stdin:
     new, *ids = map(int, line.split())
@@ -130,8 +132,7 @@ for line in sys.stdin:
     for n in (1, new):
         start = time.perf_counter()
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
-                                 do_sample=False, pad_token_id=2)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
         seconds.append(time.perf_counter() - start)
     print((new - 1) / (seconds[1] - seconds[0]), *out[0, ids.shape[1]:].tolist(), flush=True)
 """
@@ -199,6 +200,29 @@ def compile_times(arguments) -> None:
         )
 
 
+MEMORY = """
+import resource, sys, jax, jaxspec
+from jaxspec.models import transformer
+jax.numpy.zeros(1).block_until_ready()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = jaxspec.load(sys.argv[1], dtype=sys.argv[2])
+print(before, peak(), model.bytes)
+"""
+
+
+def memory(arguments) -> None:
+    """The most memory the process had, before and after loading; on a CPU the parameters are in it."""
+    for dtype in arguments.dtypes:
+        answer = subprocess.check_output([sys.executable, "-c", MEMORY, arguments.source, dtype], text=True)
+        before, after, size = map(int, answer.split()[-3:])
+        taken = after - before
+        print(
+            f"{arguments.source} {dtype}: parameters {size / 2**20:.0f} MiB, loading takes {taken / 2**20:.0f} MiB at "
+            f"its peak ({taken / size:.2f} times), besides {before / 2**20:.0f} MiB of Python and JAX"
+        )
+
+
 def small(layers: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
@@ -208,11 +232,12 @@ def small(layers: int) -> ModelConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"widths": widths, "lookup": lookup, "peer": peer, "compile": compile_times}
+    parts = {"widths": widths, "lookup": lookup, "peer": peer, "compile": compile_times, "memory": memory}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peer-python")
+    parser.add_argument("--source", default=MODEL)
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
     parts[arguments.part](arguments)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.checkpoint import open_checkpoint, read_params
-from jaxspec.models.gguf import parse_header
+from jaxspec.models.gguf_header import parse_header
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
@@ -145,8 +145,9 @@ def test_the_readers_do_not_import_jax():
         ({"llama.attention.head_count_kv": 3}, "must be a multiple of num_kv_heads"),
         ({"llama.attention.value_length": 32}, "value_length is 32, expected 16"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, expected 16"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', expected 'none'"),
-        ({"llama.rope.scaling.factor": 4.0}, "rope.scaling.factor is 4.0"),
+        ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type is 'dynamic', expected none, linear or yarn"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.5}, "factor is 0.5, expected from 1"),
         ({"llama.rope.freq_base": float("nan")}, "rope_theta must be positive and finite"),
         ({"llama.expert_count": 8}, "expert_count is 8, expected 0"),
         ({"llama.vocab_size": 95}, "vocab_size is 95, expected 96"),
@@ -173,8 +174,10 @@ def test_metadata_that_does_not_fit(tmp_path, metadata, words):
     [
         ({"blk.1.attn_q.weight": None}, "missing: blk.1.attn_q.weight"),
         ({"token_embd.weight": None}, "missing: token_embd.weight"),
-        ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "not expected: blk.0.attn_q.bias"),
-        ({"rope_freqs.weight": np.ones(8, np.float32)}, "rope_freqs.weight: scaled rotary"),
+        ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "missing: blk.0.attn_k.bias"),
+        ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "not expected: blk.0.attn_q_norm.weight"),
+        ({"rope_freqs.weight": np.ones(7, np.float32)}, "7 divisors of rotary frequencies, expected 8"),
+        ({"rope_freqs.weight": np.zeros(8, np.float32)}, "divisors of the rotary frequencies must be positive"),
         ({"blk.0.ffn_up.weight": np.zeros((64, 96), np.float32)}, r"ffn_up.weight has shape \[64, 96\], exp"),
         ({"output_norm.weight": np.ones(32, np.float32)}, r"output_norm.weight has shape \[32\], expected"),
     ],
@@ -195,8 +198,8 @@ def test_weights_that_are_not_finite(tmp_path, bad):
 
 
 def test_other_architectures(tmp_path):
-    with pytest.raises(CheckpointError, match="'gemma3' is not read; read: llama"):
-        open_checkpoint(write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS, architecture="gemma3"))
+    with pytest.raises(CheckpointError, match="'gpt2' is not read; read: llama"):
+        open_checkpoint(write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS, architecture="gpt2"))
 
 
 # --- malformed files ----------------------------------------------------------------------------------------

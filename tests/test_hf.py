@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from jaxspec.errors import CheckpointError, FetchError, InvalidConfig, UnknownName
 from jaxspec.models import hub, presets
 from jaxspec.models.checkpoint import TokenizerSource, open_checkpoint, open_source, read_params
+from jaxspec.models.rope import Rope
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
@@ -44,7 +45,8 @@ def test_half_precision_weights(tmp_path, dtype):
     for name, array in leaves(read_params(checkpoint)).items():
         np.testing.assert_array_equal(array, leaves(PARAMS)[name].astype(dtype).astype(np.float32))
     for name, array in leaves(read_params(checkpoint, "bfloat16")).items():
-        np.testing.assert_array_equal(array, leaves(PARAMS)[name].astype(dtype).astype(ml_dtypes.bfloat16))
+        assert array.dtype == (np.float32 if array.ndim == 1 else ml_dtypes.bfloat16)  # norms stay exact
+        np.testing.assert_array_equal(array, leaves(PARAMS)[name].astype(dtype).astype(array.dtype))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -54,15 +56,16 @@ def test_half_precision_weights(tmp_path, dtype):
     ("settings", "field", "value"),
     [
         ({"head_dim": None}, "head_dim", 16),
-        ({"rope_theta": 500000}, "rope_theta", 500000.0),
-        ({"rope_theta": None}, "rope_theta", 10000.0),
-        (
-            {"rope_theta": None, "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}},
-            "rope_theta",
-            3e4,
-        ),
-        ({"rope_scaling": {"rope_type": "default"}}, "rope_theta", 10000.0),
+        ({"rope_theta": 500000}, "rope", Rope(500000.0)),
+        ({"rope_theta": None}, "rope", Rope(10000.0)),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, "rope", Rope(3e4)),
+        ({"rope_scaling": {"rope_type": "default"}}, "rope", Rope(10000.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope", Rope(10000.0, divisors=(2.0,) * 8)),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope", Rope(10000.0, width=8)),
         ({"rms_norm_eps": None}, "norm_eps", 1e-6),
+        ({"sliding_window": 64}, "window", None),
+        ({"model_type": "mistral", "sliding_window": 64}, "window", 64),
+        ({"model_type": "mistral"}, "window", 4096),
         ({"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, "max_position", 128),
     ],
 )
@@ -74,27 +77,43 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3' is not read; read: llama"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not read; read: llama, mistral"),
         ({"model_type": None}, "model_type None is not read"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*'linear'.*unscaled rotary"),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is .*unscaled rotary"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rope_parameters is .*'llama3'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, expected 1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic' are not supported; supported: def"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing, expected a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4', expected a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": []}}, "mscale is .., expected a positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions: .*division"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "low_freq_factor is missing"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor is 4.0, expected more than 4.0",
+        ),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor is .1.0., expected a list of 8"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5, expected 0 to 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "even width from 2, got 1"),
         ({"rope_interleaved": True}, "rope_interleaved is True, expected False"),
-        ({"attention_bias": True}, "attention_bias is True, expected False"),
-        ({"mlp_bias": True}, "mlp_bias is True, expected False"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
+        ({"attention_bias": True}, "tensors missing: model.layers.0.self_attn.k_proj.bias"),
+        ({"mlp_bias": "x"}, "mlp_bias is 'x', expected true or false"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; supported: silu"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .* expected 2 of full_attention and sliding"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0},
+            "sliding_window is 0, expected a positive",
+        ),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, expected None"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*'awq'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be a number, got '64'"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a positive whole number"),
         ({"hidden_size": 10**400}, "too large"),
-        ({"num_hidden_layers": 2.5}, "num_layers must be a whole number"),
-        ({"num_hidden_layers": 10**9}, "1000000000 layers and only 20 tensors"),
-        ({"num_attention_heads": 0}, "num_heads must be positive"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a positive whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 4096"),
+        ({"num_hidden_layers": 4096}, "4096 layers and only 20 tensors"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a positive whole number"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_kv_heads"),
-        ({"rope_theta": -1.0}, "rope_theta must be positive"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0, expected a positive number"),
         ({"vocab_size": 95}, r"embed_tokens.weight has shape \[96, 64\], expected \[95, 64\]"),
         ({"tie_word_embeddings": False}, "tensors missing: lm_head.weight"),
         ({"eos_token_id": 96}, "special token id 96, expected 0 .. 95"),

@@ -18,6 +18,8 @@ def attend(
     window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
     mask: Bool[Array, "B T W"],
     paths: Int[Array, "B T D1"] | None = None,
+    scale: float = 1.0,
+    first_seen: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B H G T K"]:
     """Softmax attention of each query on the row's `length` cached tokens and on the window's tokens it sees.
 
@@ -28,10 +30,15 @@ def attend(
     A sum over the prefix and one over the window, added, round otherwise than one over a longer prefix. With
     `paths` the keys are parted by their distance from the query instead, the last D and itself from the rest, so
     that a token's bits do not depend on which of its ancestors are cached; it costs a gather per query.
+
+    Args (beyond those whose shape says it all):
+        scale: factor of the scores.
+        first_seen: the first position each query sees, for sliding attention; None for all. Blocks that no query
+            sees are not read. In `mask` it is the caller's to apply.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
-    flat = (queries * width**-0.5).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
+    flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
 
     def dot(equation: str, a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -44,7 +51,9 @@ def attend(
 
     def block(i: Array | int) -> tuple[Array, Array]:
         keys, values = caches.read(prefix, layer, i)
-        return scores(keys, i * BLOCK + jnp.arange(BLOCK) < border), values
+        slots = i * BLOCK + jnp.arange(BLOCK)
+        seen = slots < border
+        return scores(keys, seen if floor is None else seen & (slots >= floor)), values
 
     def join(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, mixed = state
@@ -61,20 +70,25 @@ def attend(
     finite = jnp.isfinite(values)
     spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
     values = jnp.where(finite, values, 0)
+    floor = None if first_seen is None else jnp.tile(first_seen, (1, groups))[:, None, :, None]
+    first_block = 0 if first_seen is None else jnp.maximum(first_seen.min(), 0) // BLOCK
     if paths is None:
         border = length[:, None, None, None]
         own_score = scores(keys, seen)
     else:
         keys, values, real, border = _near(prefix, layer, length, (keys, values), paths, groups)
+        if floor is not None:  # place j of D + 1 stands D - j before the query
+            ahead = jnp.tile(length[:, None] + (paths >= 0).sum(-1) - 1, (1, groups))[:, None, :, None]
+            real &= ahead - jnp.arange(paths.shape[-1])[::-1] >= floor
         own_score = jnp.where(real, dot("bhqk,bhqjk->bhqj", flat, keys), -jnp.inf)
 
     # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
-    first_score, first_values = block(0)
+    first_score, first_values = block(first_block)
     top = jnp.maximum(first_score.max(-1), own_score.max(-1))
     first, own = jnp.exp(first_score - top[..., None]), jnp.exp(own_score - top[..., None])
     own_mixed = mix(own, values) if paths is None else dot("bhqj,bhqjk->bhqk", own.astype(values.dtype), values)
     state = (top, first.sum(-1) + own.sum(-1), mix(first, first_values) + own_mixed)
-    _, total, mixed = lax.fori_loop(1, (length.max() + BLOCK - 1) // BLOCK, join, state)
+    _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
 

@@ -73,7 +73,10 @@ class Checkpoint:
 
 
 def open_source(
-    source: str | os.PathLike, revision: str | None = None, report: Callable[[str], object] | None = None
+    source: str | os.PathLike,
+    revision: str | None = None,
+    report: Callable[[str], object] | None = None,
+    context: int | None = None,
 ) -> Checkpoint:
     """Opens what a user names: a preset, a path, or a `organization/name` repository of the Hugging Face Hub.
 
@@ -81,8 +84,12 @@ def open_source(
         source: the name; a preset comes before a path of the same name (write `./name` for the path).
         revision: branch, tag or commit of a Hub repository.
         report: called with one line of text per step of a download.
+        context: the longest text that will be decoded, in tokens; None for what the model was made for. Models
+            with LongRoPE (Phi-3) rotate otherwise beyond their original context: without a context theirs is the
+            original one, with more all texts use the long rotation, short ones too.
 
     Raises:
+        InvalidConfig: a context that the model does not have.
         UnknownName: it is none of the three.
         FetchError: the download failed.
         CheckpointError: what was found is not a checkpoint that can be read.
@@ -91,29 +98,33 @@ def open_source(
 
     name = os.fspath(source)
     if name in presets.PRESETS:
-        return dataclasses.replace(open_checkpoint(presets.fetch(name, report=report)), source=name)
+        return dataclasses.replace(open_checkpoint(presets.fetch(name, report=report), context), source=name)
     if os.path.exists(os.path.expanduser(name)):
-        return open_checkpoint(name)
+        return open_checkpoint(name, context)
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
-        return dataclasses.replace(open_checkpoint(hub.fetch_repository(name, revision)), source=name)
+        return dataclasses.replace(open_checkpoint(hub.fetch_repository(name, revision), context), source=name)
     raise UnknownName("model (a preset, a path or a Hub repository)", name, presets.PRESETS)
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Opens a GGUF file or a Hugging Face directory.
+def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
+    """Opens a GGUF file, a Hugging Face directory or what `jaxspec.save` wrote; `context` as in `open_source`.
 
     Raises:
         CheckpointError: it does not exist, is neither, is malformed, or is of a model that is not read.
     """
-    from jaxspec.models import gguf, hf
+    from jaxspec.models import gguf, hf, saved
 
+    if context is not None and (type(context) is not int or context < 1):
+        raise InvalidConfig(f"context must be a whole number of tokens from 1, got {context!r}")
     place = pathlib.Path(path).expanduser()
+    if os.path.isfile(place / saved.MANIFEST):
+        return _within(saved.open_saved(place), context)
     if os.path.isdir(place):
-        return hf.open_hf(place)
+        return _within(hf.open_hf(place, context), context)
     if place.suffix.lower() == ".gguf" and os.path.isfile(place):
-        return gguf.open_gguf(place)
+        return _within(gguf.open_gguf(place, context), context)
     if not os.path.exists(place):
         raise CheckpointError(f"{place}: no such file or directory")
     raise CheckpointError(
@@ -122,19 +133,34 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     )
 
 
+def _within(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
+    longest = checkpoint.config.max_position
+    if context is None:
+        return checkpoint
+    if context > longest:
+        raise InvalidConfig(f"{checkpoint.source}: context {context} is more than the model's {longest}")
+    config = dataclasses.replace(checkpoint.config, max_position=context)
+    return dataclasses.replace(checkpoint, config=config)
+
+
 def read_params(
-    checkpoint: Checkpoint, dtype: str = "float32", progress: Callable[[int, int, str], object] | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "float32",
+    progress: Callable[[int, int, str], object] | None = None,
+    put: Callable[[np.ndarray], Any] = lambda array: array,
 ) -> dict:
     """Reads all weights, one parameter at a time.
 
     Args:
         checkpoint: what `open_checkpoint` gave.
-        dtype: "float32" or "bfloat16", for every parameter.
+        dtype: "float32" or "bfloat16", of the matrices; norms and biases are float32 always.
         progress: called as `progress(done, total, name)` after each parameter.
+        put: where each array goes as soon as it is read: to a device, so that the host holds no more than one.
 
     Returns:
-        A tree of numpy arrays: `{"embed": [V, E], "layers": [{"attn_norm": [E], "qkv": ..., ...}, ...],
-        "norm": [E]}`, and `"head": [V, E]` unless the config ties it; see `ModelConfig.param_shapes`.
+        A tree of what `put` gave, numpy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
+        "qkv": ..., ...}, ...], "norm": [E]}`, and `"head": [V, E]` unless the config ties it; see
+        `ModelConfig.param_shapes`.
 
     Raises:
         InvalidConfig: the dtype is neither of the two.
@@ -148,9 +174,9 @@ def read_params(
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         array = checkpoint.tensors[name]()
         check_shape(checkpoint.source, name, array.shape, shape)
-        array = finite(checkpoint.source, name, np.ascontiguousarray(array, DTYPES[dtype]))
+        array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 else "float32"])
         *layer, leaf = name.split(".")
-        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = array
+        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(finite(checkpoint.source, name, array))
         if progress is not None:
             progress(done, len(shapes), name)
     return tree
@@ -166,10 +192,9 @@ def make_config(where: str, **values: Any) -> ModelConfig:
         CheckpointError: a size or constant has a value it cannot have.
     """
     try:
-        floats: dict[str, Any] = {
-            key: float(values[key]) for key in ("rope_theta", "norm_eps") if type(values[key]) is int
-        }
-        return ModelConfig(**values | floats)
+        if type(values["norm_eps"]) is int:
+            values["norm_eps"] = float(values["norm_eps"])
+        return ModelConfig(**values)
     except (InvalidConfig, OverflowError) as error:
         raise CheckpointError(f"{where}: {error}") from None
 
@@ -202,7 +227,7 @@ def canonical_tensors(
         *layer, kind = canonical.split(".")
         parts = [name.format(*layer[1:]) for name in names[kind]]
         stands_out_in = kind not in ("embed", "head") and len(shape) == 2
-        expected |= zip(parts, _file_shapes(config, kind, shape) if stands_out_in else [shape], strict=True)
+        expected |= zip(parts, _file_shapes(config, kind, shape, len(parts)), strict=True)
         readers[canonical] = _reader(read, parts, stands_out_in)
     refuse_difference(where, expected, found)
     for name, shape in expected.items():
@@ -233,11 +258,14 @@ def finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    inputs, outputs = shape
+def _file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+    """The shapes of the file's tensors that make one parameter: matrices stand [out, in], fused ones may be apart."""
+    if parts == 1:
+        return [shape if kind in ("embed", "head") else shape[::-1]]
+    *inputs, outputs = shape
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    widths = {"qkv": (query, key, key), "gate_up": (outputs // 2,) * 2}.get(kind, (outputs,))
-    return [(width, inputs) for width in widths]
+    widths = (query, key, key) if kind.startswith("qkv") else (outputs // parts,) * parts
+    return [(width, *inputs) for width in widths]
 
 
 def _reader(read: Callable[[str], np.ndarray], parts: list[str], transpose: bool) -> Callable[[], np.ndarray]:

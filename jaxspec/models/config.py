@@ -4,6 +4,10 @@ import dataclasses
 import math
 
 from jaxspec.errors import InvalidConfig
+from jaxspec.models.rope import Rope
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+_NUMBERS = {int: int, float: (int, float)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,15 +17,24 @@ class ModelConfig:
     Attributes:
         vocab_size: rows of the embedding and of the head (V).
         hidden_size: width of the residual stream, and of the features (E).
-        intermediate_size: width of the SwiGLU (F).
+        intermediate_size: width of the gated unit (F).
         num_layers: transformer blocks (L).
         num_heads: query heads; a multiple of `num_kv_heads`.
         num_kv_heads: key/value heads (H).
         head_dim: width of a head (K), even, for RoPE.
-        rope_theta: base of the rotary frequencies.
         norm_eps: epsilon of every RMSNorm.
         tie_embeddings: the head is the embedding.
         max_position: the longest text the model was made for, in tokens.
+        rope: rotary positions.
+        window: tokens that a layer of sliding attention sees, the token itself included; None without such.
+        windowed: which layers these are; empty for all, where there is a window.
+        window_rope: their rotary positions, where they differ.
+        activation: of the gated unit: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
+        embed_scale: factor of the embeddings.
+        query_scale: factor of the attention scores; None for `head_dim ** -0.5`.
+        qkv_bias, out_bias, mlp_bias: the projections have biases.
+        qk_norm: an RMSNorm on each head's queries and keys.
+        post_norms: an RMSNorm behind attention and behind the gated unit, before the residual.
     """
 
     vocab_size: int
@@ -31,21 +44,36 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     max_position: int = 2048
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    window_rope: Rope | None = None
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    query_scale: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
 
     def __post_init__(self):
+        optional = {"window": int, "query_scale": float}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is bool:
+            kind = optional.get(field.name, field.type)
+            if kind is bool and not isinstance(value, bool):
+                raise InvalidConfig(f"{field.name} must be true or false, got {value!r}")
+            if kind not in _NUMBERS or (value is None and field.name in optional):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InvalidConfig(f"{field.name} must be a number, got {value!r}")
             if not math.isfinite(value) or value <= 0:
                 raise InvalidConfig(f"{field.name} must be positive and finite, got {value!r}")
-            if field.type is int and not isinstance(value, int):
+            if kind is int and not isinstance(value, int):
                 raise InvalidConfig(f"{field.name} must be a whole number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig(
@@ -53,6 +81,24 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InvalidConfig(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.activation not in ACTIVATIONS:
+            raise InvalidConfig(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.windowed and (self.window is None or len(self.windowed) != self.num_layers):
+            raise InvalidConfig(
+                f"windowed must name each of the {self.num_layers} layers and needs a window, "
+                f"got {len(self.windowed)} entries and window {self.window}"
+            )
+        for rope in (self.rope, self.window_rope):
+            if rope is not None:
+                rope.check(self.head_dim)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens this layer sees, itself included; None for all."""
+        return self.window if not self.windowed or self.windowed[layer] else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary positions of this layer."""
+        return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """The name and shape of every parameter, in this library's layout.
@@ -62,16 +108,26 @@ class ModelConfig:
         Names are dotted paths into the parameter tree: `layers.3.qkv`.
         """
         e, f, k = self.hidden_size, self.intermediate_size, self.head_dim
+        heads = (self.num_heads + 2 * self.num_kv_heads) * k
+        block: dict[str, tuple[int, ...] | None] = {
+            "attn_norm": (e,),
+            "qkv": (e, heads),
+            "qkv_bias": (heads,) if self.qkv_bias else None,
+            "q_norm": (k,) if self.qk_norm else None,
+            "k_norm": (k,) if self.qk_norm else None,
+            "out": (self.num_heads * k, e),
+            "out_bias": (e,) if self.out_bias else None,
+            "post_attn_norm": (e,) if self.post_norms else None,
+            "mlp_norm": (e,),
+            "gate_up": (e, 2 * f),
+            "gate_up_bias": (2 * f,) if self.mlp_bias else None,
+            "down": (f, e),
+            "down_bias": (e,) if self.mlp_bias else None,
+            "post_mlp_norm": (e,) if self.post_norms else None,
+        }
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, e)}
         for i in range(self.num_layers):
-            shapes |= {
-                f"layers.{i}.attn_norm": (e,),
-                f"layers.{i}.qkv": (e, (self.num_heads + 2 * self.num_kv_heads) * k),
-                f"layers.{i}.out": (self.num_heads * k, e),
-                f"layers.{i}.mlp_norm": (e,),
-                f"layers.{i}.gate_up": (e, 2 * f),
-                f"layers.{i}.down": (f, e),
-            }
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items() if shape is not None}
         shapes["norm"] = (e,)
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, e)

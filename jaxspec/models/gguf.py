@@ -1,185 +1,95 @@
-"""Reads GGUF files (versions 2 and 3, little endian) of the llama architecture.
-
-The header is parsed here, over a memory map, and nothing in it is believed: every count, length, dimension
-and offset is held against the bytes that are left before anything is made from it. Only the blocks of
-quantised tensors are decoded by the `gguf` package.
-"""
+"""Opens GGUF files: their metadata as a `ModelConfig`, their tensors by canonical name."""
 
 import dataclasses
-import functools
-import math
 import mmap
 import os
-import struct
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models import rope as ropes
 from jaxspec.models.checkpoint import Checkpoint, TokenizerSource, canonical_tensors, finite, make_config
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.gguf_header import Tensor, decode, parse_header
+from jaxspec.models.rope import Rope
 
-ARCHITECTURES = ("llama",)
-
+_BLOCK = "blk.{}."
 _NAMES = {
     "embed": ("token_embd.weight",),
-    "attn_norm": ("blk.{}.attn_norm.weight",),
-    "qkv": ("blk.{}.attn_q.weight", "blk.{}.attn_k.weight", "blk.{}.attn_v.weight"),
-    "out": ("blk.{}.attn_output.weight",),
-    "mlp_norm": ("blk.{}.ffn_norm.weight",),
-    "gate_up": ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight"),
-    "down": ("blk.{}.ffn_down.weight",),
+    "attn_norm": (_BLOCK + "attn_norm.weight",),
+    "qkv": tuple(f"{_BLOCK}attn_{name}.weight" for name in "qkv"),
+    "qkv_bias": tuple(f"{_BLOCK}attn_{name}.bias" for name in "qkv"),
+    "q_norm": (_BLOCK + "attn_q_norm.weight",),
+    "k_norm": (_BLOCK + "attn_k_norm.weight",),
+    "out": (_BLOCK + "attn_output.weight",),
+    "out_bias": (_BLOCK + "attn_output.bias",),
+    "post_attn_norm": (_BLOCK + "post_attention_norm.weight",),
+    "mlp_norm": (_BLOCK + "ffn_norm.weight",),
+    "gate_up": (_BLOCK + "ffn_gate.weight", _BLOCK + "ffn_up.weight"),
+    "down": (_BLOCK + "ffn_down.weight",),
+    "post_mlp_norm": (_BLOCK + "post_ffw_norm.weight",),
     "norm": ("output_norm.weight",),
     "head": ("output.weight",),
 }
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_SCALARS = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
-_STRING, _ARRAY = 8, 9
-_MAX_ITEMS = 1 << 24  # of one metadata array
-_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What a `general.architecture` has besides Llama's parts.
+
+    Attributes:
+        parts: fields of `ModelConfig` that the metadata does not name.
+        names: tensors that are called otherwise.
+        interleaved: queries and keys rotate neighbours, not halves.
+        full_every: with a sliding window, every how-many-th layer has none; 0: all layers slide.
+        rope_theta: where the metadata names none.
+        window_theta: of the layers with a sliding window, where the metadata names none.
+        embed_scaled: embeddings are multiplied by the root of their width.
+    """
+
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    interleaved: bool = False
+    full_every: int = 0
+    rope_theta: float = 10000.0
+    window_theta: float | None = None
+    embed_scaled: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(parts={"qkv_bias": True}),
+    "qwen3": Architecture(parts={"qk_norm": True}),
+    "phi3": Architecture(names={"qkv": (_BLOCK + "attn_qkv.weight",), "gate_up": (_BLOCK + "ffn_up.weight",)}),
+    "gemma3": Architecture(
+        parts={"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"},
+        full_every=6,
+        rope_theta=1e6,
+        window_theta=1e4,
+        embed_scaled=True,
+    ),
+}
+
+_PLAIN = {
+    "expert_count": 0,
+    "attention.causal": True,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "rope.scale_linear": 1.0,
+}
 _SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 # Tokenizers whose models expect the beginning-of-sequence token although their file need not say so.
 _ADDS_BOS = ("llama-bpe", "llama3", "llama-v3")
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One entry of the tensor table: type, numpy shape (rows first), and its bytes [start, stop)."""
-
-    kind: int
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class _Cursor:
-    """Reads the header in order, and never past the end."""
-
-    def __init__(self, data, where: str):
-        self.data, self.where, self.at = data, where, 0
-
-    def fail(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {problem} (at byte {self.at})")
-
-    def skip(self, size: int, what: str) -> int:
-        """Moves past `size` bytes; gives where they begin."""
-        left = len(self.data) - self.at
-        if size > left:
-            raise self.fail(f"{what} takes {size} bytes, {left} are left: truncated or malformed")
-        self.at += size
-        return self.at - size
-
-    def scalar(self, kind: int, what: str):
-        reader = _SCALARS[kind]
-        return reader.unpack_from(self.data, self.skip(reader.size, what))[0]
-
-    def count(self, smallest: int, what: str) -> int:
-        """A count of items of at least `smallest` bytes each, which must still fit the file."""
-        count, left = self.scalar(10, what), len(self.data) - self.at
-        if count > left // smallest:
-            raise self.fail(f"{what} is {count}, {left} bytes are left: truncated or malformed")
-        return count
-
-    def string(self, what: str) -> str:
-        size = self.count(1, f"the length of {what}")
-        start = self.skip(size, what)
-        try:
-            return self.data[start : start + size].decode("utf-8")
-        except UnicodeDecodeError:
-            raise self.fail(f"{what} is not UTF-8") from None
-
-    def name(self, what: str, taken: Mapping[str, object]) -> str:
-        name = self.string(what)
-        if not name or len(name) > 65535 or name in taken:
-            raise self.fail(f"{what} {name[:80]!r} is empty, too long or given twice")
-        return name
-
-    def value(self, key: str):
-        kind = self.scalar(4, f"the type of {key}")
-        if kind == _ARRAY:
-            return self.array(key)
-        if kind == _STRING:
-            return self.string(key)
-        if kind not in _SCALARS:
-            raise self.fail(f"{key} has type {kind}, expected 0 .. 12")
-        return self.scalar(kind, key)
-
-    def array(self, key: str) -> list:
-        kind = self.scalar(4, f"the item type of {key}")
-        if kind not in _SCALARS and kind != _STRING:
-            raise self.fail(f"{key} is an array of type {kind}; arrays of numbers and of strings are read")
-        size = 8 if kind == _STRING else _SCALARS[kind].size
-        count = self.count(size, f"the number of items of {key}")
-        if count > _MAX_ITEMS:
-            raise self.fail(f"{key} has {count} items, expected at most {_MAX_ITEMS}")
-        if kind == _STRING:
-            return [self.string(key) for _ in range(count)]
-        start = self.skip(count * size, key)
-        return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self.data, start))
-
-    def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
-        """Type, numpy shape and offset of one entry of the tensor table."""
-        dimensions = self.scalar(4, f"the number of dimensions of {name}")
-        if not 1 <= dimensions <= 4:
-            raise self.fail(f"tensor {name} has {dimensions} dimensions, expected 1 .. 4")
-        shape = tuple(self.scalar(10, f"the shape of {name}") for _ in range(dimensions))[::-1]
-        if 0 in shape or math.prod(shape) >= 1 << 63:
-            raise self.fail(f"tensor {name} has shape {list(shape)}: empty or too large")
-        return self.scalar(4, f"the type of {name}"), shape, self.scalar(10, f"the offset of {name}")
-
-
-def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Parses the header of a GGUF file.
-
-    Args:
-        data: the whole file, as bytes or a memory map.
-        where: its name, for messages.
-
-    Returns:
-        The metadata (arrays as lists) and the tensors by name.
-
-    Raises:
-        CheckpointError: anything is malformed, truncated, overlapping, given twice, or of a type not read.
-    """
-    cursor = _Cursor(data, where)
-    start = cursor.skip(4, "the magic number")
-    if (magic := bytes(data[start : start + 4])) != b"GGUF":
-        raise CheckpointError(f"{where}: begins with {magic!r}, expected b'GGUF': not a GGUF file")
-    version = cursor.scalar(4, "the version")
-    if version in (2 << 24, 3 << 24):
-        raise CheckpointError(f"{where}: a big-endian GGUF file; only little-endian ones are read")
-    if version not in (2, 3):
-        raise CheckpointError(f"{where}: GGUF version {version}, expected 2 or 3; convert the model again")
-    num_tensors = cursor.count(_SMALLEST_TENSOR, "the number of tensors")
-    num_entries = cursor.count(_SMALLEST_ENTRY, "the number of metadata entries")
-    metadata: dict[str, Any] = {}
-    for _ in range(num_entries):
-        key = cursor.name("a metadata key", metadata)
-        metadata[key] = cursor.value(key)
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, expected a power of two")
-    entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
-    for _ in range(num_tensors):
-        name = cursor.name("a tensor name", entries)
-        entries[name] = cursor.tensor(name)
-    base = -(-cursor.at // alignment) * alignment
-    tensors = {name: _locate(where, name, entry, base, alignment) for name, entry in entries.items()}
-    end, before = base, "the header"
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-        if tensor.start < end:
-            raise CheckpointError(f"{where}: tensors {before} and {name} overlap")
-        if tensor.stop > len(data):
-            raise CheckpointError(
-                f"{where}: tensor {name} ends at byte {tensor.stop}, the file at {len(data)}: truncated"
-            )
-        end, before = tensor.stop, name
-    return metadata, tensors
-
-
-def open_gguf(path: str | os.PathLike) -> Checkpoint:
+def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     """Opens a GGUF file; the weights are read from its memory map when asked for.
+
+    `context` is the longest text that will be decoded; see `open_source`.
 
     Raises:
         CheckpointError: the file is malformed, or of a model that is not read.
@@ -191,15 +101,20 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CheckpointError(f"{where}: cannot be read: {error}") from None
     metadata, tensors = parse_header(data, where)
-    config = _config(where, metadata, tensors)
+
+    def read_file(name: str) -> np.ndarray:
+        return finite(where, name, decode(data, tensors[name]))
+
+    reader = _ConfigReader(where, metadata, tensors, read_file, context)
+    config, kind = reader.config(), reader.architecture
 
     def read(name: str) -> np.ndarray:
-        array = finite(where, name, _decode(data, tensors[name]))
-        rotates = name.endswith(("attn_q.weight", "attn_k.weight"))
+        array = read_file(name)
+        rotates = kind.interleaved and re.search(r"attn_[qk]\.(weight|bias)$", name)
         return _rotation_halves(array, config.head_dim) if rotates else array
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    readers = canonical_tensors(where, config, _NAMES, shapes, read)
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in _ROTARY}
+    readers = canonical_tensors(where, config, _NAMES | dict(kind.names), shapes, read)
     text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     tokens = text.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
@@ -211,8 +126,8 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
         )
     ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     ends: list[Any] = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    model, kind = text.get("tokenizer.ggml.model"), text.get("tokenizer.ggml.pre")
-    adds_bos = text.get("tokenizer.ggml.add_bos_token", model == "llama" or kind in _ADDS_BOS)
+    model, pre = text.get("tokenizer.ggml.model"), text.get("tokenizer.ggml.pre")
+    adds_bos = text.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS)
     template = text.get("tokenizer.chat_template")
     return Checkpoint(
         config=config,
@@ -231,93 +146,132 @@ def open_gguf(path: str | os.PathLike) -> Checkpoint:
     )
 
 
-def _config(where: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: architecture {architecture!r} is not read; read: {', '.join(ARCHITECTURES)}")
+class _ConfigReader:
+    """Reads the metadata of one architecture."""
 
-    def get(key: str, default=None) -> Any:
-        value = metadata.get(f"llama.{key}", default)
+    def __init__(
+        self,
+        where: str,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        read: Callable[[str], np.ndarray],
+        context: int | None,
+    ):
+        name = metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise CheckpointError(f"{where}: architecture {name!r} is not read; read: {', '.join(ARCHITECTURES)}")
+        for required in ("token_embd.weight", "output_norm.weight"):
+            if required not in tensors:
+                raise CheckpointError(f"{where}: tensors missing: {required}")
+        self.architecture = ARCHITECTURES[name]
+        self._where, self._name, self._metadata, self._tensors = where, name, metadata, tensors
+        self._read, self._context = read, context
+
+    def _get(self, key: str, default=None) -> Any:
+        value = self._metadata.get(f"{self._name}.{key}", default)
         if type(value) not in (int, float):
             problem = "is missing" if value is None else f"is {str(value)[:80]!r}, expected one number"
-            raise CheckpointError(f"{where}: metadata llama.{key} {problem}")
+            raise CheckpointError(f"{self._where}: metadata {self._name}.{key} {problem}")
         with np.errstate(over="ignore"):  # taken as the shortest decimal: 1e-05, not 9.999999747378752e-06
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    for name in ("token_embd.weight", "output_norm.weight"):
-        if name not in tensors:
-            raise CheckpointError(f"{where}: tensors missing: {name}")
-    rows = tensors["token_embd.weight"].shape[0]
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", hidden // heads if heads else 0)
-    for key, plain in {
-        "vocab_size": rows,
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-        "expert_count": 0,
-        "rope.scaling.type": "none",
-        "rope.scaling.factor": 1.0,
-        "rope.scale_linear": 1.0,
-    }.items():
-        if (value := metadata.get(f"llama.{key}", plain)) != plain:
+    def _whole(self, key: str, default: int | None = None) -> int:
+        if type(value := self._get(key, default)) is not int or value < 0:
+            raise CheckpointError(f"{self._where}: metadata {self._name}.{key} is {value!r}, expected a whole number")
+        return value
+
+    def config(self) -> ModelConfig:
+        kind, tensors = self.architecture, self._tensors
+        rows = tensors["token_embd.weight"].shape[0]
+        hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
+        layers = self._whole("block_count")
+        if layers > len(tensors):  # before anything is made per layer
+            raise CheckpointError(f"{self._where}: {layers} layers and only {len(tensors)} tensors")
+        head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
+        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _PLAIN).items():
+            if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
+                raise CheckpointError(
+                    f"{self._where}: metadata {self._name}.{key} is {value!r}, expected {plain!r}; "
+                    "no other is supported"
+                )
+        window, windowed = self._windows(layers)
+        rope, longest = self._rope(head_dim)
+        values: dict[str, Any] = {
+            "vocab_size": rows,
+            "hidden_size": hidden,
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": self._whole("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rope": rope,
+            "norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "tie_embeddings": "output.weight" not in tensors,
+            "max_position": longest,
+            "window": window,
+            "windowed": windowed,
+            "qkv_bias": any(name.endswith("attn_q.bias") for name in tensors),
+            "out_bias": any(name.endswith("attn_output.bias") for name in tensors),
+        }
+        if kind.window_theta and window:
+            values["window_rope"] = self._checked(Rope, self._get("rope.freq_base_swa", kind.window_theta))
+        if kind.embed_scaled:
+            values["embed_scale"] = hidden**0.5
+            if layers == 62:  # Gemma 3 27B scales by the width per head, which its heads do not have
+                values["query_scale"] = (hidden // heads) ** -0.5
+        return make_config(self._where, **values | dict(kind.parts))
+
+    def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+        reach, every = self._whole("attention.sliding_window", 0), self.architecture.full_every
+        if not reach:
+            return None, ()
+        every = self._whole("attention.sliding_window_pattern", every)
+        return reach, tuple(bool((i + 1) % every) for i in range(layers)) if every else ()
+
+    def _rope(self, head_dim: int) -> tuple[Rope, int]:
+        """Rotary positions, and the longest text they are for."""
+        theta, longest = self._get("rope.freq_base", self.architecture.rope_theta), self._whole("context_length")
+        width = self._whole("rope.dimension_count", head_dim)
+        if self.architecture.interleaved and width != head_dim:
             raise CheckpointError(
-                f"{where}: metadata llama.{key} is {value!r}, expected {plain!r}; no other is supported yet"
+                f"{self._where}: metadata {self._name}.rope.dimension_count is {width}, expected {head_dim}"
             )
-    if "rope_freqs.weight" in tensors:
-        raise CheckpointError(f"{where}: tensor rope_freqs.weight: scaled rotary is not supported yet")
-    return make_config(
-        where,
-        vocab_size=rows,
-        hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
-        num_layers=get("block_count"),
-        num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rope_theta=get("rope.freq_base", 10000.0),
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
-        tie_embeddings="output.weight" not in tensors,
-        max_position=get("context_length"),
-    )
+        kind = self._metadata.get(f"{self._name}.rope.scaling.type", "none")
+        divisors, scale = (), 1.0
+        original = self._whole("rope.scaling.original_context_length", longest)
+        if "rope_freqs.weight" in self._tensors:
+            divisors = tuple(self._read("rope_freqs.weight").ravel().tolist())
+        elif "rope_factors_short.weight" in self._tensors:
+            long = self._context is not None and self._context > original
+            divisors = tuple(self._read(f"rope_factors_{'long' if long else 'short'}.weight").ravel().tolist())
+            scale = self._get("rope.scaling.attn_factor", 1.0)
+            longest = longest if long else min(longest, original)
+        elif kind == "linear":
+            divisors = ropes.linear(self._factor(), width)
+        elif kind == "yarn":
+            factor = self._factor()
+            if not (theta > 1 and original > 1 and width > 1):
+                raise CheckpointError(f"{self._where}: rotary base {theta} and context {original} allow no YaRN")
+            divisors = ropes.yarn(theta, width, factor, original)
+            scale = ropes.yarn_scale(factor) * self._get("rope.scaling.attn_factor", 1.0)
+        elif kind != "none":
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.rope.scaling.type is {kind!r:.80}, expected none, linear or yarn"
+            )
+        return self._checked(Rope, theta, None if width == head_dim else width, divisors, scale), longest
 
+    def _factor(self) -> float:
+        if not 1 <= (factor := self._get("rope.scaling.factor")) < float("inf"):
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.rope.scaling.factor is {factor}, expected from 1"
+            )
+        return float(factor)
 
-def _locate(where: str, name: str, entry: tuple, base: int, alignment: int) -> Tensor:
-    kind, shape, offset = entry
-    type_name, block, size = _layout(kind)
-    if not block:
-        raise CheckpointError(f"{where}: tensor {name} has type {type_name}, which is not read")
-    if shape[-1] % block:
-        raise CheckpointError(
-            f"{where}: tensor {name} has rows of {shape[-1]}, expected a multiple of {block} for {type_name}"
-        )
-    if offset % alignment:
-        raise CheckpointError(f"{where}: tensor {name} has offset {offset}, not a multiple of {alignment}")
-    return Tensor(kind, shape, base + offset, base + offset + math.prod(shape) // block * size)
-
-
-@functools.cache
-def _layout(kind: int) -> tuple[str, int, int]:
-    """Name of a tensor type, weights and bytes of one block; 0 weights when it cannot be decoded."""
-    import gguf
-
-    try:
-        known = gguf.GGMLQuantizationType(kind)
-        block, size = gguf.GGML_QUANT_SIZES[known]
-        gguf.quants.dequantize(np.zeros((1, size), np.uint8), known)
-    except (ValueError, KeyError, NotImplementedError):
-        return str(kind), 0, 0
-    return known.name, block, size
-
-
-def _decode(data, tensor: Tensor) -> np.ndarray:
-    """The float32 array of one tensor."""
-    import gguf
-
-    raw = np.frombuffer(data, np.uint8, tensor.stop - tensor.start, tensor.start)
-    raw = raw.reshape(*tensor.shape[:-1], -1)
-    with np.errstate(all="ignore"):  # what overflows is found as not finite, and named
-        array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
-    return np.asarray(array, np.float32).reshape(tensor.shape)
+    def _checked(self, make: Callable[..., Rope], *values: Any) -> Rope:
+        try:
+            return make(*values)
+        except InvalidConfig as error:
+            raise CheckpointError(f"{self._where}: {error}") from None
 
 
 def _rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
@@ -325,4 +279,4 @@ def _rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
 
     Conversion to GGUF interleaves them because llama.cpp rotates neighbours; this library rotates halves.
     """
-    return array.reshape(-1, head_dim // 2, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Reads Hugging Face directories of the llama model type: config.json, safetensors weights, tokenizer.json.
+"""Reads Hugging Face directories: config.json (see `families`), safetensors weights, tokenizer.json.
 
 Nothing of a directory is ever executed: no pickle is opened and no code of the repository is imported. Every
 file must lie in the directory itself, or in the blobs of the Hub cache the directory belongs to.
@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -16,35 +15,16 @@ from jaxspec.errors import CheckpointError
 from jaxspec.models import checkpoint as common
 from jaxspec.models.checkpoint import Checkpoint, TokenizerSource
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import Family, read_config
 
-MODEL_TYPES = ("llama",)
-
-_LAYER = "model.layers.{}."
-_NAMES = {
-    "embed": ("model.embed_tokens.weight",),
-    "attn_norm": (_LAYER + "input_layernorm.weight",),
-    "qkv": tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv"),
-    "out": (_LAYER + "self_attn.o_proj.weight",),
-    "mlp_norm": (_LAYER + "post_attention_layernorm.weight",),
-    "gate_up": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
-    "down": (_LAYER + "mlp.down_proj.weight",),
-    "norm": ("model.norm.weight",),
-    "head": ("lm_head.weight",),
-}
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-}
 _DTYPES = ("F32", "F16", "BF16")
 _MAX_JSON = 1 << 28
 
 
-def open_hf(path: str | os.PathLike) -> Checkpoint:
+def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     """Opens a Hugging Face directory; the weights are read from memory maps when asked for.
+
+    `context` is the longest text that will be decoded; see `open_source`.
 
     Raises:
         CheckpointError: a file is missing, malformed, outside the directory, or of a model that is not read.
@@ -55,7 +35,7 @@ def open_hf(path: str | os.PathLike) -> Checkpoint:
         files = sorted(directory.glob("*.gguf"))
         hint = f"; to open its GGUF file, name it: {files[0]}" if files else ""
         raise CheckpointError(f"{directory}: has no config.json{hint}")
-    config = _config(str(directory / "config.json"), settings)
+    config, family = read_config(str(directory / "config.json"), settings, context)
     generation = _read_json(directory, "generation_config.json") or {}
     text = _read_json(directory, "tokenizer_config.json") or {}
     tokenizer = _inside(directory, "tokenizer.json")
@@ -69,7 +49,7 @@ def open_hf(path: str | os.PathLike) -> Checkpoint:
     return Checkpoint(
         config=config,
         source=str(directory),
-        tensors=_tensors(directory, config),
+        tensors=_tensors(directory, config, family),
         stop_ids=tuple(stop_ids) if isinstance(stop_ids, list) else () if stop_ids is None else (stop_ids,),
         bos_id=bos_id,
         add_bos=bool(adds_bos) and bos_id is not None,
@@ -79,48 +59,7 @@ def open_hf(path: str | os.PathLike) -> Checkpoint:
     )
 
 
-def _config(where: str, settings: Mapping) -> ModelConfig:
-    if (model_type := settings.get("model_type")) not in MODEL_TYPES:
-        raise CheckpointError(f"{where}: model_type {model_type!r} is not read; read: {', '.join(MODEL_TYPES)}")
-    # Older files keep the rotary settings beside the sizes, newer ones in `rope_parameters`.
-    rope = {}
-    for key, unnamed in (("rope_scaling", None), ("rope_parameters", "default")):
-        value = settings.get(key) or {"type": "default"}
-        if not isinstance(value, dict) or value.get("rope_type", value.get("type", unnamed)) != "default":
-            raise CheckpointError(f"{where}: {key} is {value!r}; only unscaled rotary positions are supported yet")
-        rope |= value
-    for key, plain in _ONLY.items():
-        if (got := settings.get(key, rope.get(key, plain))) != plain:
-            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; the rest is not supported yet")
-
-    def get(key: str, default=None) -> Any:
-        value = settings.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise CheckpointError(f"{where}: {key} is missing")
-        return value
-
-    if not isinstance(tie := get("tie_word_embeddings", False), bool):
-        raise CheckpointError(f"{where}: tie_word_embeddings is {tie!r}, expected true or false")
-    hidden, heads = get("hidden_size"), get("num_attention_heads")
-    sizes = type(hidden) is int and type(heads) is int and heads > 0  # if not, ModelConfig says so
-    return common.make_config(
-        where,
-        vocab_size=get("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=get("intermediate_size"),
-        num_layers=get("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=get("num_key_value_heads", heads),
-        head_dim=get("head_dim", hidden // heads if sizes else 2),
-        rope_theta=rope.get("rope_theta") or get("rope_theta", 10000.0),
-        norm_eps=get("rms_norm_eps", 1e-6),
-        tie_embeddings=tie,
-        max_position=get("max_position_embeddings", 2048),
-    )
-
-
-def _tensors(directory: pathlib.Path, config: ModelConfig) -> dict:
+def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> dict:
     """Canonical readers over the one safetensors file or the shards of the index."""
     from safetensors import SafetensorError, safe_open
 
@@ -148,12 +87,13 @@ def _tensors(directory: pathlib.Path, config: ModelConfig) -> dict:
 
     def read(name: str) -> np.ndarray:
         shard, where = shards[name]
-        return common.finite(where, name, shard.get_tensor(name).astype(np.float32, copy=False))
+        array = common.finite(where, name, shard.get_tensor(name).astype(np.float32, copy=False))
+        return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
     # Rotary frequencies some old files carry; they follow from rope_theta.
     shapes = {key: shape for key, shape in shapes.items() if not key.endswith(".rotary_emb.inv_freq")}
     copied = config.tie_embeddings and shapes.pop("lm_head.weight", None)
-    readers = common.canonical_tensors(str(directory), config, _NAMES, shapes, read)
+    readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
     return readers | {"embed": lambda: _tied(directory, read)} if copied else readers
 
 

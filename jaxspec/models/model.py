@@ -68,6 +68,7 @@ def load(
     source: str | os.PathLike | Checkpoint,
     *,
     dtype: str = "float32",
+    context: int | None = None,
     revision: str | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
@@ -77,6 +78,8 @@ def load(
     Args:
         source: which.
         dtype: "float32" or "bfloat16".
+        context: the longest text that will be decoded, in tokens; None for what the model was made for. See
+            `jaxspec.models.checkpoint.open_source` on models with LongRoPE.
         revision: of a Hub repository.
         report: called with a line of text now and then while something is fetched.
         progress: called with (parameters read, parameters in all, name).
@@ -86,14 +89,17 @@ def load(
     """
     from jaxspec.models.transformer import TransformerLM
 
-    checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report)
-    params = read_params(checkpoint, dtype, progress)
+    checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
+    tokenizer = Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None
+    # Checkpoints pad the vocabulary; a padded id has no text, and is never proposed or emitted.
+    known = None if tokenizer is None else min(tokenizer.vocab_size, checkpoint.config.vocab_size)
+    params = read_params(checkpoint, dtype, progress, jnp.asarray)
     params["layers"] = dict(enumerate(params["layers"]))
     template = checkpoint.chat_template
     return Model(
-        lm=TransformerLM(checkpoint.config, dtype),
-        params=jax.tree.map(jnp.asarray, params),
-        tokenizer=Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None,
+        lm=TransformerLM(checkpoint.config, dtype, known=known),
+        params=params,
+        tokenizer=tokenizer,
         chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,
         stop_ids=checkpoint.stop_ids,
         name=os.path.basename(os.path.normpath(checkpoint.source)),

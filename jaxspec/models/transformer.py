@@ -1,7 +1,8 @@
 """A decoder-only transformer of the Llama family in Flax NNX, and its adapter to `LanguageModel`.
 
 RMSNorm, rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer
-2020). The module holds parameters only; caches are arguments, and it is split once into plain arrays.
+2020), and what its relatives add: see `ModelConfig`. The module holds parameters only; caches are arguments, and
+it is split once into plain arrays.
 """
 
 import dataclasses
@@ -12,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
 
 
 def matmul(x: Float[Array, "B T I"], weight: Array, transposed: bool = False) -> Float[Array, "B T O"]:
@@ -50,14 +53,14 @@ def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Arra
     return table[tokens].astype(jnp.float32)
 
 
-def rotate(x: Float[Array, "B H T K"], positions: Array, theta: float) -> Float[Array, "B H T K"]:
+def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
     """Rotary positions in the half-split form of the Hugging Face checkpoints."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = rope.frequencies(x.shape[-1])
+    half = frequencies.size
     angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    low, high = x[..., :half], x[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    cos, sin = jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
 
 
 def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
@@ -65,22 +68,40 @@ def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) 
     return x * lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
 
 
+def project(x: Float[Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
+    out = matmul(x, weight[...])
+    return out if bias is None else out + bias[...]
+
+
 class Block(nnx.Module):
-    """Attention and SwiGLU, each behind a norm and a residual. Activations are float32 between matmuls."""
+    """Attention and gated unit, each behind a norm and a residual. Activations are float32 between matmuls.
+
+    Matrices have the model's dtype; norms and biases, small as they are, are float32.
+    """
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        def matrix(rows: int, columns: int) -> nnx.Param:
+        shapes = config.param_shapes()
+
+        def matrix(name: str) -> nnx.Param:
+            rows, columns = shapes[f"layers.0.{name}"]
             init = nnx.initializers.normal(rows**-0.5)
             return nnx.Param(init(rngs.params(), (rows, columns), jnp.float32).astype(dtype))
 
+        def vector(name: str, value: float) -> nnx.Param | None:
+            shape = shapes.get(f"layers.0.{name}")
+            return None if shape is None else nnx.Param(jnp.full(shape, value, jnp.float32))
+
         self.config = config
-        width, heads, kv = config.head_dim, config.num_heads, config.num_kv_heads
-        self.attn_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
-        self.qkv = matrix(config.hidden_size, (heads + 2 * kv) * width)
-        self.out = matrix(heads * width, config.hidden_size)
-        self.mlp_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
-        self.gate_up = matrix(config.hidden_size, 2 * config.intermediate_size)
-        self.down = matrix(config.intermediate_size, config.hidden_size)
+        self.attn_norm, self.mlp_norm = vector("attn_norm", 1), vector("mlp_norm", 1)
+        self.qkv, self.out = matrix("qkv"), matrix("out")
+        self.gate_up, self.down = matrix("gate_up"), matrix("down")
+        self.qkv_bias, self.out_bias = vector("qkv_bias", 0), vector("out_bias", 0)
+        self.gate_up_bias, self.down_bias = vector("gate_up_bias", 0), vector("down_bias", 0)
+        self.q_norm, self.k_norm = vector("q_norm", 1), vector("k_norm", 1)
+        self.post_attn_norm, self.post_mlp_norm = vector("post_attn_norm", 1), vector("post_mlp_norm", 1)
+
+    def _norm(self, x: Array, scale: nnx.Param | None) -> Array:
+        return x if scale is None else rms_norm(x, scale[...], self.config.norm_eps)
 
     def __call__(
         self, x: Float[Array, "B T E"], layer: int, window: Window, cache: Cache, past: KV | None
@@ -88,19 +109,45 @@ class Block(nnx.Module):
         """The residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         c = self.config
         batch, tokens, _ = x.shape
-        projected = matmul(rms_norm(x, self.attn_norm[...], c.norm_eps), self.qkv[...])
+        projected = project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias)
         heads = projected.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2)
         queries, keys, values = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
-        dtype = caches.held(cache.kv.keys.dtype)
-        queries = rotate(queries, window.positions, c.rope_theta).astype(dtype)
-        new = KV(rotate(keys, window.positions, c.rope_theta).astype(dtype), values.astype(dtype))
+        queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
+        dtype, rope = caches.held(cache.kv.keys.dtype), c.rope_of(layer)
+        queries = rotate(queries, window.positions, rope).astype(dtype)
+        new = KV(rotate(keys, window.positions, rope).astype(dtype), values.astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         queries = queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim)
-        mixed = attend(queries, cache.kv, layer, cache.length, seen, window.mask, window.paths)
+        mask, first_seen = within_reach(window, c.window_of(layer))
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen)
         mixed = mixed.reshape(batch, c.num_heads, tokens, c.head_dim).swapaxes(1, 2)
-        x = x + matmul(mixed.reshape(batch, tokens, -1), self.out[...])
-        gate, up = jnp.split(matmul(rms_norm(x, self.mlp_norm[...], c.norm_eps), self.gate_up[...]), 2, axis=-1)
-        return x + matmul(jax.nn.silu(gate) * up, self.down[...]), new
+        mixed = project(mixed.reshape(batch, tokens, -1), self.out, self.out_bias)
+        x = x + self._norm(mixed, self.post_attn_norm)
+        both = project(self._norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
+        gate, up = jnp.split(both, 2, axis=-1)
+        gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return x + self._norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
+
+
+def within_reach(window: Window, reach: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
+    """The mask of the window under sliding attention, and the first position each of its tokens sees.
+
+    Raises:
+        InvalidConfig: the window of earlier and new tokens may be longer than the attention reaches.
+    """
+    if reach is None:
+        return window.mask, None
+    tokens, width = window.mask.shape[1:]
+    first = window.positions - reach + 1
+    if width <= reach:  # no two tokens of the window can be too far apart
+        return window.mask, first
+    if width > tokens:
+        raise InvalidConfig(
+            f"a draft tree that is read in windows of {width} tokens needs sliding attention of at least as many, "
+            f"the model's is {reach}; take a smaller tree"
+        )
+    return window.mask & (window.positions[:, None, :] >= first[:, :, None]), first
 
 
 class Transformer(nnx.Module):
@@ -114,20 +161,20 @@ class Transformer(nnx.Module):
 
         self.embed = table()
         self.layers = nnx.List([Block(config, dtype, rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32))
         self.head = None if config.tie_embeddings else table()
-        self.epsilon = config.norm_eps
+        self.config = config
 
     def __call__(
         self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Final normed features, and keys and values of the window in the first `layers` layers."""
-        x = look_up(self.embed[...], window.tokens)
+        x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
         entries = []
         for i, block in enumerate(self.layers[:layers]):
             x, new = block(x, i, window, cache, past)
             entries.append(new)
-        return rms_norm(x, self.norm[...], self.epsilon), KV(*(jnp.stack(a) for a in zip(*entries)))
+        return rms_norm(x, self.norm[...], self.config.norm_eps), KV(*(jnp.stack(a) for a in zip(*entries)))
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         table = self.embed if self.head is None else self.head
@@ -148,15 +195,17 @@ class TransformerLM:
         config: sizes and constants.
         dtype: of the cache.
         layers: how many layers to run before the norm and the head; None for all (fewer: early exit).
+        known: how many of the vocabulary's ids have a meaning, the first ones; the rest are padding. None for all.
     """
 
     config: ModelConfig
     dtype: str = "float32"
     layers: int | None = None
+    known: int | None = None
 
     @property
     def vocab(self) -> int:
-        return self.config.vocab_size
+        return self.config.vocab_size if self.known is None else self.known
 
     @property
     def context(self) -> int:
@@ -184,4 +233,4 @@ class TransformerLM:
         return self._module(params)(window, cache, past, self.layers)
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        return self._module(params).logits(features)
+        return self._module(params).logits(features)[..., : self.vocab]

@@ -43,6 +43,8 @@ def tokenizer_from_gguf(
     if any(len(token) > MAX_TOKEN for token in tokens):
         raise CheckpointError(f"tokenizer.ggml.tokens: some token has more than {MAX_TOKEN} characters")
     types = _list(metadata, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
+    while types and types[-1] == UNUSED:  # what pads the vocabulary to a round number
+        types.pop(), tokens.pop()
     inner = builders[model](metadata, tokens, types)
 
     added = [
@@ -87,7 +89,9 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Se
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
-    scores = _list(metadata, "tokenizer.ggml.scores", len(tokens))
+    scores = _list(metadata, "tokenizer.ggml.scores")
+    if len(scores) < len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.scores: expected one value per token, got {len(scores)}")
     vocab = {token: i for i, token in enumerate(tokens)}
     usable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
     pairs = [

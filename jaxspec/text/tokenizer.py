@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
+from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
 from jaxspec.text.gguf_vocab import tokenizer_from_gguf
 
 if TYPE_CHECKING:
@@ -79,6 +79,15 @@ class Tokenizer:
             return cls.from_gguf(source.gguf)
         raise CheckpointError("the checkpoint has no tokenizer: no tokenizer.json, no tokenizer.* metadata")
 
+    def save(self, directory: Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, from which `from_json` makes the same again."""
+        (directory / "tokenizer.json").write_text(self.inner.to_str(), "utf-8")
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        config: dict[str, Any] = {key: self.inner.id_to_token(i) for key, i in named.items() if i is not None}
+        if self.add_bos is not None:
+            config["add_bos_token"] = self.add_bos
+        (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text`. With `special`, BOS is added where the model wants one and the text has none.
 
@@ -134,6 +143,27 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name (`<|im_end|>`), or None."""
         return self.inner.token_to_id(token)
+
+
+def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises VocabMismatch, naming the first differing id, unless the two stand for the same tokens by every id."""
+    size = min(target.vocab_size, draft.vocab_size)
+    same = target.inner.get_vocab(with_added_tokens=True) == draft.inner.get_vocab(with_added_tokens=True)
+    if same and target.special_ids == draft.special_ids:
+        return
+    for i in range(size):
+        ours, theirs = target.token_bytes(i), draft.token_bytes(i)
+        if ours != theirs:
+            raise VocabMismatch(f"token {i} is {ours!r} in the target's vocabulary and {theirs!r} in the draft's")
+        if (i in target.special_ids) != (i in draft.special_ids):
+            raise VocabMismatch(
+                f"token {i}, {ours!r}, is a control token in one of target and draft, text in the other"
+            )
+    if target.vocab_size != draft.vocab_size:
+        raise VocabMismatch(
+            f"the target's vocabulary has {target.vocab_size} tokens, the draft's {draft.vocab_size}; "
+            f"they differ from id {size} on, and must be the same"
+        )
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

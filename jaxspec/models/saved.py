@@ -1,0 +1,157 @@
+"""Checkpoints of our own: the parameters by Orbax, and all else in files that anyone can read.
+
+A directory holds `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint of the parameter
+tree, in whatever precision it had) and, where the model has a tokenizer, `tokenizer.json` beside
+`tokenizer_config.json`. It is written beside its place and moved there in one step.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models.checkpoint import Checkpoint, TokenizerSource, check_shape, make_config, refuse_difference
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
+
+if TYPE_CHECKING:
+    from jaxspec.models.model import Model
+
+MANIFEST, PARAMS = "jaxspec.json", "params"
+VERSION = 1
+
+
+def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
+    """Saves a transformer of this library, to be loaded from the directory.
+
+    Args:
+        model: a `Model` whose network is a `TransformerLM`.
+        directory: must not exist yet.
+
+    Raises:
+        InvalidConfig: another kind of network.
+        CheckpointError: the directory exists, or cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    from jaxspec.models.transformer import TransformerLM
+
+    if not isinstance(model.lm, TransformerLM):
+        raise InvalidConfig(f"only a TransformerLM can be saved, got {type(model.lm).__name__}; use Orbax itself")
+    place = pathlib.Path(directory).expanduser().absolute()
+    if place.exists():
+        raise CheckpointError(f"{place}: exists already; name a new directory")
+    tokenizer, template = model.tokenizer, model.chat_template
+    manifest = {
+        "format": "jaxspec",
+        "version": VERSION,
+        "config": dataclasses.asdict(model.lm.config),
+        "stop_ids": list(model.stop_ids),
+        "chat_template": None if template is None else template.source,
+        "special_tokens": {} if template is None else template.special_tokens,
+    }
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        try:
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            if tokenizer is not None:
+                tokenizer.save(part)
+            with ocp.StandardCheckpointer() as writer:
+                writer.save(part / PARAMS, _as_tree(model.params))
+            os.replace(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {error}") from None
+    return place
+
+
+def open_saved(directory: pathlib.Path) -> Checkpoint:
+    """Opens a directory that `save` has written.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    where = str(directory / MANIFEST)
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text("utf-8"))
+        if manifest.get("format") != "jaxspec" or manifest.get("version") != VERSION:
+            raise CheckpointError(f"{where}: expected format jaxspec, version {VERSION}")
+        values = dict(manifest["config"])
+        for name in ("rope", "window_rope"):
+            if values[name] is not None:
+                values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
+        values["windowed"] = tuple(values["windowed"])
+        config = make_config(where, **values)
+        stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
+        special = dict(manifest["special_tokens"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: not a manifest that can be read: {type(error).__name__}: {error}") from None
+    tokenizer = directory / "tokenizer.json"
+    return Checkpoint(
+        config=config,
+        source=str(directory),
+        tensors=_tensors(directory / PARAMS, config),
+        stop_ids=stop_ids,
+        tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer.is_file() else None,
+        chat_template=template,
+        special_tokens=special,
+    )
+
+
+def _as_tree(params: Any) -> dict:
+    """String keys throughout: what Orbax writes is then what it reads."""
+    return {**params, "layers": {str(i): layer for i, layer in params["layers"].items()}}
+
+
+def _tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
+    """A reader per parameter; each restores that one from the Orbax checkpoint."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    reader = ocp.PyTreeCheckpointer()
+    try:
+        tree = reader.metadata(folder.absolute()).item_metadata.tree
+        found = {name: tuple(leaf.shape) for name, leaf in _flatten(tree).items()}
+    except Exception as error:  # Orbax raises whatever its storage does
+        raise CheckpointError(f"{folder}: not an Orbax checkpoint that can be read: {error!s:.300}") from None
+    expected = config.param_shapes()
+    refuse_difference(str(folder), expected, found)
+    for name, shape in expected.items():
+        check_shape(str(folder), name, found[name], shape)
+
+    def read(name: str) -> np.ndarray:
+        item: Any = ocp.ArrayRestoreArgs(restore_type=np.ndarray)
+        leaf: Any = jax.ShapeDtypeStruct(found[name], np.float32)
+        for key in reversed(name.split(".")):
+            item, leaf = {key: item}, {key: leaf}
+        try:
+            tree = reader.restore(
+                folder.absolute(), args=ocp.args.PyTreeRestore(item=leaf, restore_args=item, partial_restore=True)
+            )
+        except Exception as error:
+            raise CheckpointError(f"{folder}: tensor {name} cannot be read: {error!s:.300}") from None
+        return np.asarray(_flatten(tree)[name], np.float32)
+
+    return {name: lambda name=name: read(name) for name in expected}
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by dotted path."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        name: leaf
+        for key, branch in tree.items()
+        for name, leaf in _flatten(branch, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

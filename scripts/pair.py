@@ -1,0 +1,131 @@
+"""What a draft model is worth: a target and its draft on the first HumanEval and MT-bench prompts.
+
+    python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--json OUT]
+
+Every configuration decodes all prompts as one batch, at temperature 0 and at 0.8: acceptance, tokens per round, and
+whether each text is that of plain decoding with the same key (a difference must be a certified tie). Then the time
+of one call of each model for one prompt, by width; from both follow the milliseconds a token costs, plain and
+speculating, which `jaxspec bench` measures end to end. Prompts longer than `--longest` are left out.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.bench import tasks
+from jaxspec.core.records import Window
+from jaxspec.testing import tie_gap
+
+TREES = {
+    "chain 2": jaxspec.chain(2),
+    "tree 2": jaxspec.branching(2),
+    "chain 4": jaxspec.chain(4),
+    "tree 2x1": jaxspec.branching(2, 1),
+    "chain 8": jaxspec.chain(8),
+    "tree 2x1x1x1": jaxspec.branching(2, 1, 1, 1),
+}
+TIE = 1e-3  # a perturbed-score gap below this is a tie; see scripts/identity.py
+
+
+def prompt_ids(model: jaxspec.Model, limit: int, longest: int) -> list[list[int]]:
+    """The prompts of each task that are short enough, `limit` of each."""
+    found = []
+    for name in ("humaneval", "mt-bench"):
+        texts = [question.turns[0] for question in tasks.load(name).questions]
+        ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        found += [prompt for prompt in ids if len(prompt) <= longest][:limit]
+    return found
+
+
+def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) -> float:
+    """The median time of one call that reads `width` tokens, greedy choice included."""
+
+    @jax.jit
+    def call(params, window, cache):
+        features, _ = model.lm.apply(params, window, cache)
+        return model.lm.head(params, features).argmax(-1)
+
+    cache = model.lm.init_cache(1, prefix + width)._replace(length=jnp.full((1,), prefix))
+    window = Window(jnp.ones((1, width), jnp.int32), prefix + jnp.arange(width)[None], jnp.tri(width, dtype=bool)[None])
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call(model.params, window, cache).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:])) * 1e3
+
+
+def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:
+    """Rows with another text, and the gap of each."""
+    gaps = []
+    for row, (a, b) in enumerate(zip(plain, drafted)):
+        if a.tokens == b.tokens:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y)
+        text = ids[row] + a.tokens[:at]
+        gaps.append(tie_gap(target.lm, target.params, text, (a.tokens[at], b.tokens[at]), keys[row], sampling))
+    return len(gaps), gaps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=384)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--trees", nargs="+", default=list(TREES), choices=list(TREES))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    target, draft = (jaxspec.load(name, dtype=arguments.dtype) for name in (arguments.target, arguments.draft))
+    ids = prompt_ids(target, arguments.limit, arguments.longest)
+    capacity = -(-(max(map(len, ids)) + arguments.tokens + 16) // 256) * 256
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {arguments.dtype}, {len(ids)} prompts", flush=True)
+    rows, failed = [], 0
+    for temperature in arguments.temperatures:
+        sampling = jaxspec.Sampling(temperature=temperature)
+        keys = jax.random.split(jax.random.key(0), len(ids))
+        options = {"key": keys, "sampling": sampling, "max_new_tokens": arguments.tokens, "capacity": capacity}
+        plain = jaxspec.generate(target, ids, drafter="none", **options)
+        for name in arguments.trees:
+            out = jaxspec.generate(target, ids, drafter="model", draft=draft, tree=TREES[name], **options)
+            other, gaps = differences(target, ids, plain, out, keys, sampling)
+            failed += sum(gap > TIE for gap in gaps)
+            stats = out.stats
+            rows.append({"temperature": temperature, "tree": name, "gaps": gaps} | stats.as_dict())
+            positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+            print(
+                f"T {temperature}: {name:13} {stats.tokens_per_round:.2f} tokens/round, acceptance "
+                f"{stats.acceptance_rate:.2f} (by depth {positions}), same text {len(ids) - other} of {len(ids)}"
+                + (f", ties with gaps {', '.join(f'{gap:.1e}' for gap in gaps)}" if gaps else ""),
+                flush=True,
+            )
+    widths = sorted({1, *(TREES[name].shape.nodes for name in arguments.trees)})
+    times = {width: milliseconds(target, width, 256, 7) for width in widths}
+    one = milliseconds(draft, 1, 256, 7)
+    print("target: " + ", ".join(f"width {width} {ms:.0f} ms" for width, ms in times.items()))
+    print(f"draft: width 1 {one:.0f} ms")
+    for row in rows:
+        tree = TREES[row["tree"]]
+        cost = times[tree.shape.nodes] + tree.shape.depth * one
+        row["speedup_from_calls"] = times[1] * row["tokens_per_round"] / cost
+        print(f"T {row['temperature']}: {row['tree']:13} {row['speedup_from_calls']:.2f} times plain, by these times")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory {peak:.1f} GiB; parameters {(target.bytes + draft.bytes) / 2**30:.1f} GiB")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"rows": rows, "target_ms": times, "draft_ms": one, "peak_gib": peak}, file)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Every family of models against transformers: logits of tiny random checkpoints, past windows and contexts.
+
+The figures were made by `scripts/make_family_golden.py`; the text is read in pieces on top of a cache, so that
+what is cached and what is new are both compared.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import LENGTH, POSITIONS, tokens_of, write_checkpoint
+
+from jaxspec.core import cache as caches
+from jaxspec.core.records import Window
+from jaxspec.models.families import FAMILIES
+from jaxspec.models.model import load
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "families.json").read_text())["cases"]
+PIECE = 8
+TOLERANCE = 1e-4
+
+
+def checkpoint(folder: pathlib.Path, case: str) -> pathlib.Path:
+    golden = GOLDEN[case]
+    write_checkpoint(folder, case, golden["settings"], golden["shapes"])
+    return folder
+
+
+def logits_in_pieces(model, tokens: list[int]) -> np.ndarray:
+    """`[tokens, V]`, reading `PIECE` at a time."""
+
+    @jax.jit
+    def read(params, cache, piece):
+        at = cache.length[:, None] + jnp.arange(PIECE)
+        window = Window(piece, at, jnp.tri(PIECE, dtype=bool)[None])
+        features, entries = model.lm.apply(params, window, cache)
+        return model.lm.head(params, features), caches.commit(cache, entries, jnp.full((1,), PIECE))
+
+    cache, found = model.lm.init_cache(1, LENGTH), []
+    for start in range(0, LENGTH, PIECE):
+        logits, cache = read(model.params, cache, jnp.asarray([tokens[start : start + PIECE]]))
+        found.append(np.asarray(logits[0]))
+    return np.concatenate(found)
+
+
+def test_the_cases_cover_every_family():
+    assert {case["settings"]["model_type"] for case in GOLDEN.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_logits_are_those_of_transformers(case, tmp_path):
+    context = 256 if case in ("phi3-longrope-long", "phi4-partial-longrope") else None
+    model = load(checkpoint(tmp_path, case), context=context)
+    found = logits_in_pieces(model, tokens_of(case))[list(POSITIONS)]
+    expected = np.asarray(GOLDEN[case]["logits"])
+    assert expected.max() - expected.min() > 5  # they say something
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@functools.cache
+def sliding_pair(dtype: str, folder: str):
+    """A target with sliding and full attention, and a draft that is right often: the target with noise."""
+    target = load(checkpoint(pathlib.Path(folder), "gemma3"), dtype=dtype)
+    keys = iter(jax.random.split(jax.random.key(1), 200))
+    noisy = jax.tree.map(lambda a: a + 0.02 * jax.random.normal(next(keys), a.shape, a.dtype), target.params)
+    return target, jaxspec.Model(target.lm, noisy)
+
+
+OPTIONS = {"key": jax.random.key(3), "max_new_tokens": 40, "capacity": 256, "logprobs": True}
+DRAFTERS = {
+    "model": {"tree": jaxspec.from_paths([(0, 0, 0), (0, 1), (1, 0)])},
+    "early-exit": {"tree": 3, "exit_layers": 2},
+    "prompt-lookup": {"tree": 4},
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sliding_attention_and_speculation(drafter, temperature, tmp_path_factory):
+    target, draft = sliding_pair("float32", str(tmp_path_factory.getbasetemp() / "sliding32"))
+    prompts, sampling = [tokens_of("a")[:30], tokens_of("b")[:7]], jaxspec.Sampling(temperature=temperature)
+    options = OPTIONS | DRAFTERS[drafter] | {"sampling": sampling, "ignore_eos": True}
+    given = {"draft": draft} if drafter == "model" else {}
+    out = jaxspec.generate(target, prompts, drafter=drafter, **given, **options)
+    plain = jaxspec.generate(target, prompts, drafter="none", sampling=sampling, ignore_eos=True, **OPTIONS)
+    assert [row.tokens for row in out] == [row.tokens for row in plain]
+    assert out.stats.drafted > 0
+    if drafter == "model":
+        assert out.stats.accepted > 10
+
+
+def test_sliding_attention_is_bit_identical_when_widths_match(tmp_path_factory):
+    target, draft = sliding_pair("bfloat16", str(tmp_path_factory.getbasetemp() / "sliding16"))
+    options = OPTIONS | DRAFTERS["model"] | {"sampling": jaxspec.Sampling(temperature=0.9), "width_matched": True}
+    prompts = [tokens_of("a")[:30], tokens_of("b")[:7]]
+    out = jaxspec.generate(target, prompts, drafter="model", draft=draft, **options)
+    plain = jaxspec.generate(target, prompts, drafter="none", **options)
+    assert out.stats.accepted > 10
+    assert [row.tokens for row in out] == [row.tokens for row in plain]
+    assert [row.logprobs for row in out] == [row.logprobs for row in plain]
+
+
+def test_trees_larger_than_the_sliding_window_are_refused(tmp_path):
+    target = load(checkpoint(tmp_path, "mistral-small-window"))
+    with pytest.raises(InvalidConfig, match=r"sliding attention of at least as many, the model's is 3"):
+        jaxspec.generate(target, [[5, 6, 7]], drafter="model", draft=target, tree=4, max_new_tokens=4)
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def test_context(tmp_path):
+    plain = checkpoint(tmp_path / "llama", "llama-tied")
+    assert open_checkpoint(plain).config.max_position == 256
+    assert open_checkpoint(plain, context=64).config.max_position == 64
+    with pytest.raises(InvalidConfig, match="context 257 is more than the model's 256"):
+        open_checkpoint(plain, context=257)
+    with pytest.raises(InvalidConfig, match="context must be a whole number of tokens from 1, got 0"):
+        open_checkpoint(plain, context=0)
+    long = checkpoint(tmp_path / "phi3", "phi3-longrope-long")  # original context 32
+    short, far = open_checkpoint(long).config, open_checkpoint(long, context=33).config
+    assert (short.max_position, far.max_position) == (32, 33)
+    assert short.rope.divisors == (1.0, 1.1, 1.3, 1.7)
+    assert far.rope.divisors == (1.0, 2.0, 5.0, 11.0)
+    assert short.rope.scale == far.rope.scale > 1
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "phi3-window", "gemma3"])
+def test_every_tensor_must_be_there(case, tmp_path):
+    shapes = GOLDEN[case]["shapes"]
+    for name in shapes:
+        rest = {key: shape for key, shape in shapes.items() if key != name}
+        write_checkpoint(tmp_path, case, GOLDEN[case]["settings"], rest)
+        with pytest.raises(CheckpointError, match=f"missing: {name}"):
+            open_checkpoint(tmp_path)
+
+
+def test_nothing_is_initialised_in_silence(tmp_path):
+    """Every number of every tensor is in the parameters, once."""
+    for case in GOLDEN:
+        folder = checkpoint(tmp_path / case, case)
+        params = read_params(open_checkpoint(folder))
+        read = sum(leaf.size for leaf in jax.tree.leaves(params))
+        assert read == sum(int(np.prod(shape)) for shape in GOLDEN[case]["shapes"].values()), case

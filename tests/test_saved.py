@@ -1,0 +1,88 @@
+"""Checkpoints of our own: what `save` writes, `load` reads, and nothing else."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import random_params, tiny_config, write_gguf
+
+from jaxspec import load, save
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models.model import Model
+from jaxspec.models.rope import Rope
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.testing import TableLM
+
+CONFIG = tiny_config(
+    window=8,
+    windowed=(True, False),
+    window_rope=Rope(500.0),
+    rope=Rope(1e4, divisors=(2.0,) * 8, scale=1.5),
+    qkv_bias=True,
+    qk_norm=True,
+    tie_embeddings=False,
+)
+LM = TransformerLM(CONFIG, "bfloat16")
+
+
+def assert_same(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+
+
+def test_a_model_comes_back(tmp_path):
+    model = Model(LM, LM.init_params(jax.random.key(0)), stop_ids=(3, 5))
+    back = load(save(model, tmp_path / "model"), dtype="bfloat16")
+    assert back.lm == LM
+    assert back.stop_ids == (3, 5)
+    assert_same(back.params, model.params)
+
+
+def test_text_comes_back(tmp_path):
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": [0.0] * 96,
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0]['content'] }}",
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 93],
+    }
+    config = tiny_config()
+    model = load(write_gguf(tmp_path / "model.gguf", config, random_params(config), metadata=metadata))
+    back = load(save(model, tmp_path / "saved"))
+    assert_same(back.params, model.params)
+    text = "t5t7"
+    assert back.encode(text) == model.encode(text)
+    assert back.encode(text)[0] == 1
+    chat = [{"role": "user", "content": "t9"}]
+    assert back.encode_chat(chat) == model.encode_chat(chat)
+    assert (back.stop_ids, back.lm) == (model.stop_ids, model.lm)
+
+
+def test_only_transformers_and_only_new_places(tmp_path):
+    toy = TableLM(8)
+    with pytest.raises(InvalidConfig, match="only a TransformerLM can be saved, got TableLM"):
+        save(Model(toy, toy.init_params(jax.random.key(0))), tmp_path / "toy")
+    with pytest.raises(CheckpointError, match="exists already"):
+        save(Model(LM, LM.init_params(jax.random.key(0))), tmp_path)
+
+
+def test_what_is_damaged_is_refused(tmp_path):
+    place = save(Model(LM, LM.init_params(jax.random.key(0))), tmp_path / "model")
+    good = json.loads((place / "jaxspec.json").read_text())
+
+    def with_manifest(content, words):
+        (place / "jaxspec.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(CheckpointError, match=words):
+            load(place)
+
+    with_manifest("{", "not a manifest that can be read: JSONDecodeError")
+    with_manifest([], "not a manifest that can be read")
+    with_manifest(good | {"version": 2}, "expected format jaxspec, version 1")
+    with_manifest(good | {"config": good["config"] | {"hidden_size": 32}}, "has shape .* expected")
+    with_manifest(good | {"config": good["config"] | {"num_layers": 1, "windowed": [True]}}, "not expected: layers.1")
+    with_manifest(good | {"config": {"hidden_size": 32}}, "not a manifest that can be read: KeyError")
+    with_manifest(good | {"stop_ids": [96]}, "special token id 96")
+    (place / "jaxspec.json").write_text(json.dumps(good))
+    (place / "params" / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match=r"Orbax checkpoint that can be read|cannot be read"):
+        load(place)
