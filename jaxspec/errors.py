@@ -59,4 +59,4 @@ class CheckpointError(JaxspecError):
 
 
 class FetchError(JaxspecError):
-    """A preset's weights could not be fetched or failed their checksum."""
+    """A preset's weights, or a task's prompts, could not be fetched or failed their checksum."""

