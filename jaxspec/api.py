@@ -182,7 +182,7 @@ def stream(
         session: of an earlier `Output` with the same settings: the prompts are appended to its rows.
         rounds: rounds between two looks at the device.
     """
-    prepare.check_budget(max_new_tokens, samples)
+    prepare.check_counts(max_new_tokens=max_new_tokens, samples=samples)
     prepare.need_model("target", target)
     if draft is not None:
         prepare.need_model("draft", draft)

@@ -60,3 +60,11 @@ class CheckpointError(JaxspecError):
 
 class FetchError(JaxspecError):
     """A preset's weights, or a task's prompts, could not be fetched or failed their checksum."""
+
+
+class TaskError(JaxspecError):
+    """A file of a benchmark's questions cannot be read, or a line of it is no question."""
+
+
+class MissingPackage(JaxspecError):
+    """A package that only some commands use is not installed."""

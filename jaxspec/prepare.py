@@ -133,8 +133,8 @@ def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampli
     return Sampling(rows.temperature, rows.top_k, rows.top_p, rows.min_p, jnp.broadcast_to(bias, (batch, vocab)))
 
 
-def check_budget(max_new_tokens: Any, samples: Any) -> None:
-    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples)):
+def check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise InvalidConfig(f"{name} must be a whole number from 1, got {value!r}")
 

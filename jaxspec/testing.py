@@ -17,6 +17,9 @@ from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling, scores
 
+TIE = 1e-3
+"""A `tie_gap` below this is a tie in float32: the logits of two widths differ by up to some 1e-4."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TableLM:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.testing import tie_gap
+from jaxspec.testing import TIE, tie_gap
 
 PROMPTS = [
     "What is gravity?",
@@ -36,7 +36,6 @@ TREES = {
     "chain 8": jaxspec.chain(8),
     "ragged": jaxspec.from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)]),
 }
-TIE = 1e-3  # a perturbed-score gap below this is a tie; the logits of two widths differ by up to some 1e-4
 
 
 def main() -> int:

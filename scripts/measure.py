@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.cli.demo_texts import COPYING
+from jaxspec.bench.texts import COPYING
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.config import ModelConfig

@@ -5,6 +5,7 @@ import pathlib
 
 import gguf
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
 
 from jaxspec.models.config import ModelConfig
@@ -126,6 +127,17 @@ def write_hf(
         index |= dict.fromkeys(part, name)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return directory
+
+
+def write_bytes(directory: pathlib.Path, config: ModelConfig, params: dict) -> pathlib.Path:
+    """A Hugging Face directory whose tokens are bytes, after three special ones."""
+    special = ["<unk>", "<s>", "</s>"]
+    names = [*special, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(special)
+    return write_hf(directory, config, params, files={"tokenizer.json": inner.to_str()})
 
 
 def gguf_tensors(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 import pytest
-import tokenizers
-from checkpoints import random_params, tiny_config, write_hf
+from checkpoints import random_params, tiny_config, write_bytes, write_hf
 
 import jaxspec
 from jaxspec.api import Chunk
-from jaxspec.cli import COMMANDS, demo, demo_texts, main, options, show
+from jaxspec.bench import texts
+from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError, parse_tree
 from jaxspec.decode.session import Session
@@ -24,7 +24,6 @@ from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)
 PARAMS = random_params(CONFIG, 3)
-SPECIAL = ["<unk>", "<s>", "</s>"]
 PROMPT = "abcabcabc"
 EXTRA = {"early-exit": ["--exit-layers", "1"], "model": ["--tree", "2x1", "--draft-model"]}
 
@@ -32,12 +31,7 @@ EXTRA = {"early-exit": ["--exit-layers", "1"], "model": ["--tree", "2x1", "--dra
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A checkpoint whose tokens are bytes, after three special ones."""
-    names = [*SPECIAL, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
-    return write_hf(tmp_path_factory.mktemp("tiny"), CONFIG, PARAMS, files={"tokenizer.json": inner.to_str()})
+    return write_bytes(tmp_path_factory.mktemp("tiny"), CONFIG, PARAMS)
 
 
 @pytest.fixture
@@ -286,8 +280,8 @@ def test_module_and_closed_pipe():
 def test_demo(directory, capsys, monkeypatch):
     drafters = {name: DRAFTERS[name] for name in ("prompt-lookup", "none")}
     monkeypatch.setattr(demo, "DRAFTERS", drafters)
-    for name in demo_texts.TASKS:  # as short as the other tests' prompts: nothing compiles anew
-        monkeypatch.setitem(demo_texts.TASKS, name, (PROMPT, 12))
+    for name in texts.TASKS:  # as short as the other tests' prompts: nothing compiles anew
+        monkeypatch.setitem(texts.TASKS, name, (PROMPT, 12))
     assert main(["demo", "--target", str(directory)]) == 0
     out, err = capsys.readouterr()
     assert len(re.findall(r"│ none \(plain decoding\) .*│ +1.00x │ .*│ +yes │", out)) == 3

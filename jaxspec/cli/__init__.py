@@ -18,6 +18,7 @@ from jaxspec.errors import JaxspecError, UnknownName
 COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
+    "bench": "measure drafters against plain decoding on standard prompts",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE

@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli.demo_texts import QUESTION, TASKS
+from jaxspec.bench.texts import QUESTION, TASKS
 from jaxspec.cli.generate import TARGET
 from jaxspec.cli.options import Parser
 from jaxspec.registry import DRAFTERS, find

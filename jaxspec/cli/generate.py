@@ -4,7 +4,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jaxspec.cli.options import MAX_NODES, TREE_GRAMMAR, Parser, UsageError, one_of, parse_tree, whole
@@ -22,6 +22,38 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
     )
+    add_models(parser)
+    add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
+    drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
+    add(
+        "--drafter",
+        default="prompt-lookup",
+        type=one_of("drafter", DRAFTERS),
+        metavar=drafters,
+        help="default: prompt-lookup",
+    )
+    add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
+    add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
+    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
+    add_limits(add)
+    add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
+
+    add = parser.add_argument_group("ending").add_argument
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
+    add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")
+    add("--ignore-eos", action="store_true", help="write on where the model would end")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
+    add("--logprobs", action="store_true", help="log-probabilities of the tokens, in the JSON")
+
+
+def add_models(parser: Parser) -> None:
+    """What is loaded, and how prompts are put to it."""
     add = parser.add_argument_group("models").add_argument
     source = "a preset, a .gguf file, a Hugging Face directory, or a repository of its Hub"
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{source} (default: {TARGET})")
@@ -39,36 +71,13 @@ def add_options(parser: Parser) -> None:
         help="take prompts as messages to an assistant (default: if the target has a chat template)",
     )
 
-    add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
-    drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
-    add(
-        "--drafter",
-        default="prompt-lookup",
-        type=one_of("drafter", DRAFTERS),
-        metavar=drafters,
-        help="default: prompt-lookup",
-    )
-    add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
-    add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
-    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
-    add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
 
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
+def add_limits(add: Callable) -> None:
+    """What may be drawn, beside the temperature, and the seed."""
     add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
     add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
     add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
-    add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
-
-    add = parser.add_argument_group("ending").add_argument
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
-    add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")
-    add("--ignore-eos", action="store_true", help="write on where the model would end")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
-    add("--logprobs", action="store_true", help="log-probabilities of the tokens, in the JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,4 +90,4 @@ def parse_tree(spec: str) -> "Topology":
             return from_paths([[int(rank) for rank in path.split("-")] for path in spec.split(",")])
         except InvalidConfig as error:
             reason = str(error)
-    raise UsageError(f"--tree {spec}: {reason}. Write {TREE_GRAMMAR}.")
+    raise UsageError(f"tree {spec}: {reason}. Write {TREE_GRAMMAR}.")

@@ -32,10 +32,13 @@ def busy(what: str) -> Iterator[None]:
 
 
 class Bar:
-    """Shows how far something is: call it with `(done, total)`."""
+    """Shows how far something is: call it with `(done, total)`.
 
-    def __init__(self, what: str):
-        self._what, self._console = what, Console(stderr=True)
+    Where no bar can be drawn, it says so in a line, and says how far it is in `parts` lines more.
+    """
+
+    def __init__(self, what: str, parts: int = 0):
+        self._what, self._console, self._parts = what, Console(stderr=True), parts
         self._progress: Progress | None = None
 
     def __enter__(self) -> "Bar":
@@ -45,6 +48,8 @@ class Bar:
 
     def __call__(self, done: int, total: int, *_: object) -> None:
         if not self._console.is_terminal:
+            if done * self._parts // total > (done - 1) * self._parts // total:
+                say(f"{self._what}: {done} of {total}")
             return
         bar = self._progress
         if bar is None:  # not before: what comes first may draw a bar of its own, as pip does

@@ -1,0 +1,62 @@
+"""Whether two texts are the same and, where they are not, whether rounding alone explains it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import prepare
+from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
+from jaxspec.bench.setup import Setup
+from jaxspec.models.model import Model
+from jaxspec.testing import TIE, tie_gap
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or one has ended; None if they are equal."""
+    for place, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            return place
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def in_float32(model: Model) -> bool:
+    """No parameter has a lower precision."""
+    leaves = jax.tree.leaves(model.params)
+    return all(a.dtype.itemsize >= 4 for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
+
+
+def certify(setup: Setup, method: Method, prompt: Prompt, plain: list[int], difference: Difference) -> Difference:
+    """The difference with its gap and, if there is one, its certificate; see `Difference`.
+
+    Args:
+        setup: that decoded both texts.
+        method: whose text differs.
+        prompt: which they continue.
+        plain: the tokens of plain decoding.
+        difference: the first.
+    """
+    one, other = difference.plain, difference.other
+    if one is None or other is None:
+        return difference
+    target = setup.target
+    sampling = prepare.with_padding_masked(target, setup.common["sampling"], 1)
+    text = prompt.tokens + plain[: difference.place]
+    with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
+        gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
+    if in_float32(target):
+        certificate = "tie" if gap < TIE else None
+    else:
+        certificate = "width" if _equal_at_one_width(setup, method, prompt) else None
+    return dataclasses.replace(difference, gap=gap if np.isfinite(gap) else None, certificate=certificate)
+
+
+def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
+    """Whether the texts are the same where every target call has the width of the method's tree."""
+    tree = getattr(setup.decoder(method)[0].drafter, "tree", None)
+    if tree is None:
+        return False
+    one, other = (setup.decode(m, prompt, width_matched=True).text for m in (Method(PLAIN, PLAIN, tree), method))
+    return one.tokens == other.tokens

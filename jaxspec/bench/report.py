@@ -1,0 +1,153 @@
+"""A benchmark as tables and as JSON."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from jaxspec.bench.records import PLAIN, Row, Run
+from jaxspec.bench.summary import groups, summarise
+
+FORMAT = 1
+"""Of the JSON; bumped whenever a name in it changes its meaning."""
+SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def times(ratio: float) -> str:
+    """A speedup, which says so where it is none."""
+    return f"{ratio:.2f}x slower" if round(ratio, 2) < 1 else f"{ratio:.2f}x"
+
+
+def title(run: Run) -> str:
+    """The settings of a run in one line."""
+    settings = {name: getattr(run.sampling, name) for name in SETTINGS}
+    shown = [f"temperature {settings.pop('temperature'):g}"]
+    shown += [f"{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value not in (0, 1)]
+    return ", ".join([*shown, f"rule {run.rule}" + ("" if run.lossless else " (lossy)")])
+
+
+def overall(run: Run) -> Table:
+    """A row per method, plain decoding first."""
+    prompts = len(run.rows) // len(run.methods)
+    table = Table(title=f"{title(run)}, {prompts} prompts", title_justify="left")
+    table.add_column("drafter")
+    for heading in ("speedup", "per prompt (quartiles)", "tokens/s", "#MAT", "acceptance", "predicted", "same text"):
+        table.add_column(heading, justify="right")
+    for method in run.methods:
+        summary = summarise(run, method)
+        low, median, high = dataclasses.astuple(summary.ratios)
+        predicted = summary.predicted_speedup
+        table.add_row(
+            "none (plain decoding)" if method == PLAIN else method,
+            times(summary.speedup),
+            f"{times(median)} ({low:.2f} to {high:.2f})",
+            f"{summary.tokens_per_s:.1f}",
+            f"{summary.mean_accepted_tokens:.2f}",
+            f"{summary.stats.acceptance_rate:.0%}" if summary.stats.drafted else "-",
+            "-" if predicted is None or method == PLAIN else f"{predicted:.2f}x",
+            f"{summary.same}/{summary.prompts}" + (f", {summary.certified} certified" if summary.certified else ""),
+        )
+    return table
+
+
+def apart(run: Run) -> str:
+    """What the speed of decoding leaves out, and the calls by themselves, in one line."""
+    compiled = ", ".join(f"{method} {run.compile_s[method]:.1f} s" for method in run.methods)
+    read = ", ".join(f"{method} {summarise(run, method).prefill_s:.2f} s" for method in run.methods)
+    calls = ", ".join(
+        f"{'target' if method == PLAIN else f'draft of {method}'} {seconds * 1e3:.2f} ms"
+        for method, seconds in run.call_s.items()
+    )
+    return f"Not in tokens/s: compiling ({compiled}); reading the prompts ({read}). One call: {calls}."
+
+
+def by_group(run: Run) -> Table:
+    """Speedup and mean accepted tokens of every method, by task and category."""
+    methods = [method for method in run.methods if method != PLAIN]
+    table = Table(title=f"{title(run)}: speedup (#MAT)", title_justify="left")
+    table.add_column("task")
+    for heading in ("prompts", "plain tokens/s", *methods):
+        table.add_column(heading, justify="right")
+    for task, category in groups(run):
+        plain = summarise(run, PLAIN, task, category)
+        cells = [summarise(run, method, task, category) for method in methods]
+        table.add_row(
+            task if category is None else f"  {category}",
+            str(plain.prompts),
+            f"{plain.tokens_per_s:.1f}",
+            *(f"{times(cell.speedup)} ({cell.mean_accepted_tokens:.2f})" for cell in cells),
+        )
+    return table
+
+
+def differences(run: Run) -> Iterator[str]:
+    """One line per text that is not that of plain decoding."""
+    for row in run.differing:
+        found = row.difference
+        assert found is not None
+        gap = "" if found.gap is None else f", perturbed scores {found.gap:.1e} apart"
+        yield (
+            f"{row.method}, {row.task}, prompt {row.id}, turn {row.turn}: differs from plain decoding at token "
+            f"{found.place} ({found.plain} there, {found.other} here{gap}): {verdict(run, row)}"
+        )
+
+
+def verdict(run: Run, row: Row) -> str:
+    """What a difference means."""
+    certificate = row.difference.certificate if row.difference else None
+    if certificate == "tie":
+        return "a certified tie, which the widths of the calls round differently"
+    if certificate == "width":
+        return "rounding of lower precision: with target calls of one width the texts are equal"
+    return "NOT A TIE" if run.lossless else "the rule is lossy"
+
+
+def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, memory: dict) -> dict:
+    """The benchmark for JSON.
+
+    Args:
+        runs: one per setting.
+        arguments: what was asked for.
+        environment: see `environment.describe`.
+        memory: bytes, by what they are for.
+    """
+    return {
+        "format": FORMAT,
+        "arguments": arguments,
+        "environment": environment,
+        "memory_bytes": memory,
+        "runs": [_run(run) for run in runs],
+    }
+
+
+def _run(run: Run) -> dict:
+    def of_all(**group: Any) -> list[dict]:
+        return [summarise(run, method, **group).as_dict() for method in run.methods]
+
+    return {
+        "sampling": {name: getattr(run.sampling, name) for name in SETTINGS},
+        "rule": run.rule,
+        "lossless": run.lossless,
+        "methods": list(run.methods),
+        "capacity": run.capacity,
+        "compile_s": run.compile_s,
+        "call_s": run.call_s,
+        "overall": of_all(),
+        "groups": [record for task, category in groups(run) for record in of_all(task=task, category=category)],
+        "rows": [dataclasses.asdict(row) | {"stats": row.stats.as_dict()} for row in run.rows],
+    }
+
+
+def closing(runs: list[Run]) -> str:
+    """Whether the texts were those of plain decoding."""
+    compared = sum(row.method != PLAIN for run in runs for row in run.rows)
+    wrong = sum(len(run.wrong) for run in runs)
+    if wrong:
+        return (
+            f"{wrong} OF {compared} TEXTS DIFFER from those of plain decoding, which should not be: please report it."
+        )
+    unequal = sum(len(run.differing) for run in runs)
+    if unequal:
+        return f"{compared - unequal} of {compared} texts are those of plain decoding; the others are explained above."
+    return f"All {compared} texts are those of plain decoding, token for token."

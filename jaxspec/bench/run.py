@@ -1,0 +1,189 @@
+"""The measurement: plain decoding and every method by turns, in one process, all compiled before.
+
+Prompt by prompt, each method continues the same ids with the same key in a cache of the same size. The order
+moves on by one with every prompt and every repeat, so that nobody always goes first.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec import prepare
+from jaxspec.bench.equality import certify, first_difference
+from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
+from jaxspec.bench.setup import Decoded, Setup, draft_call_s
+from jaxspec.bench.tasks import Task, Turn
+from jaxspec.core.protocols import Rule, Setting
+from jaxspec.core.sampling import Sampling
+from jaxspec.errors import InvalidConfig, JaxspecError
+from jaxspec.models.model import Model
+from jaxspec.registry import DRAFTERS, find
+
+
+def buildable(target: Model, draft: Model | None) -> list[Method]:
+    """Every registered drafter that these models allow, with its default tree."""
+    methods = []
+    for name in DRAFTERS:
+        given = draft if "draft" in find("drafter", name).takes else None
+        try:
+            find("drafter", name).build(Setting(target, given))
+        except JaxspecError:
+            continue
+        methods.append(Method(name, name))
+    return [method for method in methods if method.label != PLAIN]
+
+
+def measure(
+    target: Model,
+    methods: Sequence[Method],
+    tasks: Sequence[Task],
+    *,
+    draft: Model | None = None,
+    exit_layers: int | None = None,
+    rule: str | Rule = "coupled",
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    turns: int = 1,
+    chat: bool | None = None,
+    ignore_eos: bool = False,
+    report: Callable[[str], Any] | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> Run:
+    """Measures the methods against plain decoding, and compares every text with the plain one.
+
+    Args:
+        target: the model that decides.
+        methods: what is compared with plain decoding, which is always measured.
+        tasks: the prompts.
+        draft: the draft model of the drafter "model".
+        exit_layers: layers of the drafter "early-exit".
+        rule: of the methods; plain decoding has nothing to accept.
+        sampling: settings, as numbers.
+        seed: prompt `i` has the key `fold_in(key(seed), i)`.
+        max_new_tokens: emitted per prompt, at most.
+        repeats: how often everything is decoded.
+        turns: of every conversation, at most; the assistant's part of later ones is what plain decoding wrote.
+        chat: use the target's chat template; None: if it has one.
+        ignore_eos: do not end at the model's own stop tokens.
+        report: called with a line of text per step, before `progress` is first called.
+        progress: called with (decodes done, decodes in all).
+
+    Raises:
+        JaxspecError: bad input, before anything compiles, but for a later turn that becomes too long.
+        ArithmeticError: the target's logits were not finite.
+    """
+    labels = [PLAIN, *(method.label for method in methods)]
+    if len(set(labels)) < len(labels):
+        raise InvalidConfig(f"every method needs a label of its own, and {PLAIN!r} is plain decoding; got {labels[1:]}")
+    if not tasks or not all(task.questions for task in tasks):
+        raise InvalidConfig("expected one task or more, each of one question or more")
+    if len({task.name for task in tasks}) < len(tasks):
+        raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
+    prepare.check_counts(repeats=repeats, turns=turns, max_new_tokens=max_new_tokens)
+    everyone = [Method(PLAIN, PLAIN), *methods]
+    chat = target.chat_template is not None if chat is None else chat
+    common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    setup = Setup(target, draft, exit_layers, rule, common)
+    decoders = {method.label: setup.decoder(method) for method in everyone}
+    report = report or (lambda line: None)
+
+    if turns > 1:
+        report("writing the answers that later turns go on from")
+    prompts = list(_prompts(setup, tasks, turns, chat, jax.random.key(seed)))
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    setup.capacity = max(prepare.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
+
+    compile_s = {}
+    for method in everyone:
+        report(f"compiling {method.label}")
+        compile_s[method.label] = setup.decode(method, prompts[0]).timing.compile_s
+
+    outputs: dict[tuple[int, str], list[Decoded]] = {}
+    done, total = itertools.count(1), repeats * len(prompts) * len(everyone)
+    for repeat in range(repeats):
+        for i, prompt in enumerate(prompts):
+            for method in rotated(everyone, repeat + i):
+                outputs.setdefault((i, method.label), []).append(setup.decode(method, prompt))
+                if progress:
+                    progress(next(done), total)
+
+    rows = [
+        _row(setup, method, prompt, outputs[i, method.label], outputs[i, PLAIN][0])
+        for i, prompt in enumerate(prompts)
+        for method in everyone
+    ]
+    call_s = {
+        PLAIN: statistics.median(s / row.stats.rounds for row in rows if row.method == PLAIN for s in row.decode_s)
+    }
+    for label, pair in decoders.items():
+        if (seconds := draft_call_s(setup, *pair, prompts, repeats)) is not None:
+            call_s[label] = seconds
+    used = decoders[everyone[-1].label][0].rule
+    name = rule if isinstance(rule, str) else type(rule).__name__
+    return Run(sampling, name, used.lossless, tuple(labels), tuple(rows), setup.capacity, compile_s, call_s)
+
+
+def rotated(methods: Sequence[Method], by: int) -> list[Method]:
+    """The methods, beginning with another one each time."""
+    by %= len(methods)
+    return [*methods[by:], *methods[:by]]
+
+
+def _prompts(setup: Setup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array) -> Iterator[Prompt]:
+    """Every turn as a prompt; what stands before a later one is decoded here, plainly."""
+    number = 0
+    for task in tasks:
+        for question in task.questions:
+            said: list[Turn] = []
+            for turn, text in enumerate(question.turns[:turns], start=1):
+                said.append(text)
+                ids = _encode(setup.target, said, chat)
+                prompt = Prompt(task.name, question.category, question.id, turn, ids, jax.random.fold_in(key, number))
+                number += 1
+                yield prompt
+                if turn < min(turns, len(question.turns)):
+                    answer = setup.decode(Method(PLAIN, PLAIN), prompt).text
+                    said.append(tuple(answer.tokens) if answer.text is None else answer.text)
+
+
+def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
+    """The ids of a conversation: by the chat template, else one after the other."""
+    if chat:
+        prompt: Any = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    elif target.tokenizer is None:
+        prompt = [token for part in said for token in part]
+    else:
+        prompt = "\n\n".join(map(str, said))
+    return prepare.encode_prompts(target, [prompt], chat)[0]
+
+
+def _row(setup: Setup, method: Method, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
+    """One method's outputs on one prompt, each compared with the plain one."""
+    reference, first, difference = plain.text.tokens, outputs[0].text, None
+    for repeat, output in enumerate(outputs):
+        tokens = output.text.tokens
+        place = first_difference(reference, tokens)
+        if place is not None:
+            one, other = (text[place] if place < len(text) else None for text in (reference, tokens))
+            difference = certify(setup, method, prompt, reference, Difference(repeat, place, one, other))
+            break
+    return Row(
+        task=prompt.task,
+        category=prompt.category,
+        id=prompt.id,
+        turn=prompt.turn,
+        method=method.label,
+        prompt_tokens=len(prompt.tokens),
+        tokens=first.tokens,
+        text=first.text,
+        finish_reason=first.finish_reason or "",
+        prefill_s=[output.timing.prefill_s for output in outputs],
+        decode_s=[output.timing.decode_s for output in outputs],
+        stats=first.stats,
+        difference=difference,
+    )

