@@ -10,8 +10,19 @@ import pathlib
 import re
 from typing import TYPE_CHECKING
 
-from jaxspec.cli.generate import add_limits, add_models
-from jaxspec.cli.options import MAX_NODES, TREE_GRAMMAR, Parser, UsageError, one_of, parse_tree, whole
+from jaxspec.cli.options import (
+    MAX_NODES,
+    TREE_GRAMMAR,
+    Parser,
+    UsageError,
+    add_chat,
+    add_limits,
+    add_models,
+    load_models,
+    one_of,
+    parse_tree,
+    whole,
+)
 from jaxspec.errors import UnknownName
 from jaxspec.registry import DRAFTERS, RULES, find
 
@@ -24,7 +35,7 @@ WIDTH = 120
 
 def add_options(parser: Parser) -> None:
     """All but --debug, which every command has."""
-    add_models(parser)
+    add_chat(add_models(parser))
     add = parser.add_argument_group("what is compared").add_argument
     add(
         "--drafters",
@@ -73,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
         need("matplotlib", "--plots")  # before an hour of measuring, not after
     tasks = [load(source, args.limit, args.seed, show.say) for source in args.tasks.split(",")]
     samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
-    target = show.load(args.target, args.dtype)
-    draft = None
-    if args.draft_model is not None:
-        draft = target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
+    target, draft = load_models(args)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:

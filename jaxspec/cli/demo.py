@@ -7,8 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.generate import TARGET
-from jaxspec.cli.options import Parser
+from jaxspec.cli.options import TARGET, Parser
 from jaxspec.registry import DRAFTERS, find
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Bench:
         for chunk in running:
             print(chunk.text, end="", flush=True)
         print("\n", flush=True)
-        show.say(show.summary(running.output))
+        show.say(show.summary(running.output.timing, running.output.stats))
         self._compiled.add(QUICK)
 
     def measure(self, name: str, prompt: str, count: int, sampling: Any, key: Any = None) -> "Output":

@@ -4,17 +4,14 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxspec.cli.options import MAX_NODES, TREE_GRAMMAR, Parser, UsageError, one_of, parse_tree, whole
-from jaxspec.registry import DRAFTERS, RULES
+from jaxspec.cli import options
+from jaxspec.cli.options import Parser, UsageError, whole
 
 if TYPE_CHECKING:
     from jaxspec.api import Chunk, Output
-
-TARGET = "smollm2-135m-instruct"
-DTYPES = ("float32", "bfloat16")
 
 
 def add_options(parser: Parser) -> None:
@@ -22,96 +19,35 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
     )
-    add_models(parser)
-    add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
-    drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
-    add(
-        "--drafter",
-        default="prompt-lookup",
-        type=one_of("drafter", DRAFTERS),
-        metavar=drafters,
-        help="default: prompt-lookup",
-    )
-    add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
-    add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
-    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
-    add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
-
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
-    add_limits(add)
+    options.add_chat(options.add_models(parser))
+    options.add_drafting(parser)
+    add = options.add_sampling(parser)
     add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
-
-    add = parser.add_argument_group("ending").add_argument
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
-    add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")
-    add("--ignore-eos", action="store_true", help="write on where the model would end")
-
+    options.add_ending(parser, 128)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
     add("--logprobs", action="store_true", help="log-probabilities of the tokens, in the JSON")
 
 
-def add_models(parser: Parser) -> None:
-    """What is loaded, and how prompts are put to it."""
-    add = parser.add_argument_group("models").add_argument
-    source = "a preset, a .gguf file, a Hugging Face directory, or a repository of its Hub"
-    add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{source} (default: {TARGET})")
-    add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model'")
-    add(
-        "--dtype",
-        default="float32",
-        type=one_of("dtype", DTYPES),
-        metavar="|".join(DTYPES),
-        help="default: float32",
-    )
-    add(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="take prompts as messages to an assistant (default: if the target has a chat template)",
-    )
-
-
-def add_limits(add: Callable) -> None:
-    """What may be drawn, beside the temperature, and the seed."""
-    add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
-    add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
-    add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Generates as told; 1 if a text ended in logits that are not finite."""
-    tree = _check(args)
+    tree = options.check_drafting(args)
+    if args.logprobs and not args.json:
+        raise UsageError("--logprobs are written to the JSON; give --json, too")
     prompts = args.prompt or [_standard_input()]
-
-    import jax
 
     import jaxspec
     from jaxspec.cli import show
 
-    target = show.load(args.target, args.dtype)
-    draft = None
-    if args.draft_model is not None:
-        same = args.draft_model == args.target
-        draft = target if same else show.load(args.draft_model, args.dtype)
+    target, draft = options.load_models(args)
     with show.busy("compiling, reading the prompt"):
         running = jaxspec.stream(
             target,
             prompts,
-            key=jax.random.key(args.seed),
-            drafter=args.drafter,
-            rule=args.rule,
-            sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
-            max_new_tokens=args.max_new_tokens,
-            draft=draft,
-            tree=tree,
-            exit_layers=args.exit_layers,
             samples=args.samples,
             chat=target.chat_template is not None if args.chat is None else args.chat,
-            stop=args.stop,
-            ignore_eos=args.ignore_eos,
             logprobs=args.logprobs,
+            **options.stream_options(args, draft, tree),
         )
         first = list(itertools.islice(running, 1))  # the first step compiles, too
     chunks, rows = itertools.chain(first, running), len(prompts) * args.samples
@@ -125,29 +61,11 @@ def run(args: argparse.Namespace) -> int:
         titles = [f"{i + 1}.{s + 1}" if args.samples > 1 else f"{i + 1}" for i, s in
                   itertools.product(range(len(prompts)), range(args.samples))]  # fmt: skip
         print_in_order(chunks, [f"=== {title} ===" for title in titles] if rows > 1 else [""])
-    show.say(show.summary(running.output))
+    show.say(show.summary(running.output.timing, running.output.stats))
     failed = [i for i, row in enumerate(running.output) if row.finish_reason == "error"]
     if failed:
         raise ArithmeticError(f"the target's logits were not finite, which ended text {failed[0] + 1} early")
     return 0
-
-
-def _check(args: argparse.Namespace):
-    """The tree; what options say of one another is checked before anything is loaded.
-
-    Raises:
-        UsageError: options that exclude, or need, one another.
-    """
-    if args.tree is not None and args.draft_length is not None:
-        raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
-    for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit")):
-        if getattr(args, option) is not None and args.drafter != drafter:
-            raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
-    if args.drafter == "model" and args.draft_model is None:
-        raise UsageError("--drafter model needs --draft-model SOURCE")
-    if args.logprobs and not args.json:
-        raise UsageError("--logprobs are written to the JSON; give --json, too")
-    return args.draft_length if args.tree is None else parse_tree(args.tree)
 
 
 def _standard_input() -> str:

@@ -1,4 +1,4 @@
-"""What commands share in reading their options. Nothing here imports JAX before it is called for."""
+"""What commands share: options, and what they stand for. Nothing here imports JAX before it is called for."""
 
 import argparse
 import difflib
@@ -6,12 +6,18 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.errors import InvalidConfig, UnknownName
+from jaxspec.registry import DRAFTERS, RULES
 
 if TYPE_CHECKING:
     from jaxspec.core.tree import Topology
+    from jaxspec.models.model import Model
+
+TARGET = "smollm2-135m-instruct"
+SOURCES = "a preset, a .gguf file, a Hugging Face directory, or a repository of its Hub"
+DTYPES = ("float32", "bfloat16")
 
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
@@ -66,6 +72,119 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return check
+
+
+def add_dtype(add: Callable) -> None:
+    """`--dtype`, to a parser's or a group's `add_argument`."""
+    shown = "|".join(DTYPES)
+    add("--dtype", default=DTYPES[0], type=one_of("dtype", DTYPES), metavar=shown, help=f"default: {DTYPES[0]}")
+
+
+def add_models(parser: Parser) -> Callable:
+    """Target and draft model. Gives the group's `add_argument`, for what a command adds; so do the next three."""
+    add = parser.add_argument_group("models").add_argument
+    add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
+    add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model'")
+    add_dtype(add)
+    return add
+
+
+def add_chat(add: Callable) -> None:
+    """`--chat` and `--no-chat`."""
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="take prompts as messages to an assistant (default: if the target has a chat template)",
+    )
+
+
+def add_drafting(parser: Parser) -> Callable:
+    """Drafter, tree and rule; `check_drafting` holds them against one another."""
+    add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
+    drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
+    add(
+        "--drafter",
+        default="prompt-lookup",
+        type=one_of("drafter", DRAFTERS),
+        metavar=drafters,
+        help="default: prompt-lookup",
+    )
+    add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
+    add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
+    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
+    return add
+
+
+def add_sampling(parser: Parser) -> Callable:
+    """The law that is drawn from, and the seed."""
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
+    add_limits(add)
+    return add
+
+
+def add_limits(add: Callable) -> None:
+    """What may be drawn, beside the temperature, and the seed."""
+    add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
+    add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
+    add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
+
+
+def add_ending(parser: Parser, budget: int) -> Callable:
+    """What ends a text; `budget` is the default of `--max-new-tokens`."""
+    add = parser.add_argument_group("ending").add_argument
+    add("--max-new-tokens", type=whole(1), default=budget, metavar="N", help=f"default: {budget}")
+    add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")
+    add("--ignore-eos", action="store_true", help="write on where the model would end")
+    return add
+
+
+def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
+    """The tree; what options say of one another is checked before anything is loaded.
+
+    Raises:
+        UsageError: options that exclude, or need, one another.
+    """
+    if args.tree is not None and args.draft_length is not None:
+        raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
+    for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit")):
+        if getattr(args, option) is not None and args.drafter != drafter:
+            raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
+    if args.drafter == "model" and args.draft_model is None:
+        raise UsageError("--drafter model needs --draft-model SOURCE")
+    return args.draft_length if args.tree is None else parse_tree(args.tree)
+
+
+def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
+    """Target and draft model, one and the same where the options say so."""
+    from jaxspec.cli import show
+
+    target = show.load(args.target, args.dtype)
+    if args.draft_model is None:
+        return target, None
+    return target, target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
+
+
+def stream_options(args: argparse.Namespace, draft: "Model | None", tree: "Topology | int | None") -> dict[str, Any]:
+    """The keywords of `jaxspec.stream` that the options of drafting, sampling and ending stand for."""
+    import jax
+
+    import jaxspec
+
+    return {
+        "key": jax.random.key(args.seed),
+        "drafter": args.drafter,
+        "rule": args.rule,
+        "sampling": jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
+        "max_new_tokens": args.max_new_tokens,
+        "draft": draft,
+        "tree": tree,
+        "exit_layers": args.exit_layers,
+        "stop": args.stop,
+        "ignore_eos": args.ignore_eos,
+    }
 
 
 def parse_tree(spec: str) -> "Topology":

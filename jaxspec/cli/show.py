@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from jaxspec.api import Output
+    from jaxspec.decode.session import Timing
+    from jaxspec.decode.stats import Stats
     from jaxspec.models.model import Model
 
 
@@ -77,9 +78,8 @@ def load(source: str, dtype: str) -> "Model":
         return model.load(source, dtype=dtype, report=say, progress=bar)
 
 
-def summary(output: "Output") -> str:
+def summary(timing: "Timing", stats: "Stats") -> str:
     """How fast a text came, in one line."""
-    timing, stats = output.timing, output.stats
     drafts = f"{stats.acceptance_rate:.0%} of drafts accepted" if stats.drafted else "nothing drafted"
     return (
         f"{stats.committed} tokens, {timing.tokens_per_s:.1f} tokens/s of decoding alone, "
