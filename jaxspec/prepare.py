@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.core import sizes
 from jaxspec.core.protocols import Drafter, Rule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Topology, chain
@@ -168,7 +169,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
             f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
         )
     need = decoder.slots(longest)
-    slots = max(512, 1 << (need - 1).bit_length()) if capacity is None else capacity
+    slots = sizes.shared(need) if capacity is None else capacity
     if slots < need:
         raise CapacityError(
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "

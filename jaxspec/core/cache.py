@@ -10,9 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxspec.core.records import KV, Cache
-
-BLOCK = 256
-"""Slots an attention step reads at once; capacities are multiples of it, so bits do not depend on them."""
+from jaxspec.core.sizes import BLOCK as BLOCK
 
 
 def stored(dtype) -> jnp.dtype:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core import noise as noises
+from jaxspec.core import sizes
 from jaxspec.core.protocols import Drafter, LanguageModel, Rule, no_feature
 from jaxspec.core.records import KV, Advance, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
@@ -54,14 +55,13 @@ class Decoder:
     target: LanguageModel
     drafter: Drafter
     rule: Rule
-    chunk: int = 64
+    chunk: int = sizes.CHUNK
     narrow: bool = True
     logprobs: bool = False
 
     def slots(self, length: int) -> int:
         """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
-        need = length + max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk)
-        return -(-need // caches.BLOCK) * caches.BLOCK
+        return sizes.slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
         """The state of a batch of prompts, before anything was read. `capacity`: see `slots`."""
