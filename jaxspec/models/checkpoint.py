@@ -39,6 +39,34 @@ class TokenizerSource:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """How a file holds one tensor.
+
+    Attributes:
+        type: the file's name of the number format, such as "Q4_1" or "BF16".
+        shape: rows first, as the file has it.
+        bytes: in the file; 0 where the type is not known.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Headers:
+    """What a checkpoint says of itself, whether or not its model is read.
+
+    Attributes:
+        settings: the metadata of a GGUF file, or what config.json holds.
+        stored: the file's tensors.
+    """
+
+    settings: Mapping[str, Any]
+    stored: Mapping[str, StoredTensor]
+
+
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint with its headers read and its weights not yet.
 
@@ -52,6 +80,8 @@ class Checkpoint:
         tokenizer: where the tokenizer is, or None.
         chat_template: Jinja source of the chat template, or None.
         special_tokens: the spelling of `bos_token`, `eos_token`, ... as chat templates use them.
+        architecture: the file's own name of the kind of model.
+        stored: the file's tensors, under its own names.
     """
 
     config: ModelConfig
@@ -63,6 +93,8 @@ class Checkpoint:
     tokenizer: TokenizerSource | None = None
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    architecture: str = ""
+    stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         ids = self.stop_ids if self.bos_id is None else (*self.stop_ids, self.bos_id)
@@ -94,17 +126,27 @@ def open_source(
         FetchError: the download failed.
         CheckpointError: what was found is not a checkpoint that can be read.
     """
+    name = os.fspath(source)
+    place = find_source(name, revision, report)
+    checkpoint = open_checkpoint(place, context)
+    return checkpoint if place == name else dataclasses.replace(checkpoint, source=name)
+
+
+def find_source(
+    source: str | os.PathLike, revision: str | None = None, report: Callable[[str], object] | None = None
+) -> str:
+    """The path of what a user names, fetched first where it is not here; arguments and errors as `open_source`'s."""
     from jaxspec.models import hub, presets
 
     name = os.fspath(source)
     if name in presets.PRESETS:
-        return dataclasses.replace(open_checkpoint(presets.fetch(name, report=report), context), source=name)
+        return str(presets.fetch(name, report=report))
     if os.path.exists(os.path.expanduser(name)):
-        return open_checkpoint(name, context)
+        return name
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
-        return dataclasses.replace(open_checkpoint(hub.fetch_repository(name, revision), context), source=name)
+        return str(hub.fetch_repository(name, revision))
     raise UnknownName("model (a preset, a path or a Hub repository)", name, presets.PRESETS)
 
 
@@ -131,6 +173,18 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
         f"{place}: not a checkpoint that is read; give a .gguf file, or a directory with config.json and "
         "safetensors weights (for a .safetensors file, give its directory)"
     )
+
+
+def read_headers(path: str | os.PathLike) -> Headers:
+    """What can be seen of a GGUF file or a Hugging Face directory, of whatever model it is.
+
+    Raises:
+        CheckpointError: not even the header of the file can be read.
+    """
+    from jaxspec.models import gguf, hf
+
+    place = pathlib.Path(path).expanduser()
+    return hf.read_headers(place) if place.is_dir() else gguf.read_headers(place)
 
 
 def _within(checkpoint: Checkpoint, context: int | None) -> Checkpoint:

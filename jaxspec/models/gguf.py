@@ -1,7 +1,6 @@
 """Opens GGUF files: their metadata as a `ModelConfig`, their tensors by canonical name."""
 
 import dataclasses
-import mmap
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,9 +10,9 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
-from jaxspec.models.checkpoint import Checkpoint, TokenizerSource, canonical_tensors, finite, make_config
+from jaxspec.models.checkpoint import Checkpoint, Headers, TokenizerSource, canonical_tensors, finite, make_config
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.gguf_header import Tensor, decode, parse_header
+from jaxspec.models.gguf_header import Tensor, decode, map_file, parse_header, parse_tables, stored
 from jaxspec.models.rope import Rope
 
 _BLOCK = "blk.{}."
@@ -95,11 +94,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         CheckpointError: the file is malformed, or of a model that is not read.
     """
     where = os.fspath(path)
-    try:
-        with open(where, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise CheckpointError(f"{where}: cannot be read: {error}") from None
+    data = map_file(where)
     metadata, tensors = parse_header(data, where)
 
     def read_file(name: str) -> np.ndarray:
@@ -143,7 +138,20 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
             for name, token in ids.items()
             if isinstance(token, int) and 0 <= token < len(tokens)
         },
+        architecture=str(metadata["general.architecture"]),
+        stored={name: stored(tensor.kind, tensor.shape) for name, tensor in tensors.items()},
     )
+
+
+def read_headers(path: str | os.PathLike) -> Headers:
+    """The metadata and the tensor table, also of a file that is cut short or of a model that is not read.
+
+    Raises:
+        CheckpointError: the header is malformed.
+    """
+    where = os.fspath(path)
+    metadata, entries, _ = parse_tables(map_file(where), where)
+    return Headers(metadata, {name: stored(kind, shape) for name, (kind, shape, _) in entries.items()})
 
 
 class _ConfigReader:

@@ -7,6 +7,7 @@ before anything is made from it. Only the blocks of quantised tensors are decode
 import dataclasses
 import functools
 import math
+import mmap
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.errors import CheckpointError
+from jaxspec.models.checkpoint import StoredTensor
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
@@ -108,18 +110,9 @@ class _Cursor:
         return self.scalar(4, f"the type of {name}"), shape, self.scalar(10, f"the offset of {name}")
 
 
-def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Parses the header of a GGUF file.
-
-    Args:
-        data: the whole file, as bytes or a memory map.
-        where: its name, for messages.
-
-    Returns:
-        The metadata (arrays as lists) and the tensors by name.
-
-    Raises:
-        CheckpointError: anything is malformed, truncated, overlapping, given twice, or of a type not read.
+def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], int]], int]:
+    """The metadata, every tensor's type, shape and offset, and where the header ends; as `parse_header`, which
+    also holds the tensors against the file.
     """
     cursor = _Cursor(data, where)
     start = cursor.skip(4, "the magic number")
@@ -136,14 +129,31 @@ def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for _ in range(num_entries):
         key = cursor.name("a metadata key", metadata)
         metadata[key] = cursor.value(key)
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, expected a power of two")
     entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for _ in range(num_tensors):
         name = cursor.name("a tensor name", entries)
         entries[name] = cursor.tensor(name)
-    base = -(-cursor.at // alignment) * alignment
+    return metadata, entries, cursor.at
+
+
+def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Parses the header of a GGUF file.
+
+    Args:
+        data: the whole file, as bytes or a memory map.
+        where: its name, for messages.
+
+    Returns:
+        The metadata (arrays as lists) and the tensors by name.
+
+    Raises:
+        CheckpointError: anything is malformed, truncated, overlapping, given twice, or of a type not read.
+    """
+    metadata, entries, size = parse_tables(data, where)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise CheckpointError(f"{where}: general.alignment is {alignment!r}, expected a power of two")
+    base = -(-size // alignment) * alignment
     tensors = {name: _locate(where, name, entry, base, alignment) for name, entry in entries.items()}
     end, before = base, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
@@ -194,3 +204,24 @@ def decode(data, tensor: Tensor) -> np.ndarray:
     with np.errstate(all="ignore"):  # what overflows is found as not finite, and named
         array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
     return np.asarray(array, np.float32).reshape(tensor.shape)
+
+
+def map_file(where: str) -> mmap.mmap:
+    """A memory map of the whole file."""
+    try:
+        with open(where, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise CheckpointError(f"{where}: cannot be read: {error}") from None
+
+
+def stored(kind: int, shape: tuple[int, ...]) -> StoredTensor:
+    """How the file holds a tensor of this type and shape."""
+    import gguf
+
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+        block, size = gguf.GGML_QUANT_SIZES[known]
+    except (ValueError, KeyError):  # newer than the package, or no type at all
+        return StoredTensor(f"type {kind}", shape, 0)
+    return StoredTensor(known.name, shape, math.prod(shape) // block * size)

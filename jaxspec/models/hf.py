@@ -4,16 +4,20 @@ Nothing of a directory is ever executed: no pickle is opened and no code of the 
 file must lie in the directory itself, or in the blobs of the Hub cache the directory belongs to.
 """
 
+import contextlib
 import json
+import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxspec.errors import CheckpointError
 from jaxspec.models import checkpoint as common
-from jaxspec.models.checkpoint import Checkpoint, TokenizerSource
+from jaxspec.models.checkpoint import Checkpoint, Headers, StoredTensor, TokenizerSource
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Family, read_config
 
@@ -46,44 +50,73 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         adds_bos = _begins_with_special((_read_json(directory, "tokenizer.json") or {}).get("post_processor"))
     named = {key: value for key, value in text.items() if key.endswith("_token")}
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    readers, stored = _tensors(directory, config, family)
     return Checkpoint(
         config=config,
         source=str(directory),
-        tensors=_tensors(directory, config, family),
+        tensors=readers,
         stop_ids=tuple(stop_ids) if isinstance(stop_ids, list) else () if stop_ids is None else (stop_ids,),
         bos_id=bos_id,
         add_bos=bool(adds_bos) and bos_id is not None,
         tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer else None,
         chat_template=_chat_template(directory, text),
         special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
+        architecture=str(settings["model_type"]),
+        stored=stored,
     )
 
 
-def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> dict:
-    """Canonical readers over the one safetensors file or the shards of the index."""
+def read_headers(path: str | os.PathLike) -> Headers:
+    """What config.json says and which tensors lie in the safetensors files; what cannot be read is left out."""
+    directory = pathlib.Path(path)
+    settings, stored = {}, {}
+    with contextlib.suppress(CheckpointError):
+        settings = _read_json(directory, "config.json") or {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with contextlib.suppress(CheckpointError):
+            stored |= {key: _stored(part) for key, part in _open_shard(directory, file.name)[1].items()}
+    return Headers(settings, stored)
+
+
+def _open_shard(directory: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
+    """A safetensors file, and its tensors unread."""
     from safetensors import SafetensorError, safe_open
 
+    file, where = _inside(directory, name), str(directory / name)
+    if file is None:
+        raise CheckpointError(f"{where}: the index names this shard, and there is no such file")
+    try:
+        shard = safe_open(file, framework="np")
+        return shard, {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{where}: not a safetensors file that can be read: {error}") from None
+
+
+def _stored(part: Any) -> StoredTensor:
+    """From one tensor of `_open_shard`; its type names the bits of a number: BF16, F8_E4M3, I64."""
+    dtype, shape = part.get_dtype(), tuple(part.get_shape())
+    bits = re.search(r"\d+", dtype)
+    return StoredTensor(dtype, shape, math.prod(shape) * int(bits[0] if bits else 8) // 8)
+
+
+def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tuple[dict, dict[str, StoredTensor]]:
+    """Canonical readers over the one safetensors file or the shards of the index, and how it holds its tensors."""
     index = None
     names = ["model.safetensors"]
     if _inside(directory, names[0]) is None:
         index = _index(directory)
         names = sorted(set(index.values()))
-    shards, shapes = {}, {}
+    shards, shapes, stored = {}, {}, {}
     for name in names:
-        file, where = _inside(directory, name), str(directory / name)
-        if file is None:
-            raise CheckpointError(f"{where}: the index names this shard, and there is no such file")
-        try:
-            shard = safe_open(file, framework="np")
-            held = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{where}: not a safetensors file that can be read: {error}") from None
+        where = str(directory / name)
+        shard, held = _open_shard(directory, name)
         if index is not None:
             common.refuse_difference(where, {key for key, holder in index.items() if holder == name}, held)
         for key, part in held.items():
             if (dtype := part.get_dtype()) not in _DTYPES:
                 raise CheckpointError(f"{where}: tensor {key} has type {dtype}, expected one of {_DTYPES}")
-            shards[key], shapes[key] = (shard, where), tuple(part.get_shape())
+            shards[key], stored[key] = (shard, where), _stored(part)
+            shapes[key] = stored[key].shape
 
     def read(name: str) -> np.ndarray:
         shard, where = shards[name]
@@ -94,7 +127,7 @@ def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> di
     shapes = {key: shape for key, shape in shapes.items() if not key.endswith(".rotary_emb.inv_freq")}
     copied = config.tie_embeddings and shapes.pop("lm_head.weight", None)
     readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
-    return readers | {"embed": lambda: _tied(directory, read)} if copied else readers
+    return (readers | {"embed": lambda: _tied(directory, read)} if copied else readers), stored
 
 
 def _tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
