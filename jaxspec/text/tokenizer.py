@@ -140,6 +140,11 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def kind(self) -> str:
+        """For people: how bytes are spelled, and the algorithm."""
+        return f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {type(self.inner.model).__name__}"
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name (`<|im_end|>`), or None."""
         return self.inner.token_to_id(token)
