@@ -15,7 +15,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology
 from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.session import Session, Timing
-from jaxspec.decode.stats import Stats
+from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.models.model import Model
 from jaxspec.models.model import load as load
@@ -89,12 +89,16 @@ class Output(Sequence):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What arrived since the last look: some tokens of one row, and their text."""
+    """What arrived since the last look: some tokens of one row, and their text.
+
+    `drafted` says of each token whether the drafter had proposed it; the others are the target's own.
+    """
 
     row: int
     text: str
     tokens: list[int]
     finish_reason: str | None
+    drafted: list[bool] = dataclasses.field(default_factory=list)
 
 
 def generate(
@@ -256,13 +260,15 @@ class Stream(Iterator[Chunk]):
         """Fetches what the device has written, and ends the rows that the host must end."""
         state = self._session.state
         tokens, length, start, status = map(np.asarray, (state.tokens, state.length, state.start, state.status))
+        log = np.asarray(state.log)
         new_status, new_length = status.copy(), length.copy()
         for b, row in enumerate(self._rows):
             if row.out.finish_reason:
                 continue
-            fresh = tokens[b, start[b] + len(row.out.tokens) : length[b]].tolist()
+            seen = len(row.out.tokens)
+            fresh = tokens[b, start[b] + seen : length[b]].tolist()
             reason = _REASONS.get(Status(status[b]))
-            chunk = row.push(b, fresh, reason)
+            chunk = row.push(b, fresh, from_draft(log[:, b])[seen:].tolist(), reason)
             if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(fresh)):
                 new_status[b], new_length[b] = Status.STOP, start[b] + len(row.out.tokens)
             if chunk.tokens or chunk.finish_reason:
@@ -293,7 +299,7 @@ class _Row:
         self._decoder = None if target.tokenizer is None else IncrementalDecoder(target.tokenizer)
         self._stops = StopStrings(stops.strings)
 
-    def push(self, b: int, tokens: list[int], reason: str | None) -> Chunk:
+    def push(self, b: int, tokens: list[int], drafted: list[bool], reason: str | None) -> Chunk:
         """Takes new tokens up to the first that ends the row; `reason` is why the device ended it, if it did."""
         text, taken = "", []
         for token in tokens:
@@ -314,4 +320,4 @@ class _Row:
         self.out.tokens += taken
         if self.out.text is not None:
             self.out.text += text
-        return Chunk(b, text, taken, self.out.finish_reason)
+        return Chunk(b, text, taken, self.out.finish_reason, drafted[: len(taken)])

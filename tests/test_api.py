@@ -330,6 +330,23 @@ class TestStream:
         assert running.output.text == whole.text
         assert running.output.stats == whole.stats
 
+    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("stop", [(), "a"])
+    def test_says_which_tokens_were_drafted(self, drafter, stop):
+        running = go(drafter=drafter, call=jaxspec.stream, rounds=1, stop=stop)
+        flags: list[list[bool]] = [[], []]
+        for chunk in running:  # one round of one row: what was accepted, then the target's own, unless cut off
+            assert len(chunk.drafted) == len(chunk.tokens)
+            assert chunk.drafted.count(False) <= 1
+            assert all(chunk.drafted[:-1])
+            flags[chunk.row] += chunk.drafted
+        assert [sum(row) for row in flags] == [row.stats.accepted for row in running.output]
+        at_once: list[list[bool]] = [[], []]
+        for chunk in go(drafter=drafter, call=jaxspec.stream, rounds=7, stop=stop):
+            at_once[chunk.row] += chunk.drafted
+        assert at_once == flags
+        assert (drafter == "model") <= any(map(any, flags)) <= (drafter != "none")
+
     def test_arrives_before_the_end(self):
         running = go(call=jaxspec.stream, rounds=2)
         first = next(running)

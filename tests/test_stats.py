@@ -7,7 +7,7 @@ from toys import RAGGED, Script, decoder, generate, request, texts
 
 from jaxspec.core.tree import chain
 from jaxspec.decode.state import Weights
-from jaxspec.decode.stats import Stats
+from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
@@ -56,6 +56,12 @@ def test_a_cut_leaves_what_was_emitted():
     assert inside == Stats.from_log(np.vstack([LOG[:3], [last]]), calls=3)
     assert Stats.from_log(LOG, calls=3, committed=11) == Stats.from_log(LOG, calls=3)
     assert Stats.from_log(LOG, calls=3, committed=0) == Stats(tested_at=(0,) * 3, accepted_at=(0,) * 3)
+
+
+def test_which_tokens_were_drafted():
+    rounds = ("DDt", "t", "t", "DDDt", "DD")
+    assert from_draft(LOG).tolist() == [kind == "D" for kind in "".join(rounds)]
+    assert from_draft(LOG[5:]).tolist() == from_draft(LOG[:0]).tolist() == []
 
 
 def test_rows_add_up():

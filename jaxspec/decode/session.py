@@ -32,6 +32,9 @@ class Timing:
         """Of decoding alone, all rows together."""
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+
     def as_dict(self) -> dict:
         return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
 

@@ -14,6 +14,21 @@ COST_RATIO = 0.125
 """Default cost of one draft-model call, in target calls."""
 
 
+def from_draft(log: np.ndarray) -> np.ndarray:
+    """Which emitted tokens the drafter had proposed, in the order of the text.
+
+    Args:
+        log: `[rounds, 3 + D]`, as `Stats.from_log` takes it. A round's accepted tokens come first, then the
+            target's own.
+
+    Returns:
+        `[tokens]`, bool.
+    """
+    emitted, accepted = np.asarray(log, np.int64)[:, :2].T
+    place = np.arange(emitted.sum()) - np.repeat(np.cumsum(emitted) - emitted, emitted)  # within the round
+    return place < np.repeat(accepted, emitted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """Counts of one row, or of several added up.
