@@ -155,6 +155,9 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
         (["generate", "--logprobs", "x"], "give --json"),
         (["generate"], "standard input is empty"),
+        (["chat", "--drafter", "model"], "needs --draft-model"),
+        (["chat", "--colr"], "did you mean '--color'?"),
+        (["inspect"], "SOURCE"),
     ],
 )
 def test_usage_errors(capsys, monkeypatch, words, said):

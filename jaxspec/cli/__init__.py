@@ -17,6 +17,7 @@ from jaxspec.errors import JaxspecError, UnknownName
 
 COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
+    "chat": "talk with a language model that has a chat template, speculatively",
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",

@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
 
 def model_section(config: "ModelConfig") -> dict[str, Any]:
     """Every field of the config that has no default, or is not at it."""
-    given = {}
+    given, plain = {}, dataclasses.asdict(config)
     for field in dataclasses.fields(config):
         value, factory = getattr(config, field.name), field.default_factory
         if value != (field.default if factory is dataclasses.MISSING else factory()):
-            given[field.name] = brief(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
+            given[field.name] = brief(plain[field.name])
     return given | {"parameters": sum(map(math.prod, config.param_shapes().values()))}
 
 

@@ -20,6 +20,11 @@ def say(line: str) -> None:
     console.print(Text(line, style="dim"), soft_wrap=True)
 
 
+def legend(*parts: str | tuple[str, str]) -> None:
+    """What colours mean: texts, some of them with their colour."""
+    Console(stderr=True).print(Text(", ").join(Text.assemble(part) for part in parts), soft_wrap=True)
+
+
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """Shows that something is under way whose end is not known."""

@@ -1,0 +1,261 @@
+"""Talks with a language model. The answers come as they are written; the rest is told on standard error.
+
+A line is a message. /reset begins a new conversation, /stats tells of this one, /exit or the end of the input
+leaves. Ctrl-C ends an answer, and the conversation goes on.
+"""
+
+import argparse
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli import options
+from jaxspec.cli.options import Parser, whole
+from jaxspec.errors import CapacityError, MissingTokenizer
+
+if TYPE_CHECKING:
+    from jaxspec.api import Generation
+    from jaxspec.decode.session import Session
+    from jaxspec.models.model import Model
+
+LENGTH = 4096
+DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    options.add_models(parser)
+    options.add_drafting(parser)
+    options.add_sampling(parser)
+    options.add_ending(parser, 512)
+    add = parser.add_argument_group("conversation").add_argument
+    add("--system", metavar="TEXT", help="what the model is told before the first message")
+    length = f"tokens a conversation may have (default: {LENGTH}, or the target's context if less)"
+    add("--length", type=whole(1), metavar="N", help=length)
+    add("--colour", "--color", action="store_true", help=f"show in {DRAFTED} what was drafted and accepted")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers line by line; 1 if an answer ended in logits that are not finite."""
+    tree = options.check_drafting(args)
+
+    from jaxspec.cli import show
+
+    target, draft = options.load_models(args)
+    chat = Chat(target, options.stream_options(args, draft, tree), args.system, args.length)
+    commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told())}
+    for line in lines():
+        if line == "/exit":
+            break
+        if line in commands:
+            commands[line]()
+        elif re.fullmatch(r"/\w+", line):
+            show.say(f"there is no {line}; there are {', '.join(commands)} and /exit")
+        else:
+            answer(chat, line, args.colour)
+    return 0
+
+
+def lines() -> Iterator[str]:
+    """What is typed, or sent to standard input, line by line; empty lines are passed over."""
+    if sys.stdin is None:
+        return
+    typed = sys.stdin.isatty()
+    if typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives `input` a history)
+    while True:
+        try:
+            line = input("> " if typed else "").strip()
+        except EOFError:
+            if typed:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print("\n/exit, or the end of the input, leaves")
+            continue
+        if line:
+            yield line
+
+
+def answer(chat: "Chat", line: str, colour: bool) -> None:
+    """One turn: writes the answer as it comes, then what it cost."""
+    from jaxspec.cli import show
+
+    def write(text: str, drafted: bool) -> None:
+        print(f"{_GREEN}{text}{_BACK}" if colour and drafted and text else text, end="", flush=True)
+
+    with interruptible() as interrupted:
+        try:
+            row = chat.ask(line, write, interrupted)
+        except KeyboardInterrupt:  # the second: nothing is known of the state
+            chat.forget()
+            row = None
+        except CapacityError as error:
+            show.say(f"{error}; /reset begins a new conversation")
+            return
+        print(flush=True)
+    if row is None or row.finish_reason is None:
+        show.say("interrupted")
+    elif row.finish_reason == "error":
+        raise ArithmeticError("the target's logits were not finite, which ended the answer early")
+    elif row.finish_reason == "length":
+        full = chat.room < 1
+        show.say("the conversation is full; /reset begins anew" if full else "cut at --max-new-tokens")
+    if row is not None:
+        if colour:
+            show.legend((f"{row.stats.accepted} drafted and accepted", DRAFTED), "the rest is the target's own")
+        show.say(show.summary(chat.timing, row.stats))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C is only noted, so that it never meets a step half done; the second is raised."""
+    seen = False
+
+    def note(*_: Any) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Chat:
+    """A conversation, and the decoder's state that has read it.
+
+    Attributes:
+        messages: so far, as the chat template takes them.
+        ids: the tokens of the decoder's state.
+        length: tokens there may be.
+        timing: of the last answer.
+    """
+
+    def __init__(self, target: "Model", settings: dict[str, Any], system: str | None, length: int | None):
+        """`settings` are keywords of `jaxspec.stream`.
+
+        Raises:
+            MissingTokenizer: the target has no chat template.
+            CapacityError: `length` is more than the target's context.
+        """
+        from jaxspec import prepare
+        from jaxspec.core.protocols import Setting
+
+        if target.tokenizer is None or target.chat_template is None:
+            raise MissingTokenizer(f"{target.name} has no chat template to talk with; `jaxspec generate` needs none")
+        context = target.lm.context
+        self.length = length or min(LENGTH, context)
+        if self.length > context:
+            raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
+        setting = Setting(target, settings["draft"], prepare.as_topology(settings["tree"]), settings["exit_layers"])
+        decoder, _ = prepare.make_decoder(target, settings["drafter"], settings["rule"], setting)
+        self._settings = settings | {"capacity": decoder.slots(self.length)}
+        self._target, self._system, self._compiled = target, system, False
+        self.reset()
+
+    def reset(self) -> None:
+        """A new conversation."""
+        from jaxspec.decode.session import Timing
+        from jaxspec.decode.stats import Stats
+
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.answers = self.read = 0
+        self.timing, self.total, self.stats = Timing(), Timing(), Stats()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the decoder's state; the next turn reads the whole conversation."""
+        self.ids: list[int] = []
+        self._text = ""  # of `ids`
+        self._session: Session | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self.length - len(self.ids)
+
+    def ask(self, line: str, write: Callable[[str, bool], object], interrupted: Callable[[], bool]) -> "Generation":
+        """The answer to a message.
+
+        Args:
+            line: the message.
+            write: called with each token's text, and whether the token was drafted.
+            interrupted: asked before every step; the answer ends where it says True.
+
+        Raises:
+            CapacityError: no room is left for an answer; the conversation is as it was.
+        """
+        import jaxspec
+        from jaxspec.cli import show
+
+        messages = [*self.messages, {"role": "user", "content": line}]
+        text = self._target.chat_template.render(messages)  # type: ignore[union-attr]
+        ids = self._after(text)
+        if ids is None:
+            if self._session is not None:
+                show.say("the conversation, as the chat template has it now, is not what was read; reading it anew")
+            self.forget()
+            ids = self._target.encode(text)
+        budget = min(self._settings["max_new_tokens"], self.room - len(ids))
+        if budget < 1:
+            taken = len(self.ids) + len(ids)
+            raise CapacityError(f"the conversation takes {taken} of {self.length} tokens, no room for an answer")
+        pieces: list[str] = []
+        keywords: dict[str, Any] = self._settings | {"max_new_tokens": budget, "session": self._session}
+        with contextlib.nullcontext() if self._compiled else show.busy("compiling, reading the prompt"):
+            running = jaxspec.stream(
+                self._target, [ids], on_token=lambda row, token, piece: pieces.append(piece), **keywords
+            )
+            chunk = None if interrupted() else next(running, None)
+        self._compiled = True
+        while chunk is not None:
+            for piece, drafted in zip(pieces, chunk.drafted, strict=True):
+                write(piece, drafted)
+            write(chunk.text.removeprefix("".join(pieces)), False)  # what was held back, at the end
+            pieces.clear()
+            chunk = None if interrupted() else next(running, None)
+
+        output = running.output
+        row = output[0]
+        self._session, self.timing = output.session, output.timing
+        self.ids += ids + row.tokens
+        self._text = text + self._spelt(row.tokens)
+        self.messages = [*messages, {"role": "assistant", "content": row.text or ""}]
+        self.answers, self.read = self.answers + 1, self.read + len(ids)
+        self.total, self.stats = self.total + output.timing, self.stats + row.stats
+        return row
+
+    def _after(self, text: str) -> list[int] | None:
+        """The ids by which `text` goes on from what the state has read; None where it does not go on from there.
+
+        The tokens of the text so far must also be those with which the tokens of all of it begin: no token may
+        reach across.
+        """
+        if self._session is None or not text.startswith(self._text):
+            return None
+        before, ids = self._target.encode(self._text), self._target.encode(text)
+        return ids[len(before) :] if ids[: len(before)] == before else None
+
+    def _spelt(self, tokens: list[int]) -> str:
+        """The text of an answer with its special tokens; half a character becomes what no text begins with."""
+        pieces = self._target.tokenizer.pieces(tokens, skip_special=False)  # type: ignore[union-attr]
+        return b"".join(pieces).decode("utf-8", "surrogateescape")
+
+    def told(self) -> str:
+        """The conversation's statistics, in one line."""
+        from jaxspec.cli import show
+
+        return (
+            f"answers: {self.answers}; tokens: {len(self.ids)} of {self.length}, {self.read} read; "
+            f"{show.summary(self.total, self.stats)}"
+        )
