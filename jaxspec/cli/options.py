@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
 TARGET = "smollm2-135m-instruct"
-SOURCES = "a preset, a .gguf file, a Hugging Face directory, or a repository of its Hub"
+SOURCES = (
+    "a preset, a .gguf file, a Hugging Face directory or a repository of its Hub (organization/name, @revision may "
+    "follow), or what jaxspec.save wrote"
+)
 DTYPES = ("float32", "bfloat16")
 
 TREE_GRAMMAR = (
@@ -84,7 +87,8 @@ def add_models(parser: Parser) -> Callable:
     """Target and draft model. Gives the group's `add_argument`, for what a command adds; so do the next three."""
     add = parser.add_argument_group("models").add_argument
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
-    add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model'")
+    add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
+    add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
     return add
 
@@ -149,6 +153,8 @@ def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
     """
     if args.tree is not None and args.draft_length is not None:
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
+    if args.drafter == "model":
+        args.draft_model = args.draft_model or own_draft(args.target)
     for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit")):
         if getattr(args, option) is not None and args.drafter != drafter:
             raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
@@ -157,11 +163,18 @@ def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
     return args.draft_length if args.tree is None else parse_tree(args.tree)
 
 
+def own_draft(target: str) -> str | None:
+    """The preset that drafts for the target, where it is a preset that has one."""
+    from jaxspec.models.presets import PRESETS
+
+    return PRESETS[target].draft if target in PRESETS else None
+
+
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     """Target and draft model, one and the same where the options say so."""
     from jaxspec.cli import show
 
-    target = show.load(args.target, args.dtype)
+    target = show.load(args.target, args.dtype, args.context)
     if args.draft_model is None:
         return target, None
     return target, target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)

@@ -75,12 +75,12 @@ class Bar:
             self._progress.stop()
 
 
-def load(source: str, dtype: str) -> "Model":
+def load(source: str, dtype: str, context: int | None = None) -> "Model":
     """Loads a model, with a bar."""
     from jaxspec.models import model
 
     with Bar(f"loading {source} in {dtype}") as bar:
-        return model.load(source, dtype=dtype, report=say, progress=bar)
+        return model.load(source, dtype=dtype, context=context, report=say, progress=bar)
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:

@@ -110,11 +110,11 @@ def open_source(
     report: Callable[[str], object] | None = None,
     context: int | None = None,
 ) -> Checkpoint:
-    """Opens what a user names: a preset, a path, or a `organization/name` repository of the Hugging Face Hub.
+    """Opens what a user names: a preset, a path, or a repository of the Hugging Face Hub, `organization/name`.
 
     Args:
         source: the name; a preset comes before a path of the same name (write `./name` for the path).
-        revision: branch, tag or commit of a Hub repository.
+        revision: branch, tag or commit of a Hub repository; `organization/name@revision` says the same.
         report: called with one line of text per step of a download.
         context: the longest text that will be decoded, in tokens; None for what the model was made for. Models
             with LongRoPE (Phi-3) rotate otherwise beyond their original context: without a context theirs is the
@@ -145,8 +145,8 @@ def find_source(
         return name
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
-        return str(hub.fetch_repository(name, revision))
+    if named := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
+        return str(hub.fetch_repository(named[1], revision or named[2]))
     raise UnknownName("model (a preset, a path or a Hub repository)", name, presets.PRESETS)
 
 

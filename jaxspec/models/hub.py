@@ -1,4 +1,8 @@
-"""Repositories of the Hugging Face Hub, through the `huggingface_hub` package and its own cache."""
+"""Repositories of the Hugging Face Hub, through the `huggingface_hub` package and its own cache.
+
+The package resumes what was broken off, shows its progress, and takes its settings from the environment: `HF_TOKEN`
+for what is not public, `HF_HUB_OFFLINE=1` to use the cache alone, `HF_HOME` for where that is.
+"""
 
 import pathlib
 

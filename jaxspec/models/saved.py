@@ -7,6 +7,7 @@ tree, in whatever precision it had) and, where the model has a tokenizer, `token
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.checkpoint import Checkpoint, TokenizerSource, check_shape, make_config, refuse_difference
+from jaxspec.models.checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    TokenizerSource,
+    check_shape,
+    make_config,
+    refuse_difference,
+)
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 
@@ -98,14 +106,17 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
             raise
         raise CheckpointError(f"{where}: not a manifest that can be read: {type(error).__name__}: {error}") from None
     tokenizer = directory / "tokenizer.json"
+    readers, stored = _tensors(directory / PARAMS, config)
     return Checkpoint(
         config=config,
         source=str(directory),
-        tensors=_tensors(directory / PARAMS, config),
+        tensors=readers,
         stop_ids=stop_ids,
         tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer.is_file() else None,
         chat_template=template,
         special_tokens=special,
+        architecture="jaxspec",
+        stored=stored,
     )
 
 
@@ -114,15 +125,19 @@ def _as_tree(params: Any) -> dict:
     return {**params, "layers": {str(i): layer for i, layer in params["layers"].items()}}
 
 
-def _tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
-    """A reader per parameter; each restores that one from the Orbax checkpoint."""
+def _tensors(
+    folder: pathlib.Path, config: ModelConfig
+) -> tuple[dict[str, Callable[[], np.ndarray]], dict[str, StoredTensor]]:
+    """A reader per parameter, which restores that one from the Orbax checkpoint; and how each is stored."""
     import jax
+    import jax.numpy as jnp
     import orbax.checkpoint as ocp
 
     reader = ocp.PyTreeCheckpointer()
     try:
-        tree = reader.metadata(folder.absolute()).item_metadata.tree
-        found = {name: tuple(leaf.shape) for name, leaf in _flatten(tree).items()}
+        leaves = _flatten(reader.metadata(folder.absolute()).item_metadata.tree)
+        found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        sizes = {name: jnp.dtype(leaf.dtype) for name, leaf in leaves.items()}
     except Exception as error:  # Orbax raises whatever its storage does
         raise CheckpointError(f"{folder}: not an Orbax checkpoint that can be read: {error!s:.300}") from None
     expected = config.param_shapes()
@@ -143,7 +158,11 @@ def _tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Callable[[]
             raise CheckpointError(f"{folder}: tensor {name} cannot be read: {error!s:.300}") from None
         return np.asarray(_flatten(tree)[name], np.float32)
 
-    return {name: lambda name=name: read(name) for name in expected}
+    stored = {
+        name: StoredTensor(str(sizes[name]), shape, math.prod(shape) * sizes[name].itemsize)
+        for name, shape in found.items()
+    }
+    return {name: lambda name=name: read(name) for name in expected}, stored
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
