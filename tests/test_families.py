@@ -4,6 +4,7 @@ The figures were made by `scripts/make_family_golden.py`; the text is read in pi
 what is cached and what is new are both compared.
 """
 
+import functools
 import json
 import pathlib
 
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 from families import LENGTH, POSITIONS, tokens_of, write_checkpoint
 
+import jaxspec
 from jaxspec.core import cache as caches
 from jaxspec.core.records import Window
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models.checkpoint import open_checkpoint, read_params
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.model import load
 

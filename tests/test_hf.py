@@ -227,10 +227,10 @@ def test_tensors_that_repeat_what_is_known(tmp_path):
 
 def test_weights_that_are_too_large_for_bfloat16(tmp_path):
     config = tiny_config(tie_embeddings=False)
-    params = random_params(config) | {"norm": np.full(64, 3.4028e38, np.float32)}
+    params = random_params(config) | {"head": np.full((96, 64), 3.4028e38, np.float32)}
     checkpoint = open_checkpoint(write_hf(tmp_path, config, params))
     assert_same_params(read_params(checkpoint), params)
-    with pytest.raises(CheckpointError, match="tensor norm has weights that are not finite"):
+    with pytest.raises(CheckpointError, match="tensor head has weights that are not finite"):
         read_params(checkpoint, "bfloat16")
 
 

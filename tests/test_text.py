@@ -421,7 +421,7 @@ class TestSameVocabulary:
         last = BYTES.vocab_size - 1
         with pytest.raises(VocabMismatch, match=rf"token {last} is .* in the target's vocabulary and b'<other>' in"):
             refuse_difference(BYTES, self.changed(last, "<other>", 4))
-        with pytest.raises(VocabMismatch, match=rf"token {last}, .*, is a control token in one of the two"):
+        with pytest.raises(VocabMismatch, match=rf"token {last}, .*, is a control token in one of target and draft"):
             refuse_difference(BYTES, self.changed(last, kind=3))
         longer = byte_level_metadata()
         longer["tokenizer.ggml.tokens"] = [*longer["tokenizer.ggml.tokens"], "<more>"]
