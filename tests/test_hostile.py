@@ -101,7 +101,7 @@ def damaged(tensors: dict[str, np.ndarray]):
     for name, array in tensors.items():
         yield "dropped", {name: None}, (name,)
         yield "renamed", {name: None, name + "_": array}, (name,)
-        yield "longer", {name: np.concatenate([array, array[:1]])}, (name, str([len(array) + 1, *array.shape[1:]]))
+        yield "longer", {name: np.concatenate([array, array[:1]])}, (name, str(len(array) + 1))
         yield "deeper", {name: array[None]}, (name,)
         if array.ndim == 2 and array.shape[0] != array.shape[1]:
             yield "turned", {name: np.ascontiguousarray(array.T)}, (name,)
@@ -353,7 +353,7 @@ CYCLIC = [
     "{{ messages[0].__init__.__globals__ }}",
     "{{ '%1000000000d' % 1 }}",
     "{{ 'x'.center(10**10) }}",
-    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages | map(attribute='__class__') | map(attribute='__mro__') | first | first | string + 1 }}",
     "{% for m in messages recursive %}{{ loop([m, m]) }}{% endfor %}",
 ]
 

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.errors import CheckpointError, InvalidConfig
+import numpy as np
+
+from jaxspec.errors import CheckpointError
 from jaxspec.models import rope as ropes
 from jaxspec.models.checkpoint import make_config
 from jaxspec.models.config import ModelConfig
@@ -160,7 +162,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     head_dim = whole("head_dim", max(hidden // heads, 1))
     longest = whole("max_position_embeddings", 2048)
     activation = given.get("hidden_activation", given.get("hidden_act", "silu"))
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise CheckpointError(
             f"{where}: activation {activation!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
@@ -243,9 +245,12 @@ class _RopeReader:
             raise CheckpointError(f"{self._where}: partial_rotary_factor is {share!r:.80}, expected 0 to 1")
         width = int(self._head_dim * share)
         try:
-            divisors, scale = self._scaling(theta, width)
+            with np.errstate(all="ignore"):  # what overflows is refused by name
+                divisors, scale = self._scaling(theta, width)
             return Rope(theta, None if width == self._head_dim else width, divisors, scale)
-        except (InvalidConfig, ArithmeticError) as error:  # a base of 1 or less allows no logarithm
+        except CheckpointError:
+            raise
+        except (ValueError, ArithmeticError) as error:  # a base of 1 or less allows no logarithm
             raise CheckpointError(f"{self._where}: rotary positions: {error}") from None
 
     def _scaling(self, theta: float, width: int) -> tuple[tuple[float, ...], float]:
@@ -286,7 +291,7 @@ class _RopeReader:
         if not long:
             self.longest = min(self.longest, original)
         name = "long_factor" if long else "short_factor"
-        divisors = self._settings.get(name)
+        divisors: Any = self._settings.get(name)
         numbers = isinstance(divisors, list) and all(type(d) in (int, float) for d in divisors)
         if not numbers or len(divisors) != width // 2:
             raise CheckpointError(f"{self._where}: {name} is {divisors!r:.80}, expected a list of {width // 2} numbers")
@@ -302,10 +307,11 @@ class _RopeReader:
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self._settings.get(key)
-        if value is None and default is not None:
-            return default
+        value: Any = self._settings.get(key)
+        if value is None:
+            if default is not None:
+                return default
+            raise CheckpointError(f"{self._where}: {key} is missing, expected a positive number")
         if type(value) not in (int, float) or not 0 < value < float("inf"):  # refuses NaN too
-            problem = "is missing" if value is None else f"is {value!r:.80}"
-            raise CheckpointError(f"{self._where}: {key} {problem}, expected a positive number")
+            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected a positive number")
         return float(value)

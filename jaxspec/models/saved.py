@@ -135,7 +135,8 @@ def _tensors(
 
     reader = ocp.PyTreeCheckpointer()
     try:
-        leaves = _flatten(reader.metadata(folder.absolute()).item_metadata.tree)
+        metadata: Any = reader.metadata(folder.absolute()).item_metadata
+        leaves = _flatten(metadata.tree)
         found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         sizes = {name: jnp.dtype(leaf.dtype) for name, leaf in leaves.items()}
     except Exception as error:  # Orbax raises whatever its storage does

@@ -44,7 +44,8 @@ def tokenizer_from_gguf(
         raise CheckpointError(f"tokenizer.ggml.tokens: some token has more than {MAX_TOKEN} characters")
     types = _list(metadata, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
     while types and types[-1] == UNUSED:  # what pads the vocabulary to a round number
-        types.pop(), tokens.pop()
+        types.pop()
+        tokens.pop()
     inner = builders[model](metadata, tokens, types)
 
     added = [

@@ -99,6 +99,8 @@ class Tokenizer:
             ids = self.inner.encode(text, add_special_tokens=special and self.add_bos is None).ids
         except (TypeError, UnicodeEncodeError):
             raise InvalidConfig("text to encode has a lone surrogate, which is no character") from None
+        except Exception as error:  # the library raises bare `Exception`
+            raise CheckpointError(f"the tokenizer is broken, and cannot encode: {error}") from None
         if special and self.bos_id is not None:
             if self.add_bos and ids[:1] != [self.bos_id]:
                 return [self.bos_id, *ids]
