@@ -12,6 +12,7 @@ from checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, wr
 
 from jaxspec.cli import main
 from jaxspec.models.checkpoint import StoredTensor, open_checkpoint, read_headers
+from jaxspec.models.rope import Rope
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
@@ -69,7 +70,7 @@ def test_gguf(inspect, tmp_path):
     assert (text["stop"], text["begins_with"]) == (["</s> (1)"], None)
     assert text["chat_template"] == "{% for m in messages %}"
     memory = report["memory"]
-    assert memory["parameters_bytes"] == 2 * parameters
+    assert memory["parameters_bytes"] == 2 * parameters + 2 * 5 * 64  # norms stay float32
     assert memory["cache_slots_per_row"] == 512
     assert memory["cache_bytes"] == 2 * 2 * (2 * 3 * 2 * 512 * 16)
     assert memory["logits_per_drafted_token_bytes"] == 4 * 3 * 96
@@ -97,13 +98,13 @@ def test_what_is_told_is_what_is_loaded(inspect, tmp_path):
 
 
 def test_hugging_face_directory(inspect, tmp_path):
-    config = tiny_config(tie_embeddings=False, rope_theta=5e5)
+    config = tiny_config(tie_embeddings=False, rope=Rope(5e5))
     path = write_hf(tmp_path, config, random_params(config), shards=3)
     report = json.loads(inspect(path, "--json")[1])
     assert report["files"] == 3
     assert report["file_size_bytes"] == sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert report["model"]["tie_embeddings"] is False
-    assert report["model"]["rope_theta"] == 5e5
+    assert report["model"]["rope"]["theta"] == 5e5
     held = hf_tensors(config, random_params(config))
     assert report["stored"] == {"F32": {"tensors": len(held), "bytes": sum(a.nbytes for a in held.values())}}
     assert report["tokenizer"] == {"chat_template": None}

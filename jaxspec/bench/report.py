@@ -41,7 +41,7 @@ def overall(run: Run) -> Table:
         table.add_row(
             "none (plain decoding)" if method == PLAIN else method,
             times(summary.speedup),
-            f"{times(median)} ({low:.2f} to {high:.2f})",
+            f"{median:.2f}x ({low:.2f} to {high:.2f})",
             f"{summary.tokens_per_s:.1f}",
             f"{summary.mean_accepted_tokens:.2f}",
             f"{summary.stats.acceptance_rate:.0%}" if summary.stats.drafted else "-",

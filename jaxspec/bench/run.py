@@ -100,7 +100,7 @@ def measure(
 
     compile_s = {}
     for method in everyone:
-        report(f"compiling {method.label}")
+        report(f"compiling and warming up {method.label}")
         compile_s[method.label] = setup.decode(method, prompts[0]).timing.compile_s
 
     outputs: dict[tuple[int, str], list[Decoded]] = {}

@@ -10,6 +10,7 @@ import pathlib
 import re
 from typing import TYPE_CHECKING
 
+from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.options import (
     MAX_NODES,
     TREE_GRAMMAR,
@@ -30,7 +31,6 @@ from jaxspec.registry import DRAFTERS, RULES, find
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
 
-TASKS = "mt-bench,humaneval,gsm,copy"
 WIDTH = 120
 
 
@@ -52,7 +52,8 @@ def add_options(parser: Parser) -> None:
         "--tasks",
         default="mt-bench",
         metavar="NAME_OR_PATH,...",
-        help=f"of {TASKS}, or .jsonl files of Spec-Bench's layout or with a prompt per line (default: mt-bench)",
+        help=f"of {'|'.join(NAMES)}, or .jsonl files of Spec-Bench's layout or with a prompt per line "
+        "(default: mt-bench)",
     )
     add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
     add("--turns", type=whole(1), default=1, metavar="N", help="turns of a conversation, at most (default: 1)")
@@ -78,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.bench.environment import describe, peak_memory
     from jaxspec.bench.extra import need
     from jaxspec.bench.run import buildable, measure
-    from jaxspec.bench.tasks import load
     from jaxspec.cli import show
 
     if args.plots:
