@@ -32,12 +32,12 @@ PROMPTS = [
     "Why is the sky blue?",
 ]
 PEER = """
-import sys, xllamacpp
+import importlib.metadata, sys, xllamacpp
 params = xllamacpp.CommonParams()
-params.model.path = sys.argv[1]
-params.n_ctx, params.warmup, params.port, params.hostname = 1024, False, 0, "127.0.0.1"
+params.model.path, params.hostnames, params.port = sys.argv[1], ["127.0.0.1"], 0
+params.n_ctx, params.n_parallel, params.warmup, params.ctx_shift = 1024, 1, False, False
 server = xllamacpp.Server(params)
-print(xllamacpp._version.__version__ if hasattr(xllamacpp, "_version") else "", server.listening_address, flush=True)
+print(importlib.metadata.version("xllamacpp"), server.listening_address, flush=True)
 sys.stdin.read()
 """
 
@@ -77,24 +77,30 @@ def compare_tokenizers(model: jaxspec.Model, peer: Peer) -> None:
     print(f"  tokenizer: {same} of {len(TEXTS)} texts have the same ids, {backward} decode to the same text")
 
 
-def scores_after(model: jaxspec.Model, ids: list[int], count: int) -> np.ndarray:
-    """`[count, V]`: the logits at the places where the last `count` tokens were chosen."""
-    size = -(-len(ids) // 64) * 64
-    tokens = jnp.asarray([ids + [0] * (size - len(ids))])
+SIZE = 384  # tokens of prompt and text, padded, so that one call is compiled
 
-    @jax.jit
-    def read(params, tokens):
-        window = Window(tokens, jnp.arange(size)[None], jnp.tri(size, dtype=bool)[None])
-        features, _ = model.lm.apply(params, window, model.lm.init_cache(1, 1))
-        return features
 
-    features = read(model.params, tokens)[:, len(ids) - 1 - count : len(ids) - 1]
-    return np.asarray(jax.jit(model.lm.head)(model.params, features)[0])
+class Scorer:
+    """The logits that a model gives along a text."""
+
+    def __init__(self, model: jaxspec.Model):
+        def read(params, tokens, cache):
+            window = Window(tokens, jnp.arange(SIZE)[None], jnp.tri(SIZE, dtype=bool)[None])
+            return model.lm.apply(params, window, cache)[0]
+
+        self._cache = model.lm.init_cache(1, 1)
+        self._params, self._read, self._head = model.params, jax.jit(read), jax.jit(model.lm.head)
+
+    def __call__(self, ids: list[int], count: int) -> np.ndarray:
+        """`[count, V]`: the logits at the places where the last `count` of the tokens were chosen."""
+        features = self._read(self._params, jnp.asarray([ids + [0] * (SIZE - len(ids))]), self._cache)
+        return np.asarray(self._head(self._params, features[:, len(ids) - 1 - count : len(ids) - 1])[0])
 
 
 def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> None:
     """Prints, for each prompt, how long the greedy texts agree, and the share of agreeing choices."""
     chosen = agreed = 0
+    scores = Scorer(model)
     for prompt in PROMPTS:
         chat = model.chat_template is not None
         ids = model.encode_chat([{"role": "user", "content": prompt}]) if chat else model.encode(prompt)
@@ -102,9 +108,11 @@ def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> None:
             "completion", prompt=ids, n_predict=tokens, temperature=0.0, top_k=1, cache_prompt=False, return_tokens=True
         )["tokens"]
         theirs = [token for token in theirs if token not in model.stop_ids]
-        ours = jaxspec.generate(model, ids, drafter="none", max_new_tokens=len(theirs), ignore_eos=True)[0].tokens
+        ours = jaxspec.generate(model, ids, drafter="none", max_new_tokens=len(theirs), ignore_eos=True, capacity=512)[
+            0
+        ].tokens
         same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(theirs))
-        logits = scores_after(model, ids + theirs, len(theirs))
+        logits = scores(ids + theirs, len(theirs))
         best = logits.argmax(-1)
         chosen, agreed = chosen + len(theirs), agreed + int((best == theirs).sum())
         gaps = logits.max(-1) - logits[np.arange(len(theirs)), theirs]
