@@ -77,7 +77,6 @@ OPTIONS = {"key": jax.random.key(3), "max_new_tokens": 40, "capacity": 256, "log
 DRAFTERS = {
     "model": {"tree": jaxspec.from_paths([(0, 0, 0), (0, 1), (1, 0)])},
     "early-exit": {"tree": 3, "exit_layers": 2},
-    "prompt-lookup": {"tree": 4},
 }
 
 

@@ -14,6 +14,7 @@ from jaxspec.testing import tie_gap
 pytestmark = pytest.mark.smollm2
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "smollm2_greedy.json"
 TIE = 1e-3
+CAPACITY = 512  # one for all, so that a drafter compiles once
 
 
 def assert_same_up_to_ties(model, reference, output, keys, sampling, limit):
@@ -33,7 +34,8 @@ def assert_same_up_to_ties(model, reference, output, keys, sampling, limit):
 def test_greedy_text_is_that_of_transformers(smollm2):
     """10 prompts x 128 tokens in float32, with prompt lookup; `scripts/make_greedy_golden.py` made the golden."""
     rows = json.loads(GOLDEN.read_text())["rows"]
-    output = jaxspec.generate(smollm2, [row["prompt"] for row in rows], chat=True, max_new_tokens=128)
+    prompts = [row["prompt"] for row in rows]
+    output = jaxspec.generate(smollm2, prompts, chat=True, max_new_tokens=128, capacity=CAPACITY)
     agreed = 0
     for row, out in zip(rows, output):
         assert out.prompt_tokens == row["prompt_tokens"]
@@ -48,10 +50,10 @@ def test_greedy_text_is_that_of_transformers(smollm2):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Prompts with per-row settings: greedy and sampled rows in one batch."""
-    prompts = ["Why is the sky blue?", "Repeat: one two three one two three one two", "Hello"] * 2
-    sampling = [jaxspec.Sampling()] * 3 + [jaxspec.Sampling(0.8, 0, 0.95)] * 3
-    keys = jax.vmap(jax.random.key)(jnp.arange(6))
+    """Prompts with per-row settings: greedy and sampled rows in one batch, as many as the golden has."""
+    prompts = ["Why is the sky blue?", "Repeat: one two three one two three one two", "Hello", "Hi", "Ten!"] * 2
+    sampling = [jaxspec.Sampling()] * 5 + [jaxspec.Sampling(0.8, 0, 0.95)] * 5
+    keys = jax.vmap(jax.random.key)(jnp.arange(10))
     return prompts, sampling, keys
 
 
@@ -60,17 +62,8 @@ def decode(model, rows, drafter, **options):
     stacked = jaxspec.Sampling(
         *(np.array([getattr(s, n) for s in sampling]) for n in ("temperature", "top_k", "top_p"))
     )
-    return jaxspec.generate(
-        model,
-        prompts,
-        key=keys,
-        drafter=drafter,
-        sampling=stacked,
-        chat=True,
-        max_new_tokens=24,
-        ignore_eos=True,
-        **options,
-    )
+    settings = {"key": keys, "sampling": stacked, "chat": True, "max_new_tokens": 24, "ignore_eos": True}
+    return jaxspec.generate(model, prompts, drafter=drafter, capacity=CAPACITY, **settings, **options)
 
 
 def test_every_drafter_writes_the_plain_text(smollm2, rows):
@@ -79,7 +72,7 @@ def test_every_drafter_writes_the_plain_text(smollm2, rows):
     ragged = jaxspec.from_paths([(0, 0), (0, 1), (1,)])
     draft = jaxspec.Model(smollm2.lm, jax.tree.map(lambda x: x * 1.01, smollm2.params))
     for drafter, options in (
-        ("prompt-lookup", {"tree": 4}),
+        ("prompt-lookup", {}),  # compiled by the test before
         ("early-exit", {"tree": ragged, "exit_layers": 4}),
         ("model", {"tree": ragged, "draft": draft}),
     ):
