@@ -1,12 +1,25 @@
 """The real weights, fetched once; without them their tests are skipped, and the end of the run says so."""
 
+import gc
+
+import jax
 import pytest
 
 import jaxspec
+from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
 from jaxspec.models import presets
 
 _MISSING = pytest.StashKey[str]()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _executables_end_with_their_module():
+    """All of the suite's would take more memory maps than a process may have, and LLVM would abort."""
+    yield
+    clear_executables()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from jaxspec.decode.loop import FOREVER, Decoder
 from jaxspec.decode.state import Request, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
-_KEPT = 128
+# The newest only: on a CPU each takes up to 1000 of the 65530 memory maps that Linux gives a process by default.
+_KEPT = 32
 
 
 @dataclasses.dataclass
