@@ -17,6 +17,7 @@ from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange
 from jaxspec.models.model import Model
 from jaxspec.registry import find
+from jaxspec.text.tokenizer import refuse_difference
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
@@ -31,6 +32,8 @@ def make_decoder(
         member = find("drafter", drafter)
         if unused := given - member.takes:
             raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
+        if setting.draft is not None and setting.draft.tokenizer is not None and target.tokenizer is not None:
+            refuse_difference(target.tokenizer, setting.draft.tokenizer)
         drafter, draft_params = member.build(setting)
     elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
         raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {drafter!r:.80}")

@@ -49,6 +49,15 @@ TOKENIZER = Tokenizer.from_gguf(
         "tokenizer.ggml.eos_token_id": EOS,
     }
 )
+SWAPPED = Tokenizer.from_gguf(
+    {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [WORDS[0], WORDS[2], WORDS[1], *WORDS[3:]],
+        "tokenizer.ggml.token_type": [3] + [1] * 15,
+        "tokenizer.ggml.merges": [],
+    }
+)
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}")
 V = len(WORDS)
 
@@ -477,12 +486,14 @@ def sampling(**fields):
 
 
 SMALL = Model(TableLM(V, context=32), TOY.params)
+OTHER_TOKENS = Model(LM, NEAR, SWAPPED)
 WIDE_DRAFT = Model(TableLM(V + 1), {"table": jnp.zeros((V + 2, V + 1, V + 1))})
 NO_TEMPLATE = Model(LM, TOY.params, TOKENIZER, name="plain")
 
 ERRORS = {
     # vocabulary and prompts
     "vocabulary": (VocabMismatch, {"drafter": "model", "draft": WIDE_DRAFT}, ["17", "16"]),
+    "tokens": (VocabMismatch, {"drafter": "model", "draft": OTHER_TOKENS}, ["token 1 is b'a' in", "b'b' in the draft"]),
     "no prompts": (EmptyPrompt, {"prompts": []}, ["one prompt or more", "[]"]),
     "empty text": (EmptyPrompt, {"prompts": ["ab", ""]}, ["prompt 1", "at least one"]),
     "empty ids": (EmptyPrompt, {"prompts": [[1], []]}, ["prompt 1", "at least one"]),

@@ -12,7 +12,6 @@ from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, 
 from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, grow
 from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
-from jaxspec.text.tokenizer import refuse_difference
 
 
 class ModelState(NamedTuple):
@@ -46,8 +45,6 @@ class ModelDraft:
         if setting.draft is None:
             raise MissingDraft("the drafter 'model' needs a draft model (draft=..., or --draft-model)")
         draft, target = setting.draft.lm, setting.target.lm
-        if setting.draft.tokenizer is not None and setting.target.tokenizer is not None:
-            refuse_difference(setting.target.tokenizer, setting.draft.tokenizer)
         if draft.vocab != target.vocab:
             raise VocabMismatch(
                 f"the draft model has a vocabulary of {draft.vocab} tokens, the target of {target.vocab}; "

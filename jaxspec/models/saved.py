@@ -133,6 +133,9 @@ def _tensors(
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
 
+    for name in ("_METADATA", "manifest.ocdbt"):  # Orbax fails in the background when one is missing
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: has no file {name}: not an Orbax checkpoint that can be read")
     reader = ocp.PyTreeCheckpointer()
     try:
         metadata: Any = reader.metadata(folder.absolute()).item_metadata

@@ -6,7 +6,7 @@ runs joined and read as UTF-8, with U+FFFD for what is no UTF-8. So streaming ca
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,7 @@ class Tokenizer:
         return self.inner.token_to_id(token)
 
 
+@lru_cache(maxsize=16)  # a comparison takes tenths of a second
 def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises VocabMismatch, naming the first differing id, unless the two stand for the same tokens by every id."""
     size = min(target.vocab_size, draft.vocab_size)
