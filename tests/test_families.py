@@ -4,14 +4,17 @@ The figures were made by `scripts/make_family_golden.py`; the text is read in pi
 what is cached and what is new are both compared.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import assert_same_params, leaves
 from families import LENGTH, POSITIONS, tokens_of, write_checkpoint
 
 import jaxspec
@@ -148,3 +151,107 @@ def test_nothing_is_initialised_in_silence(tmp_path):
         params = read_params(open_checkpoint(folder))
         read = sum(leaf.size for leaf in jax.tree.leaves(params))
         assert read == sum(int(np.prod(shape)) for shape in GOLDEN[case]["shapes"].values()), case
+
+
+# --- the same models as GGUF files --------------------------------------------------------------------------
+
+PLAIN_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6}  # what a GGUF file of it implies
+AS_GGUF = {
+    "llama-tied": ("llama", {}, None),
+    "llama-mqa-llama3": ("llama", {}, None),
+    "llama-linear": ("llama", {}, None),
+    "qwen2": ("qwen2", {}, None),
+    "qwen2-yarn": ("qwen2", {}, None),
+    "qwen3": ("qwen3", {}, None),
+    "phi3-window": ("phi3", {}, None),
+    "phi3-longrope-long": ("phi3", {}, 256),
+    "phi3-longrope-short": ("phi3", {}, None),
+    "phi4-partial-longrope": ("phi3", {}, 256),
+    "gemma3": ("gemma3", PLAIN_GEMMA, None),
+}
+PARTS = {  # parameter kind -> the gguf package's own kinds of tensor
+    "embed": ["TOKEN_EMBD"],
+    "attn_norm": ["ATTN_NORM"],
+    "qkv": ["ATTN_Q", "ATTN_K", "ATTN_V"],
+    "qkv_bias": ["ATTN_Q", "ATTN_K", "ATTN_V"],
+    "q_norm": ["ATTN_Q_NORM"],
+    "k_norm": ["ATTN_K_NORM"],
+    "out": ["ATTN_OUT"],
+    "post_attn_norm": ["ATTN_POST_NORM"],
+    "mlp_norm": ["FFN_NORM"],
+    "gate_up": ["FFN_GATE", "FFN_UP"],
+    "down": ["FFN_DOWN"],
+    "post_mlp_norm": ["FFN_POST_NORM"],
+    "norm": ["OUTPUT_NORM"],
+    "head": ["OUTPUT"],
+}
+
+
+def write_as_gguf(path: pathlib.Path, architecture: str, config, params: dict, settings: dict) -> pathlib.Path:
+    """Writes parameters as the gguf package names and llama.cpp's converter lays them out."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.rope.width or config.head_dim)
+    if config.window:
+        writer.add_sliding_window(config.window)
+    scaling = settings.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(config.rope.scale)
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(scaling[f"{name}_factor"], np.float32))
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", np.asarray(config.rope.divisors, np.float32))
+    fused = {"qkv": ["ATTN_QKV"], "gate_up": ["FFN_UP"]} if architecture == "phi3" else {}
+    for name, array in leaves(params).items():
+        *layer, kind = name.split(".")
+        parts = (PARTS | fused)[kind]
+        if array.ndim == 2 and kind not in ("embed", "head"):
+            array = array.T
+        heads = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
+        pieces = np.split(array, heads if len(parts) == 3 else len(parts))
+        for part, piece in zip(parts, pieces, strict=True):
+            if architecture == "llama" and part in ("ATTN_Q", "ATTN_K"):  # neighbours rotate, not halves
+                piece = piece.reshape(-1, 2, config.head_dim // 2, piece.shape[-1]).swapaxes(1, 2)
+                piece = piece.reshape(-1, piece.shape[-1])
+            stem = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[part]].format(bid=layer[1] if layer else None)
+            writer.add_tensor(f"{stem}.{'bias' if kind.endswith('_bias') else 'weight'}", np.ascontiguousarray(piece))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("case", AS_GGUF)
+def test_a_gguf_file_is_the_same_model(case, tmp_path):
+    architecture, changes, context = AS_GGUF[case]
+    settings = GOLDEN[case]["settings"] | changes
+    write_checkpoint(tmp_path / "hf", case, settings, GOLDEN[case]["shapes"])
+    hf = open_checkpoint(tmp_path / "hf", context)
+    params = read_params(hf)
+    path = write_as_gguf(tmp_path / "model.gguf", architecture, hf.config, params, settings)
+    found = open_checkpoint(path, context)
+    for ours, theirs in ((found.config.rope, hf.config.rope), (found.config.window_rope, hf.config.window_rope)):
+        if theirs is not None:
+            np.testing.assert_allclose(ours.divisors, theirs.divisors, rtol=1e-6)
+            assert (ours.theta, ours.width) == (theirs.theta, theirs.width)
+            assert ours.scale == pytest.approx(theirs.scale, rel=1e-6)
+    same_rope = dataclasses.replace(found.config, rope=hf.config.rope, window_rope=hf.config.window_rope)
+    assert same_rope == hf.config
+    assert_same_params(read_params(found), params)

@@ -190,7 +190,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
         values["embed_scale"] = hidden**0.5
-    if "query_pre_attn_scalar" in given:
+    if "query_pre_attn_scalar" in given and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
 

@@ -234,7 +234,8 @@ class _ConfigReader:
         if not reach:
             return None, ()
         every = self._whole("attention.sliding_window_pattern", every)
-        return reach, tuple(bool((i + 1) % every) for i in range(layers)) if every else ()
+        slides = tuple(not every or bool((i + 1) % every) for i in range(layers))
+        return reach, () if all(slides) else slides
 
     def _rope(self, head_dim: int) -> tuple[Rope, int]:
         """Rotary positions, and the longest text they are for."""
