@@ -235,7 +235,7 @@ class Stream(Iterator[Chunk]):
     """A generation under way; `output` is what has come so far, and all of it at the end."""
 
     def __init__(self, target, session, ids, samples, stops, on_token, rounds):
-        self._session, self._rounds = session, rounds
+        self._session, self._rounds, self._looked = session, rounds, 0
         self._rows = [
             _Row(
                 Generation(i, s, prompt, [], None if target.tokenizer is None else ""),
@@ -260,7 +260,7 @@ class Stream(Iterator[Chunk]):
         """Fetches what the device has written, and ends the rows that the host must end."""
         state = self._session.state
         tokens, length, start, status = map(np.asarray, (state.tokens, state.length, state.start, state.status))
-        log = np.asarray(state.log)
+        rounds = self._log_since_last()
         new_status, new_length = status.copy(), length.copy()
         for b, row in enumerate(self._rows):
             if row.out.finish_reason:
@@ -268,13 +268,21 @@ class Stream(Iterator[Chunk]):
             seen = len(row.out.tokens)
             fresh = tokens[b, start[b] + seen : length[b]].tolist()
             reason = _REASONS.get(Status(status[b]))
-            chunk = row.push(b, fresh, from_draft(log[:, b])[seen:].tolist(), reason)
+            chunk = row.push(b, fresh, from_draft(rounds[:, b]).tolist(), reason)
             if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(fresh)):
                 new_status[b], new_length[b] = Status.STOP, start[b] + len(row.out.tokens)
             if chunk.tokens or chunk.finish_reason:
                 self._ready.append(chunk)
         if (new_status != status).any() or (new_length != length).any():
             self._session.cut(new_length, new_status)
+
+    def _log_since_last(self) -> np.ndarray:
+        """`[rounds, B, columns]`: the log of the rounds since the last look, which alone are fetched."""
+        log, begin, end = self._session.state.log, self._looked, int(self._session.state.round)
+        self._looked = end
+        size = min(self._rounds, log.shape[0])  # static, so that a look does not compile anew
+        first = min(begin, log.shape[0] - size)
+        return np.asarray(jax.lax.dynamic_slice_in_dim(log, first, size))[begin - first : end - first]
 
     @property
     def output(self) -> Output:

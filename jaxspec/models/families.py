@@ -7,13 +7,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxspec.errors import CheckpointError
-from jaxspec.models import rope as ropes
 from jaxspec.models.checkpoint import make_config
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.rope import Rope
+from jaxspec.models.hf_rope import LAYER_TYPES, RopeReader
 
 _LAYER = "model.layers.{}."
 _NAMES = {
@@ -117,7 +114,6 @@ _ONLY = {
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MAX_LAYERS = 4096
 
 
@@ -167,7 +163,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
             f"{where}: activation {activation!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     window, windowed = _windows(where, given, family, layers)
-    reader = _RopeReader(where, given, head_dim, longest, context)
+    reader = RopeReader(where, given, head_dim, longest, context)
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
         "hidden_size": hidden,
@@ -199,10 +195,10 @@ def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[i
     """Size of the sliding window, and which layers have one."""
     reach, types = given.get("sliding_window"), given.get("layer_types")
     if types is not None:
-        known = isinstance(types, list) and len(types) == layers and all(kind in _LAYER_TYPES for kind in types)
+        known = isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)
         if not known:
             raise CheckpointError(
-                f"{where}: layer_types is {types!r:.80}, expected {layers} of {' and '.join(_LAYER_TYPES)}"
+                f"{where}: layer_types is {types!r:.80}, expected {layers} of {' and '.join(LAYER_TYPES)}"
             )
         slides = tuple(kind == "sliding_attention" for kind in types)
     else:
@@ -215,103 +211,3 @@ def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[i
     if type(reach) is not int or reach < 1:
         raise CheckpointError(f"{where}: sliding_window is {reach!r:.80}, expected a positive whole number")
     return reach, () if all(slides) else slides
-
-
-class _RopeReader:
-    """Reads the rotary settings, which older files keep beside the sizes and newer ones in `rope_parameters`."""
-
-    def __init__(self, where: str, given: Mapping, head_dim: int, longest: int, context: int | None):
-        self._where, self._given, self._head_dim, self._context = where, given, head_dim, context
-        self.longest = longest
-
-    def read(self, layer_type: str) -> Rope:
-        """The rotary positions of one type of layer; may lower `longest`."""
-        given, found = self._given, {}
-        for key in ("rope_scaling", "rope_parameters"):
-            value = given.get(key) or {}
-            if not isinstance(value, dict):
-                raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected an object")
-            if any(isinstance(value.get(kind), dict) for kind in _LAYER_TYPES):
-                value = value.get(layer_type) or {}
-            elif "rope_local_base_freq" in given and layer_type == "sliding_attention":
-                value = {}  # the one that is given is of the other layers
-            found |= value
-        local = layer_type == "sliding_attention"
-        theta = found.get("rope_theta") or given.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
-        self._settings = found | {"rope_theta": theta}
-        theta, share = self._number("rope_theta"), found.get("partial_rotary_factor")
-        share = given.get("partial_rotary_factor", 1.0) if share is None else share
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise CheckpointError(f"{self._where}: partial_rotary_factor is {share!r:.80}, expected 0 to 1")
-        width = int(self._head_dim * share)
-        try:
-            with np.errstate(all="ignore"):  # what overflows is refused by name
-                divisors, scale = self._scaling(theta, width)
-            return Rope(theta, None if width == self._head_dim else width, divisors, scale)
-        except CheckpointError:
-            raise
-        except (ValueError, ArithmeticError) as error:  # a base of 1 or less allows no logarithm
-            raise CheckpointError(f"{self._where}: rotary positions: {error}") from None
-
-    def _scaling(self, theta: float, width: int) -> tuple[tuple[float, ...], float]:
-        kind = self._settings.get("rope_type", self._settings.get("type", "default"))
-        number = self._number
-        if kind in ("su", "yarn") and self._given.get("model_type") == "phi3":
-            kind = "longrope"  # their first names
-        if kind == "default":
-            return (), 1.0
-        if kind == "linear":
-            return ropes.linear(number("factor"), width), 1.0
-        if kind == "llama3":
-            low, high = number("low_freq_factor"), number("high_freq_factor")
-            if high <= low:
-                raise CheckpointError(f"{self._where}: high_freq_factor is {high}, expected more than {low}")
-            return ropes.llama3(theta, width, number("factor"), low, high, self._original()), 1.0
-        if kind == "yarn":
-            factor = number("factor")
-            turns = number("beta_fast", 32.0), number("beta_slow", 1.0)
-            truncate = self._settings.get("truncate") is not False
-            parts = (number(key, 0.0) or None for key in ("mscale", "mscale_all_dim"))
-            scale = number("attention_factor", ropes.yarn_scale(factor, *parts))
-            return ropes.yarn(theta, width, factor, self._original(), *turns, truncate), scale
-        if kind == "longrope":
-            return self._longrope(width)
-        raise CheckpointError(
-            f"{self._where}: rotary positions of type {kind!r:.80} are not supported; "
-            "supported: default, linear, llama3, yarn, longrope"
-        )
-
-    def _longrope(self, width: int) -> tuple[tuple[float, ...], float]:
-        """One of the two sets of divisors. Which, follows from the context that is asked for, not from how long
-        a text has become: keys that are cached cannot be rotated anew."""
-        original = self._original()
-        factor = self._number("factor", self.longest / original)
-        scale = self._number("attention_factor", ropes.longrope_scale(factor, original))
-        long = self._context is not None and self._context > original
-        if not long:
-            self.longest = min(self.longest, original)
-        name = "long_factor" if long else "short_factor"
-        divisors: Any = self._settings.get(name)
-        numbers = isinstance(divisors, list) and all(type(d) in (int, float) for d in divisors)
-        if not numbers or len(divisors) != width // 2:
-            raise CheckpointError(f"{self._where}: {name} is {divisors!r:.80}, expected a list of {width // 2} numbers")
-        return tuple(map(float, divisors)), scale
-
-    def _original(self) -> int:
-        value = self._given.get("original_max_position_embeddings")
-        value = self._settings.get("original_max_position_embeddings", self.longest) if value is None else value
-        if type(value) is not int or value < 2:
-            raise CheckpointError(
-                f"{self._where}: original_max_position_embeddings is {value!r:.80}, expected a whole number from 2"
-            )
-        return value
-
-    def _number(self, key: str, default: float | None = None) -> float:
-        value: Any = self._settings.get(key)
-        if value is None:
-            if default is not None:
-                return default
-            raise CheckpointError(f"{self._where}: {key} is missing, expected a positive number")
-        if type(value) not in (int, float) or not 0 < value < float("inf"):  # refuses NaN too
-            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected a positive number")
-        return float(value)
