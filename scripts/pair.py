@@ -1,14 +1,15 @@
 """What a draft model is worth: a target and its draft on the first HumanEval and MT-bench prompts.
 
-    python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--json OUT]
+    python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--json OUT]
 
-Every configuration decodes all prompts as one batch, at temperature 0 and at 0.8: acceptance, tokens per round, and
-whether each text is that of plain decoding with the same key (a difference must be a certified tie). Then the time
-of one call of each model for one prompt, by width; from both follow the milliseconds a token costs, plain and
-speculating, which `jaxspec bench` measures end to end. Prompts longer than `--longest` are left out.
+Every configuration decodes all prompts, in batches of similar length, at temperature 0 and at 0.8: acceptance,
+tokens per round, and whether each text is that of plain decoding with the same key (a difference must be a certified
+tie). Then the time of one call of each model for one prompt, by width; from both follow the milliseconds a token
+costs, plain and speculating, which `jaxspec bench` measures end to end. Prompts longer than `--longest` are left out.
 """
 
 import argparse
+import functools
 import json
 import resource
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.core.records import Window
+from jaxspec.decode.stats import Stats
 from jaxspec.testing import tie_gap
 
 TREES = {
@@ -35,13 +37,13 @@ TIE = 1e-3  # a perturbed-score gap below this is a tie; see scripts/identity.py
 
 
 def prompt_ids(model: jaxspec.Model, limit: int, longest: int) -> list[list[int]]:
-    """The prompts of each task that are short enough, `limit` of each."""
+    """The prompts of each task that are short enough, `limit` of each, by length."""
     found = []
     for name in ("humaneval", "mt-bench"):
         texts = [question.turns[0] for question in tasks.load(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
         found += [prompt for prompt in ids if len(prompt) <= longest][:limit]
-    return found
+    return sorted(found, key=len)
 
 
 def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) -> float:
@@ -62,6 +64,14 @@ def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) ->
     return float(np.median(seconds[1:])) * 1e3
 
 
+def decode(target: jaxspec.Model, ids, keys, batch: int, **options) -> list[jaxspec.Generation]:
+    """All prompts, `batch` at a time: a batch reads its prompts as long as its longest one takes."""
+    rows = []
+    for at in range(0, len(ids), batch):
+        rows += jaxspec.generate(target, ids[at : at + batch], key=keys[at : at + batch], **options)
+    return rows
+
+
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:
     """Rows with another text, and the gap of each."""
     gaps = []
@@ -80,6 +90,7 @@ def main() -> int:
     parser.add_argument("draft")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=10, help="prompts decoded together")
     parser.add_argument("--longest", type=int, default=384)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--trees", nargs="+", default=list(TREES), choices=list(TREES))
@@ -94,13 +105,14 @@ def main() -> int:
     for temperature in arguments.temperatures:
         sampling = jaxspec.Sampling(temperature=temperature)
         keys = jax.random.split(jax.random.key(0), len(ids))
-        options = {"key": keys, "sampling": sampling, "max_new_tokens": arguments.tokens, "capacity": capacity}
-        plain = jaxspec.generate(target, ids, drafter="none", **options)
+        options = {"sampling": sampling, "max_new_tokens": arguments.tokens, "capacity": capacity}
+        run = functools.partial(decode, target, ids, keys, arguments.batch, **options)
+        plain = run(drafter="none")
         for name in arguments.trees:
-            out = jaxspec.generate(target, ids, drafter="model", draft=draft, tree=TREES[name], **options)
+            out = run(drafter="model", draft=draft, tree=TREES[name])
             other, gaps = differences(target, ids, plain, out, keys, sampling)
             failed += sum(gap > TIE for gap in gaps)
-            stats = out.stats
+            stats = Stats.total(row.stats for row in out)
             rows.append({"temperature": temperature, "tree": name, "gaps": gaps} | stats.as_dict())
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
             print(
