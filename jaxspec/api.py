@@ -210,7 +210,7 @@ def stream(
     stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
     setting = Setting(target, draft, prepare.as_topology(tree), exit_layers)
     decoder, weights = prepare.make_decoder(
-        target, drafter, rule, setting, draft_params, narrow=not width_matched, logprobs=logprobs
+        target, drafter, rule, setting, draft_params, widths=() if width_matched else (1,), logprobs=logprobs
     )
     longest = max(map(len, ids)) + max_new_tokens
     request = (ids, keys, settings, max_new_tokens, samples, stopping)

@@ -14,6 +14,13 @@ DRAFTERS = {
 
 RULES = {
     "coupled": "jaxspec.rules.coupled:Coupled",
+    "rejection": "jaxspec.rules.rejection:Rejection",
+    "block": "jaxspec.rules.block:Block",
+    "traversal": "jaxspec.rules.traversal:Traversal",
+    "deterministic": "jaxspec.rules.deterministic:Deterministic",
+    "lossy-typical": "jaxspec.rules.typical:Typical",
+    "lossy-lenient": "jaxspec.rules.lenient:Lenient",
+    "lossy-cascade": "jaxspec.rules.cascade:Cascade",
 }
 
 

@@ -70,7 +70,7 @@ def widths(arguments) -> None:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
         for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
-            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), narrow=False)
+            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), widths=())
             sampling = jaxspec.Sampling()
             request = make_request(
                 [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),

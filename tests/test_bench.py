@@ -28,6 +28,7 @@ from jaxspec.bench.summary import Spread, groups, summarise
 from jaxspec.bench.tasks import Question, Task
 from jaxspec.cli import main, options
 from jaxspec.cli.bench import parse_drafters
+from jaxspec.core.draw import Noise
 from jaxspec.core.records import Verdict
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, MissingDraft, MissingPackage, TaskError, UnknownName
@@ -52,6 +53,10 @@ class Believing:
     """A broken rule: it keeps the last path of the draft whatever the target says, and claims to be lossless."""
 
     lossless: bool = dataclasses.field(default=True, compare=False)  # what it claims does not compile anew
+    noise = Noise.SHARED
+
+    def check(self, shape):
+        """Takes every tree."""
 
     def __call__(self, scores, noise, sampling, proposal):
         verdict = Coupled()(scores, noise, sampling, proposal)

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from toys import RAGGED, Script, allowed, certainty, decoder, generate, request
 
+from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape, branching, build, chain
 from jaxspec.decode.state import Weights
-from jaxspec.drafters.grow import draw_children
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import TableLM
@@ -100,9 +100,11 @@ def test_match_probability_of_one_child():
     """
     count, vocab = 400_000, 6
     rng = np.random.default_rng(2)
-    noise = gumbel(jax.random.split(jax.random.key(0), 1), jnp.arange(count)[None], vocab)[0]
-    rows = Sampling(temperature=1.0).rows(1, vocab)
+    keys, roots = jax.random.split(jax.random.key(0), count), jnp.full((count,), 7)
+    noise = gumbel(keys, roots[:, None], vocab)[:, 0]
+    rows = Sampling(temperature=1.0).rows(count, vocab)
     row = jax.tree.map(lambda leaf: leaf[0], rows)
+    draw = Draw(Noise.SHARED, keys, roots, rows, jnp.array(True), vocab)
     for spread in (0.3, 1.0, 2.5):
         target, draft = (rng.normal(0, spread, vocab).astype(np.float32) for _ in range(2))
         p, q = (np.exp(a.astype(np.float64)) / np.exp(a.astype(np.float64)).sum() for a in (target, draft))
@@ -110,8 +112,7 @@ def test_match_probability_of_one_child():
 
         @jax.jit
         def agree(noise, target=target, draft=draft):
-            wide = jnp.broadcast_to(draft, (1, 1, vocab))
-            child = jax.vmap(lambda n: draw_children(wide, n[None, None], rows.temperature, 1)[0, 0, 0])(noise)
+            child = draw(jnp.broadcast_to(draft, (count, 1, vocab)), jnp.zeros((1,), int), 0, 1)[0][:, 0, 0]
             scores = jnp.broadcast_to(target, (2, vocab))
 
             def one(child, noise):

@@ -52,7 +52,7 @@ DRAFTS = {
 NOT_NUMBERS = ("nan", "all-nan", "infinite")
 DRAFTERS = {
     "narrow-none": (NoDraft(RAGGED), {}, [None]),
-    "wide-none": (NoDraft(chain(4)), {"narrow": False}, [None]),
+    "wide-none": (NoDraft(chain(4)), {"widths": ()}, [None]),
     "lookup": (PromptLookup(chain(4), min_match=1, cost=0.0), {}, [None]),
     "lookup-with-credit": (PromptLookup(chain(3), min_match=2), {"chunk": 64}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
@@ -169,7 +169,7 @@ def matched(dtype, proposal):
     """The results with nothing proposed, and with a script made from that text, out of one executable."""
     lm = type(LARGE)(LARGE.config, dtype)
     params = lively(lm.init_params(jax.random.key(1)))
-    config = decoder(lm, Script(RAGGED), narrow=False, logprobs=True)
+    config = decoder(lm, Script(RAGGED), widths=(), logprobs=True)
     nothing = jnp.full((lm.vocab, RAGGED.shape.nodes), -1)
     reference = generate(config, Weights(params, nothing), ask(lm), 128, quick=False)
     script = jnp.asarray(proposal(lm.vocab, texts(reference)), nothing.dtype)

@@ -221,7 +221,7 @@ class Script:
         """Counts the tokens it was told of."""
         return state + advance.count
 
-    def propose(self, params, state, context, noise):
+    def propose(self, params, state, context, draw):
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         return Proposal(params[root], self.tree.tree), state
 
@@ -244,7 +244,7 @@ class Chaos:
     def absorb(self, params, state, advance):
         return state
 
-    def propose(self, params, state, context, noise):
+    def propose(self, params, state, context, draw):
         def row(key):
             after, *keys = jax.random.split(key, 6)
             levels = jnp.array([0, 3, 6])  # ids 1..3 below the root, 4..6 below 1..3, 7..8 below 4..6

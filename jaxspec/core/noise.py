@@ -1,9 +1,18 @@
-"""Gumbel noise as a pure function of row key, absolute position and token.
+"""Every random number of the decoder, as a pure function of a row's key and a place in its text.
 
 Sampling is greedy decoding of perturbed scores: the token drawn from a law is `argmax(log law + noise)`
-(Gumbel-max). Whoever draws the token at a position, with whatever draft, uses the same noise; that is why the
-same key gives the same text.
+(Gumbel-max). A row's key has three streams, each with a tag of its own:
+
+`gumbel`: by the absolute position of the token that is drawn. The target draws with it, whatever the rule. A coupled
+drafter draws with it too, which is why the same key gives the same text.
+`fresh`: by round and node. What a drafter draws a node's children with where the rule weighs its law.
+`uniform`: by round. Where the walk of such a rule ends.
+
+A round is named by the position of its root, which no two rounds of a row share; so nothing depends on how rounds
+are counted, on neighbours, or on where a session was interrupted.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +21,66 @@ from jaxtyping import Array, Float, Int
 VERSION = 1
 """Bumped whenever the same key would give other noise; recorded with every result."""
 
-_POSITION = 0x706F73  # the tag of noise keyed by position, apart from any other use of a row's key
+_POSITION = 0x706F73
+_FRESH = 0x647266
+_ACCEPT = 0x616363
 
 
 def gumbel(keys: Array, positions: Int[Array, "B n"], vocab: int, wanted: Array | bool = True) -> Float[Array, "B n V"]:
     """The noise of the tokens at `positions` of each row.
 
     `wanted` is a scalar: where it is false (every row greedy) the noise is zero and costs nothing.
-    `mode="high"` because the default draws no token of probability 1e-8: its noise ends at 15.9. Keys of
-    the "rbg" kind must not be vmapped (all but the first key would be ignored), so they are mapped.
+    `mode="high"` because the default draws no token of probability 1e-8: its noise ends at 15.9.
     """
 
+    def one(key: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)
+        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+
+    return _drawn(one, keys, positions, vocab, wanted)
+
+
+def fresh(
+    keys: Array, roots: Int[Array, "B"], nodes: Int[Array, "n"], vocab: int, wanted: Array | bool = True
+) -> Float[Array, "B n V"]:
+    """The noise of the children of `nodes`, in the round whose root stands at `roots`; else as `gumbel`."""
+
+    def one(key: Array, place: Array) -> Array:
+        root, node = place
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _FRESH), root), node)
+        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+
+    shape = (roots.shape[0], nodes.shape[0])
+    places = jnp.stack([jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)], axis=-1)
+    return _drawn(one, keys, places, vocab, wanted)
+
+
+def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
+    """One number of [0, 1) per row, for the round whose root stands at `roots`.
+
+    Of 32 bits: `jax.random.uniform` has 23, and its exact zeros would let an event of probability 1e-9 happen a
+    hundred times too often.
+    """
+
+    def one(key: Array, root: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), root)
+        return jnp.minimum(jax.random.bits(key, (), jnp.uint32).astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)
+
+    return _over_rows(one, keys, roots)
+
+
+def _drawn(one: Callable, keys: Array, places: Array, vocab: int, wanted: Array | bool) -> Float[Array, "B n V"]:
+    def row(key: Array, places: Array) -> Array:
+        return _over_rows(lambda place: one(key, place), places, like=keys)
+
     def draw() -> Array:
-        def one(key: Array, position: Array) -> Array:
-            key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)
-            return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+        return _over_rows(row, keys, places)
 
-        if str(jax.random.key_impl(keys)) == "threefry2x32":
-            return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions)
-        return jax.lax.map(lambda row: jax.lax.map(lambda at: one(row[0], at), row[1]), (keys, positions))
+    return jax.lax.cond(wanted, draw, lambda: jnp.zeros((*places.shape[:2], vocab), jnp.float32))
 
-    return jax.lax.cond(wanted, draw, lambda: jnp.zeros((*positions.shape, vocab), jnp.float32))
+
+def _over_rows(function: Callable, *arrays: Array, like: Array | None = None) -> Array:
+    """The function of each row. Keys of the "rbg" kind must not be vmapped: all but the first would be ignored."""
+    if str(jax.random.key_impl(arrays[0] if like is None else like)) == "threefry2x32":
+        return jax.vmap(function)(*arrays)
+    return jax.lax.map(lambda row: function(*row), arrays)

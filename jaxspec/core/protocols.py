@@ -6,22 +6,16 @@ for one row.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Verdict, Window
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Proposal, Verdict, Window
+from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, TreeShape
-
-Noise = Callable[[Any], Float[Array, "B 1 V"]]
-"""`noise(depth)`: the Gumbel noise of the tokens one below the nodes of `depth` (a number, traced or not).
-
-Shared with the target and keyed by position (so one row of noise serves a whole level), and zero where every
-row is greedy.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,27 +109,71 @@ class Drafter(Protocol):
         """Takes note of committed text. A row whose count is 0 must not change."""
         ...
 
-    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
-        """A tree below the last committed token, and the state to be handed to `absorb`."""
+    def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
+        """A tree below the last committed token, and the state to be handed to `absorb`.
+
+        Children are drawn by `draw`, whose law goes into the proposal; tokens that were found in another way, by
+        looking at committed text alone, have the law None.
+        """
         ...
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides how deep a proposal is kept. One row; a pure function of its arguments.
+    """Decides how deep a proposal is kept. One row; a pure function of its arguments, without a random key.
+
+    There are two kinds, told apart by `noise`: a `CoupledRule` shares the target's noise with the drafter and
+    compares tokens, a `WeighingRule` compares laws.
 
     Attributes:
-        lossless: emitted text follows the target's law exactly.
+        noise: what the drafter draws with.
+        lossless: emitted text follows the target's law exactly. A rule for which it does not has "lossy" in its name.
     """
 
-    lossless: bool
+    @property
+    def noise(self) -> Noise: ...
+
+    @property
+    def lossless(self) -> bool: ...
+
+    def check(self, shape: TreeShape) -> None:
+        """Refuses trees that the rule cannot take.
+
+        Raises:
+            InvalidConfig: saying which it takes.
+        """
+        ...
+
+
+@runtime_checkable
+class CoupledRule(Rule, Protocol):
+    """A rule whose `noise` is `Noise.SHARED`."""
 
     def __call__(
-        self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Any, proposal: Proposal
+        self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Sampling, proposal: Proposal
     ) -> Verdict:
         """Walks down the proposal.
 
         `scores` are the target's tempered log-scores after every node, `noise[d]` the Gumbel noise of the
         tokens that stand d + 1 below the root, `sampling` the row's settings.
+        """
+        ...
+
+
+@runtime_checkable
+class WeighingRule(Rule, Protocol):
+    """A rule whose drafts nobody else's noise has touched.
+
+    It says exactly where the walk ends with which probability, and the law of the token after every end; the loop
+    draws both. So what is enumerated in a proof is what runs.
+    """
+
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+        """Weighs the proposal.
+
+        `law` is the target's log-law after every node, limited as its tokens are: the law a token is really drawn
+        from, a point mass where the row is greedy. Siblings are distinct. Where `proposal.law` is given, the
+        children of greedy rows are the likeliest tokens instead of a sample; no rule need know, since one that is
+        exact for every draft law keeps a child of a point mass if and only if it is that point.
         """
         ...

@@ -15,6 +15,7 @@ non_finite_never_reaches_the_cache: what is not finite in a window is not commit
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
@@ -61,19 +62,27 @@ class Window(NamedTuple):
 class Proposal(NamedTuple):
     """A drafted tree.
 
-    `law[n]` is the log-law of node n's children, before siblings are excluded; None stands for a point mass.
+    `law[n]` is the log-law that node n's children were drawn from, without replacement and in the order of their
+    ranks; it is not read where a node has none. None says that the tokens are no sample: a point mass each.
     """
 
-    tokens: Int[Array, "B N"]  # -1: nothing is proposed at this node; entry 0, the root, is not read
+    tokens: Int[Array, "*b N"]  # -1: nothing is proposed at this node; entry 0, the root, is not read
     tree: Tree  # with or without the batch axis
-    law: Float[Array, "B N V"] | None = None
+    law: Float[Array, "*b N V"] | None = None
 
 
 class Verdict(NamedTuple):
-    """Where a rule ended: the deepest kept node, and the target's own token after it."""
+    """Where a walk ended: the deepest kept node, and the token after it."""
 
     node: Int[Array, "*b"]
     token: Int[Array, "*b"]
+
+
+class Ends(NamedTuple):
+    """Where a walk may end, exactly: what a rule makes of a proposal before any random number is drawn."""
+
+    chances: Float[Array, "N"]  # the probability that each node is the deepest that is kept; they sum to 1
+    after: Callable[[Array], Array]  # the node's id -> log-weights [V] of the token after it, in any scale
 
 
 class Advance(NamedTuple):
@@ -96,4 +105,3 @@ class Context(NamedTuple):
     length: Int[Array, "B"]  # the root is tokens[length - 1]
     cache: Cache  # the target's; it lacks the root
     params: Params  # the target's
-    temperature: Float[Array, "B"]

@@ -7,7 +7,7 @@ is at least min_p times the highest.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -93,37 +93,73 @@ class Sampling:
         return jnp.asarray(np.broadcast_to(bias, (batch, vocab)))
 
 
-def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Tempered log-scores in float32, tokens outside the top k at -inf. Greedy rows keep their raw logits."""
-    logits = logits.astype(jnp.float32)
+def tempered(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """Biased and tempered log-scores, in float32 at least. Greedy rows keep their biased logits."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if sampling.logit_bias is not None:
         logits = logits + sampling.logit_bias[:, None, :]
     temperature = sampling.temperature[:, None, None]
-    tempered = jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))
+    return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))
+
+
+def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """`tempered`, with the tokens outside the top k at -inf."""
+    score = tempered(logits, sampling)
 
     def limited() -> Array:
-        k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, logits.shape[-1]), logits.shape[-1])[:, None]
+        k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, score.shape[-1]), score.shape[-1])[:, None]
         # NaN must stay: the health check of the loop looks for it.
-        return jnp.where(tempered < kth_highest(tempered, k)[..., None], -jnp.inf, tempered)
+        return jnp.where(score < kth_highest(score, k)[..., None], -jnp.inf, score)
 
-    return lax.cond(jnp.any(sampling.top_k > 0), limited, lambda: tempered)
+    return lax.cond(jnp.any(sampling.top_k > 0), limited, lambda: score)
 
 
 def kth_highest(values: Float[Array, "*b V"], k: Int[Array, "*c"]) -> Float[Array, "*b"]:
-    """The k-th highest of each row, exactly and without a sort: a binary search over the floats' bits."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the floats
+    """The k-th highest of each row."""
+    return _highest_where(values, lambda above: above.sum(-1) >= k, jnp.ones_like)
+
+
+def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """The log-probabilities that `choose` draws by: `scores` limited by top-p and min-p, normalised.
+
+    Greedy rows are point masses at the first of the highest scores.
+    """
+    greedy = (sampling.temperature < GREEDY)[:, None, None]
+    top = scores.max(-1, keepdims=True)
+
+    def limited() -> Array:
+        weights = jnp.exp(scores - top)
+        budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * weights.sum(-1)
+        lowest = _highest_where(scores, lambda above: above.sum(-1) >= budget, lambda _: weights)
+        # `lowest` is the highest score at which the budget is spent: it is the last that is kept.
+        return jnp.where(scores < lowest[..., None], -jnp.inf, scores)
+
+    kept = lax.cond(jnp.any(sampling.top_p < 1), limited, lambda: scores)
+    kept = jnp.where(kept < top + jnp.log(sampling.min_p)[:, None, None], -jnp.inf, kept)
+    point = jnp.arange(scores.shape[-1]) == scores.argmax(-1)[..., None]
+    return jnp.where(greedy, jnp.where(point, 0.0, -jnp.inf), jax.nn.log_softmax(kept, -1))
+
+
+def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
+    """The highest x for which `spent` holds of the weights of the values at or above x, the others zero.
+
+    Exactly and without a sort: a binary search over the floats' bits. The lowest float where it never holds.
+    """
+    whole = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
+    limits, bits = jnp.iinfo(whole), lax.bitcast_convert_type(values, whole)
+    order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # whole numbers in the order of the floats
+    weights = weigh(values)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # count(order >= low) >= k > count(order >= high)
+        low, high = bounds
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = (order >= middle[..., None]).sum(-1) >= k
+        enough = spent(jnp.where(order >= middle[..., None], weights, 0))
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    lowest = jnp.full(values.shape[:-1], jnp.iinfo(jnp.int32).min, jnp.int32)
-    highest = jnp.full(values.shape[:-1], jnp.iinfo(jnp.int32).max, jnp.int32)
-    low, _ = lax.fori_loop(0, 32, halve, (lowest, highest))
-    return lax.bitcast_convert_type(low ^ ((low >> 31) & 0x7FFFFFFF), jnp.float32)
+    lowest = jnp.full(values.shape[:-1], limits.min, whole)
+    highest = jnp.full(values.shape[:-1], limits.max, whole)
+    low, _ = lax.fori_loop(0, limits.bits, halve, (lowest, highest))
+    return lax.bitcast_convert_type(low ^ ((low >> (limits.bits - 1)) & limits.max), values.dtype)
 
 
 def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sampling) -> Int[Array, "N"]:

@@ -16,13 +16,14 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core import noise as noises
 from jaxspec.core import sizes
+from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import Drafter, LanguageModel, Rule, no_feature
 from jaxspec.core.records import KV, Advance, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
-from jaxspec.core.tree import Tree, chain
+from jaxspec.core.tree import Tree
 from jaxspec.decode.state import Request, Result, State, Weights
+from jaxspec.decode.verdict import first_nodes, judge
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -47,8 +48,9 @@ class Decoder:
         drafter: proposes trees.
         rule: decides what of them is kept.
         chunk: tokens of a prompt read at once.
-        narrow: run a round in which no row has a draft at width one. With False every target call has the
-            tree's width: the width-matched reference, whose bits do not depend on the drafts.
+        widths: of the target calls, besides that of the whole tree. A round runs at the smallest that holds every
+            node some row has a draft at; by default one without a draft runs at width one. With none every call
+            has the tree's width: the width-matched reference, whose bits do not depend on the drafts.
         logprobs: also record the log-probability of every emitted token, under the target's raw logits.
     """
 
@@ -56,8 +58,11 @@ class Decoder:
     drafter: Drafter
     rule: Rule
     chunk: int = sizes.CHUNK
-    narrow: bool = True
+    widths: tuple[int, ...] = (1,)
     logprobs: bool = False
+
+    def __post_init__(self):
+        self.rule.check(self.drafter.shape)
 
     def slots(self, length: int) -> int:
         """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
@@ -166,24 +171,21 @@ class Decoder:
         shape = self.drafter.shape
         wanted = jnp.any(state.sampling.temperature >= GREEDY)
 
-        def noise(depth: Array | int) -> Array:
-            return noises.gumbel(state.key, (state.length + depth)[:, None], self.target.vocab, wanted)
-
-        context = Context(state.tokens, state.length, state.cache, weights.target, state.sampling.temperature)
-        proposal, draft = self.drafter.propose(weights.draft, state.draft, context, noise)
+        draw = Draw(self.rule.noise, state.key, state.length, state.sampling, wanted, self.target.vocab)
+        context = Context(state.tokens, state.length, state.cache, weights.target)
+        proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = self._rooted(proposal, state)
         running = state.status == Status.RUNNING
 
-        def wide() -> _Outcome:
-            return self._verify(weights, state, proposal, shape.depth, wanted)
-
-        def narrow() -> _Outcome:
-            root = jax.tree.map(lambda a: jnp.broadcast_to(a, (state.length.shape[0], *a.shape)), chain(0).tree)
-            return self._verify(weights, state, Proposal(proposal.tokens[:, :1], root), shape.depth, wanted)
-
         drafted = (proposal.tokens[:, 1:] >= 0) & running[:, None]
-        choice = self.narrow and shape.nodes > 1
-        outcome = lax.cond(drafted.any(), wide, narrow) if choice else wide()
+        needed = jnp.max(jnp.where(drafted, jnp.arange(1, shape.nodes), 0), initial=0) + 1
+        widths = (*sorted(width for width in set(self.widths) if width < shape.nodes), shape.nodes)
+
+        def verify(width: int) -> _Outcome:
+            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted)
+
+        calls = [functools.partial(verify, width) for width in widths]
+        outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
         return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted.sum(-1))
 
     def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
@@ -220,19 +222,16 @@ class Decoder:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
-        paths = None if self.narrow else tree.paths
+        paths = None if self.widths else tree.paths
         window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
         features, entries = self.target.apply(weights.target, window, state.cache)
         logits = self.target.head(weights.target, features)
         tempered = scores(logits, state.sampling)
-        positions = state.length[:, None] + jnp.arange(tree.paths.shape[-1])
-        noise = noises.gumbel(state.key, positions, self.target.vocab, wanted)
-        rows = dataclasses.replace(state.sampling, logit_bias=None)
-        verdict = jax.vmap(self.rule)(tempered, noise, rows, proposal)
+        finite = jnp.isfinite(tempered.max(-1))
+        verdict = judge(self.rule, state.key, state.length, state.sampling, tempered, finite, proposal, wanted)
         path = jnp.take_along_axis(tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
         path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
         at = jnp.maximum(path, 0)
-        finite = jnp.isfinite(tempered.max(-1))
         return _Outcome(
             verdict.node,
             verdict.token,

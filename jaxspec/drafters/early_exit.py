@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
-from jaxspec.core.protocols import LanguageModel, Noise, Setting
+from jaxspec.core.draw import Draw
+from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, grow
@@ -59,10 +60,8 @@ class EarlyExit:
     def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
         return state
 
-    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         entries = buffer(self.model, root.shape[0], self.tree)
-        tokens, _ = grow(
-            self.model, context.params, self.tree, context.cache, entries, root, noise, context.temperature
-        )
-        return Proposal(tokens, self.tree.tree), state
+        proposal, _ = grow(self.model, context.params, self.tree, context.cache, entries, root, draw)
+        return proposal, state

@@ -7,9 +7,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.cache import held
-from jaxspec.core.protocols import LanguageModel, Noise
-from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.core.sampling import GREEDY
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.records import KV, Cache, Params, Proposal, Window
 from jaxspec.core.tree import Topology
 
 
@@ -20,24 +20,6 @@ def buffer(model: LanguageModel, batch: int, topology: Topology) -> KV:
     return KV(*(jnp.zeros((*a.shape[:3], nodes, a.shape[4]), held(a.dtype)) for a in shapes))
 
 
-def draw_children(
-    logits: Float[Array, "B n V"], noise: Float[Array, "B 1 V"], temperature: Float[Array, "B"], width: int
-) -> Int[Array, "B n C"]:
-    """The `width` highest perturbed tokens after each node, -1 where the score is -inf or NaN.
-
-    The law is tempered only: a draft need not be truncated as the target is, and accepts more if it is not.
-    """
-    scale = jnp.where(temperature < GREEDY, 1.0, temperature)[:, None, None]
-    # Greedy rows in a batch with sampling ones must not see noise.
-    perturbed = logits / scale + jnp.where(temperature < GREEDY, 0.0, 1.0)[:, None, None] * noise
-    if width == 1:
-        tokens = perturbed.argmax(-1, keepdims=True)
-        scores = jnp.take_along_axis(perturbed, tokens, -1)
-    else:
-        scores, tokens = lax.top_k(perturbed, width)
-    return jnp.where(scores > -jnp.inf, tokens, -1).astype(jnp.int32)
-
-
 def grow(
     model: LanguageModel,
     params: Params,
@@ -45,11 +27,10 @@ def grow(
     cache: Cache,
     entries: KV,
     root: Int[Array, "B"],
-    noise: Noise,
-    temperature: Float[Array, "B"],
+    draw: Draw,
     features: Float[Array, "B E"] | None = None,
-) -> tuple[Int[Array, "B N"], KV]:
-    """Tokens of the whole tree, and the keys and values of its inner nodes (written into `entries`).
+) -> tuple[Proposal, KV]:
+    """The whole tree, and the keys and values of its inner nodes (written into `entries`).
 
     With `features` the model has already read the root, which is then the cache's last token; without, the root
     is read here. One loop over the levels, each padded to the widest, so that one model call is compiled
@@ -59,14 +40,18 @@ def grow(
     spare = shape.nodes  # where padding is written
     children = np.where(tree.children >= 0, tree.children, spare)
     tokens = jnp.full((root.shape[0], shape.nodes + 1), -1, jnp.int32).at[:, 0].set(root)
+    law = jnp.full((*tokens.shape, model.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
+    drawn = tokens, law
 
-    def place(tokens: Array, nodes: Array, features: Array, depth: Array | int) -> Array:
-        drawn = draw_children(model.head(params, features), noise(depth), temperature, shape.width)
-        return tokens.at[:, jnp.asarray(children)[nodes]].set(drawn)
+    def place(drawn: tuple, nodes: Array, features: Array, depth: Array | int) -> tuple:
+        tokens, law = drawn
+        below, own = draw(model.head(params, features), nodes, depth, shape.width)
+        law = None if law is None or own is None else law.at[:, nodes].set(own)
+        return tokens.at[:, jnp.asarray(children)[nodes]].set(below), law
 
     first = 0 if features is None else 1
     if features is not None:
-        tokens = place(tokens, jnp.zeros((1,), jnp.int32), features[:, None], 0)
+        drawn = place(drawn, jnp.zeros((1,), jnp.int32), features[:, None], 0)
     levels = topology.parents_by_level[first:]
     if levels:
         widest = max(map(len, levels))
@@ -77,17 +62,18 @@ def grow(
         above[:, :first] = False
         start = cache.length - first
 
-        def level(i: Array, carry: tuple[Array, KV]) -> tuple[Array, KV]:
-            tokens, entries = carry
+        def level(i: Array, carry: tuple[tuple, KV]) -> tuple[tuple, KV]:
+            drawn, entries = carry
             nodes, depth = jnp.asarray(table)[i], i + first
             mask = jnp.concatenate([jnp.asarray(above)[nodes], jnp.eye(widest, dtype=bool)], axis=1)
             batch = (root.shape[0], *mask.shape)
             positions = jnp.broadcast_to((start + depth)[:, None], (root.shape[0], widest))
-            window = Window(jnp.maximum(tokens[:, nodes], 0), positions, jnp.broadcast_to(mask, batch))
+            window = Window(jnp.maximum(drawn[0][:, nodes], 0), positions, jnp.broadcast_to(mask, batch))
             features, new = model.apply(params, window, cache, entries)
             new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), new)  # a masked NaN would stay
             entries = KV(*(a.at[:, :, :, nodes].set(b) for a, b in zip(entries, new)))
-            return place(tokens, nodes, features, depth), entries
+            return place(drawn, nodes, features, depth), entries
 
-        tokens, entries = lax.fori_loop(0, len(levels), level, (tokens, entries))
-    return tokens[:, :-1], entries
+        drawn, entries = lax.fori_loop(0, len(levels), level, (drawn, entries))
+    tokens, law = drawn
+    return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), entries

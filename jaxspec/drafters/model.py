@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
-from jaxspec.core.protocols import LanguageModel, Noise, Setting, no_feature
+from jaxspec.core.draw import Draw
+from jaxspec.core.protocols import LanguageModel, Setting, no_feature
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, grow
@@ -24,7 +25,7 @@ class ModelState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """Draws each node's children from the model's law with the target's own noise.
+    """Draws each node's children from the model's law.
 
     Attributes:
         model: the draft model, of the target's vocabulary.
@@ -86,17 +87,7 @@ class ModelDraft:
         last = jnp.take_along_axis(features, jnp.maximum(missing - 1, 0)[:, None, None], axis=1)[:, 0]
         return state._replace(cache=cache, feature=jnp.where((count > 0)[:, None], last, state.feature))
 
-    def propose(self, params: Params, state: ModelState, context: Context, noise: Noise) -> tuple[Proposal, ModelState]:
+    def propose(self, params: Params, state: ModelState, context: Context, draw: Draw) -> tuple[Proposal, ModelState]:
         root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        tokens, entries = grow(
-            self.model,
-            params,
-            self.tree,
-            state.cache,
-            state.entries,
-            root,
-            noise,
-            context.temperature,
-            state.feature,
-        )
-        return Proposal(tokens, self.tree.tree), state._replace(entries=entries)
+        proposal, entries = grow(self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature)
+        return proposal, state._replace(entries=entries)

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
-from jaxspec.core.protocols import Noise, Setting
+from jaxspec.core.draw import Draw
+from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Topology, TreeShape, chain
 
@@ -14,7 +15,7 @@ from jaxspec.core.tree import Topology, TreeShape, chain
 class NoDraft:
     """Proposes nothing.
 
-    With a tree, and `narrow=False` in the decoder, every target call has the width of that tree, so the text is
+    With a tree, and `widths=()` in the decoder, every target call has the width of that tree, so the text is
     bit for bit that of any drafter on the same tree.
     """
 
@@ -40,6 +41,6 @@ class NoDraft:
     def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
         return state
 
-    def propose(self, params: Params, state: Any, context: Context, noise: Noise) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         nothing = jnp.full((context.length.shape[0], self.shape.nodes), -1, jnp.int32)
         return Proposal(nothing, self.tree.tree), state

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.protocols import Noise, Setting
+from jaxspec.core.draw import Draw
+from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.errors import InvalidConfig
@@ -84,9 +85,7 @@ class PromptLookup:
         credit = jnp.minimum(state.credit - loss + self.refill * advance.count, self.credit * self.cost)
         return LookupState(jnp.where(drafted, (state.gain + saved) / 2, state.gain), credit, state.drafted)
 
-    def propose(
-        self, params: Params, state: LookupState, context: Context, noise: Noise
-    ) -> tuple[Proposal, LookupState]:
+    def propose(self, params: Params, state: LookupState, context: Context, draw: Draw) -> tuple[Proposal, LookupState]:
         drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
         worth = (state.gain >= self.cost) | (state.credit >= self.cost)
         drafted = (match >= self.min_match) & worth

@@ -12,15 +12,21 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.core.draw import Noise
 from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.sampling import Sampling, choose
+from jaxspec.core.tree import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
     """The default rule; see the module."""
 
+    noise: ClassVar[Noise] = Noise.SHARED
     lossless: ClassVar[bool] = True
+
+    def check(self, shape: TreeShape) -> None:
+        """Takes every tree."""
 
     def __call__(
         self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Sampling, proposal: Proposal

@@ -1,0 +1,78 @@
+"""How a drafter's logits become the children of its nodes: the loop hands every drafter a `Draw`.
+
+A drafter knows no rule. It asks for children, and is given the tokens, and the law they were drawn from where the
+rule weighs it; whoever draws `width` tokens as the highest of `log law + noise` draws without replacement, in that
+order (Gumbel top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core import noise
+from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores, tempered
+
+
+class Noise(enum.Enum):
+    """What a rule wants its drafts to be drawn with."""
+
+    SHARED = "shared"
+    """The target's own noise of the same position: drafter and target agree as often as coupling allows."""
+    FRESH = "fresh"
+    """Noise that nobody else sees: the children are a sample of the drafter's law, which the rule weighs."""
+    NONE = "none"
+    """No noise: the likeliest tokens, a point mass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Draws children for the rows of one round.
+
+    Attributes:
+        kind: of the noise; static.
+        keys: one per row.
+        roots: the length of each row's text; the root is its last token.
+        sampling: the rows' settings.
+        wanted: a scalar: some row is not greedy.
+        vocab: V of the target, static; a draft of fewer tokens shares the noise of those it has.
+    """
+
+    kind: Noise
+    keys: Array  # [B]
+    roots: Int[Array, "B"]
+    sampling: Sampling
+    wanted: Bool[Array, ""]
+    vocab: int
+
+    def __call__(
+        self, logits: Float[Array, "B n V"], nodes: Int[Array, "n"], depth: Array | int, width: int
+    ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
+        """The `width` children of `nodes`, which all stand at `depth`, and the log-law they were drawn from.
+
+        A token is -1 where the law has no more. The law is None where the rule does not ask for it. Where it does,
+        it is limited as the target's is; a coupled draft need not be, and accepts more if it is not. Children of
+        greedy rows are always the likeliest.
+        """
+        greedy = (self.sampling.temperature < GREEDY)[:, None, None]
+        law = None
+        if self.kind is Noise.FRESH:
+            # Greedy targets are point masses: a draft of them may come from any law, see `Rule`.
+            score = scores(logits, self.sampling)
+            law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, self.sampling))
+            extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)
+            perturbed = law + jnp.where(greedy, 0.0, extra)
+        else:
+            perturbed = tempered(logits, self.sampling)
+            if self.kind is Noise.SHARED:
+                extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
+                perturbed = perturbed + jnp.where(greedy, 0.0, extra[..., : logits.shape[-1]])
+        if width == 1:
+            tokens = perturbed.argmax(-1, keepdims=True)
+            best = jnp.take_along_axis(perturbed, tokens, -1)
+        else:
+            best, tokens = lax.top_k(perturbed, width)
+        return jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32), law

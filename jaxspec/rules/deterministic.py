@@ -1,0 +1,41 @@
+"""Drafts that are no sample: a child is kept with its probability under the target, whatever the draft thought.
+
+The law of EAGLE-2's and Medusa's trees, of prompt lookup, of any greedy draft (Li et al. 2024, arXiv:2406.16858,
+section 4.2): at every node one draw of the target's token, and the walk goes on if it is among the children.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.core.draw import Noise
+from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.tree import TreeShape
+from jaxspec.rules.siblings import children
+
+
+@dataclasses.dataclass(frozen=True)
+class Deterministic:
+    """Needs no draft law, and reads none; drafters draw without noise."""
+
+    noise: ClassVar[Noise] = Noise.NONE
+    lossless: ClassVar[bool] = True
+
+    def check(self, shape: TreeShape) -> None:
+        """Takes every tree."""
+
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+        tree, tokens = proposal.tree, children(proposal)
+        at = jnp.maximum(tree.parents, 0)
+        step = jnp.where(proposal.tokens >= 0, jnp.exp(law[at, jnp.maximum(proposal.tokens, 0)]), 0.0).at[0].set(1.0)
+        below = jnp.where(tree.children >= 0, step[jnp.maximum(tree.children, 0)], 0.0).sum(-1)
+        reached = jnp.where(tree.ancestors, step, 1.0).prod(-1)
+
+        def after(node: Array) -> Array:
+            spent = (jnp.arange(law.shape[1]) == tokens[node][:, None]).any(0)
+            rest = jnp.where(spent, -jnp.inf, law[node])
+            return jnp.where(rest.max() > -jnp.inf, rest, law[node])
+
+        return Ends(reached * jnp.maximum(1 - below, 0.0), after)

@@ -1,0 +1,44 @@
+"""Rejection with lenience, which is lossy: drafts are kept as if their probability were smaller than it was.
+
+Leviathan et al. 2023 (arXiv:2211.17192), appendix A.5. No token is emitted with more than 1 / lenience times its
+probability under the target.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from jaxtyping import Array, Float
+
+from jaxspec.core.draw import Noise
+from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.tree import TreeShape
+from jaxspec.errors import InvalidConfig
+from jaxspec.rules.siblings import tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Lenient:
+    """Keeps a drafted token with probability min(1, target / (lenience * draft)).
+
+    Attributes:
+        lenience: above 0, at most 1; 1 is speculative sampling.
+    """
+
+    lenience: float = 0.5
+
+    noise: ClassVar[Noise] = Noise.FRESH
+
+    def __post_init__(self):
+        if not 0 < self.lenience <= 1:
+            raise InvalidConfig(f"lenience must be above 0 and at most 1, got {self.lenience!r}")
+
+    @property
+    def lossless(self) -> bool:
+        return self.lenience == 1
+
+    def check(self, shape: TreeShape) -> None:
+        """Takes every tree."""
+
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+        return tried(law, proposal, math.log(self.lenience))

@@ -1,0 +1,50 @@
+"""Medusa's typical acceptance, which is lossy: a drafted token is kept if the target finds it likely enough.
+
+Cai et al. 2024 (arXiv:2401.10774), section 2.3.1, after Hewitt et al. 2022: likely enough is a probability above
+min(epsilon, delta * exp(-H)), H the entropy of the target's law there.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.core.draw import Noise
+from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.tree import TreeShape
+from jaxspec.errors import InvalidConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical:
+    """Keeps the deepest path of likely tokens, of equally deep ones the first.
+
+    Attributes:
+        epsilon: probability from which a token is always kept.
+        delta: share of exp(-entropy) from which it is.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    noise: ClassVar[Noise] = Noise.NONE
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
+            raise InvalidConfig(f"epsilon and delta must be above 0 and at most 1, got {self.epsilon}, {self.delta}")
+
+    def check(self, shape: TreeShape) -> None:
+        """Takes every tree."""
+
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+        tree = proposal.tree
+        entropy = -jnp.where(law > -jnp.inf, jnp.exp(law) * law, 0.0).sum(-1)
+        enough = jnp.minimum(jnp.log(self.epsilon), jnp.log(self.delta) - entropy)
+        at = jnp.maximum(tree.parents, 0)
+        likely = (law[at, jnp.maximum(proposal.tokens, 0)] > enough[at]) & (proposal.tokens >= 0)
+        kept = (likely.at[0].set(True)[None, :] | ~tree.ancestors).all(-1)
+        deepest = jnp.argmax(jnp.where(kept, tree.depths, -1))
+        return Ends(jax.nn.one_hot(deepest, law.shape[0], dtype=law.dtype), lambda node: law[node])
