@@ -5,6 +5,7 @@
     python scripts/measure.py peer --peer-python P   # plain decoding against transformers, run by interpreter P
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
     python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
+    python scripts/measure.py rules --source S       # what a rule's arithmetic costs beside the target's call
 
 Rates are of decoding alone, medians with the quartiles beside them.
 """
@@ -21,12 +22,17 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench.texts import COPYING
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.records import Proposal, Window
+from jaxspec.core.sampling import scores
 from jaxspec.decode.session import Session, clear_executables
+from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.presets import fetch
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.prepare import make_request, row_keys, stop_array
+from jaxspec.registry import RULES, find
 from jaxspec.rules.coupled import Coupled
 
 MODEL = "smollm2-135m-instruct"
@@ -223,6 +229,65 @@ def memory(arguments) -> None:
         )
 
 
+def rules(arguments) -> None:
+    """By turns: the target's call, every rule's verdict on it, and a drafter's draws, at one vocabulary and tree."""
+    model = jaxspec.load(arguments.source)
+    vocab = model.lm.vocab
+    rng = np.random.default_rng(0)
+    keys, length = jax.random.split(jax.random.key(0), 1), jnp.array([100])
+    for name, topology in {"chain 4": jaxspec.chain(4), "tree 2x2": jaxspec.branching(2, 2)}.items():
+        nodes, tree = topology.shape.nodes, jax.tree.map(lambda a: jnp.asarray(a)[None], topology.tree)
+        logits = jnp.asarray(20 + 2 * rng.normal(size=(1, nodes, vocab)), jnp.float32)
+        other = logits + jnp.asarray(rng.normal(size=logits.shape), jnp.float32)
+        cache = model.lm.init_cache(1, 256)._replace(length=jnp.full((1,), 100))
+        window = Window(jnp.ones((1, nodes), jnp.int32), 100 + tree.depths, tree.ancestors)
+
+        @jax.jit
+        def call(params, cache, window=window):
+            features, _ = model.lm.apply(params, window, cache)
+            return model.lm.head(params, features)
+
+        calls = {"target call": (call, (model.params, cache))}
+        for label, sampling in {"T 1": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 50": {"top_k": 50}}.items():
+            rows = jaxspec.Sampling(temperature=1.0, **sampling).rows(1, vocab)
+
+            def draw(kind, rows=rows, width=topology.shape.width):
+                drawn = Draw(kind, keys, length, rows, jnp.array(True), vocab)
+                return jax.jit(lambda scores: drawn(scores, jnp.arange(scores.shape[1]), 0, width))
+
+            for kind in Noise:
+                calls[f"{label}: children of one node, {kind.value} noise"] = (draw(kind), (other[:, :1],))
+            for rule in RULES:
+                member = find("rule", rule)()
+                try:
+                    member.check(topology.shape)
+                except jaxspec.errors.InvalidConfig:
+                    continue
+                below, law = draw(member.noise)(other)
+                tokens = below[:, jnp.maximum(tree.parents[0], 0), tree.ranks[0]]
+
+                @jax.jit
+                def verdict(logits, tokens, law, rows, member=member, tree=tree, nodes=nodes):
+                    finite, some = jnp.ones((1, nodes), bool), jnp.array(True)
+                    tempered = scores(logits, rows)
+                    return judge(member, keys, length, rows, tempered, finite, Proposal(tokens, tree, law), some)
+
+                calls[f"{label}: {rule}"] = (verdict, (logits, tokens, law, rows))
+        calls["a sort of the logits"] = (jax.jit(lambda logits: jnp.sort(logits, -1)), (logits,))
+        times = {label: [] for label in calls}
+        for repeat in range(arguments.repeats + 1):
+            for label, (function, values) in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(function(*values))
+                if repeat:
+                    times[label].append((time.perf_counter() - start) * 1e3)
+        target = np.median(times["target call"])
+        print(f"{name}, {nodes} nodes, V = {vocab}")
+        for label, values in times.items():
+            share = np.median(values) / (np.median(values) + target)
+            print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
+
+
 def small(layers: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
@@ -232,7 +297,14 @@ def small(layers: int) -> ModelConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"widths": widths, "lookup": lookup, "peer": peer, "compile": compile_times, "memory": memory}
+    parts = {
+        "widths": widths,
+        "lookup": lookup,
+        "peer": peer,
+        "compile": compile_times,
+        "memory": memory,
+        "rules": rules,
+    }
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
