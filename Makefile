@@ -10,7 +10,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow lint format clean
+.PHONY: help demo test slow mutants lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to p
 
 slow: $(VENV)/dev.stamp ## run the tests that take minutes
 	$(RUN) -m pytest --durations=15 -m slow $(ARGS)
+
+mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
+	$(RUN) scripts/mutants.py $(ARGS)
 
 lint: $(VENV)/dev.stamp ## check style and types
 	$(RUN) -m ruff check .

@@ -1,6 +1,6 @@
 """What a draft model is worth: a target and its draft on the first HumanEval and MT-bench prompts.
 
-    python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--json OUT]
+    python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--rules R ...] [--json OUT]
 
 Every configuration decodes all prompts, in batches of similar length, at temperature 0 and at 0.8: acceptance,
 tokens per round, and whether each text is that of plain decoding with the same key (a difference must be a certified
@@ -10,6 +10,7 @@ costs, plain and speculating, which `jaxspec bench` measures end to end. Prompts
 
 import argparse
 import functools
+import itertools
 import json
 import resource
 import sys
@@ -23,6 +24,7 @@ import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
+from jaxspec.registry import RULES, find
 from jaxspec.testing import tie_gap
 
 TREES = {
@@ -32,6 +34,8 @@ TREES = {
     "tree 2x1": jaxspec.branching(2, 1),
     "chain 8": jaxspec.chain(8),
     "tree 2x1x1x1": jaxspec.branching(2, 1, 1, 1),
+    "tree 2x2": jaxspec.branching(2, 2),
+    "tree 4x1": jaxspec.branching(4, 1),
 }
 TIE = 1e-3  # a perturbed-score gap below this is a tie; see scripts/identity.py
 
@@ -72,6 +76,15 @@ def decode(target: jaxspec.Model, ids, keys, batch: int, **options) -> list[jaxs
     return rows
 
 
+def interval(rows: list[jaxspec.Generation]) -> tuple[float, float]:
+    """The 95 % interval of the tokens per round, by resampling prompts 10,000 times."""
+    counts = np.array([(row.stats.committed, row.stats.rounds) for row in rows])
+    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
+    committed, rounds = counts[drawn].sum(1).T
+    low, high = np.percentile(committed / rounds, (2.5, 97.5))
+    return float(low), float(high)
+
+
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:
     """Rows with another text, and the gap of each."""
     gaps = []
@@ -93,7 +106,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=10, help="prompts decoded together")
     parser.add_argument("--longest", type=int, default=384)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--trees", nargs="+", default=list(TREES), choices=list(TREES))
+    parser.add_argument("--trees", nargs="+", default=list(TREES)[:6], choices=list(TREES))
+    parser.add_argument("--rules", nargs="+", default=["coupled"], choices=list(RULES))
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -103,21 +118,31 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.default_backend()}, {arguments.dtype}, {len(ids)} prompts", flush=True)
     rows, failed = [], 0
     for temperature in arguments.temperatures:
-        sampling = jaxspec.Sampling(temperature=temperature)
+        sampling = jaxspec.Sampling(temperature=temperature, top_p=arguments.top_p)
         keys = jax.random.split(jax.random.key(0), len(ids))
         options = {"sampling": sampling, "max_new_tokens": arguments.tokens, "capacity": capacity}
         run = functools.partial(decode, target, ids, keys, arguments.batch, **options)
         plain = run(drafter="none")
-        for name in arguments.trees:
-            out = run(drafter="model", draft=draft, tree=TREES[name])
-            other, gaps = differences(target, ids, plain, out, keys, sampling)
+        for name, rule in itertools.product(arguments.trees, arguments.rules):
+            member = find("rule", rule)()
+            try:
+                member.check(TREES[name].shape)
+            except jaxspec.errors.InvalidConfig as error:
+                print(f"T {temperature}: {name:13} {rule}: {error}")
+                continue
+            out = run(drafter="model", draft=draft, tree=TREES[name], rule=rule)
+            same = rule == "coupled" or (temperature == 0 and member.lossless)
+            other, gaps = differences(target, ids, plain, out, keys, sampling) if same else (0, [])
             failed += sum(gap > TIE for gap in gaps)
             stats = Stats.total(row.stats for row in out)
-            rows.append({"temperature": temperature, "tree": name, "gaps": gaps} | stats.as_dict())
+            low, high = interval(out)
+            row = {"temperature": temperature, "top_p": arguments.top_p, "tree": name, "rule": rule, "gaps": gaps}
+            rows.append(row | {"tokens_per_round_95": (low, high)} | stats.as_dict())
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
             print(
-                f"T {temperature}: {name:13} {stats.tokens_per_round:.2f} tokens/round, acceptance "
-                f"{stats.acceptance_rate:.2f} (by depth {positions}), same text {len(ids) - other} of {len(ids)}"
+                f"T {temperature}: {name:13} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) "
+                f"tokens/round, acceptance {stats.acceptance_rate:.2f} (by depth {positions})"
+                + (f", same text {len(ids) - other} of {len(ids)}" if same else "")
                 + (f", ties with gaps {', '.join(f'{gap:.1e}' for gap in gaps)}" if gaps else ""),
                 flush=True,
             )
@@ -130,7 +155,8 @@ def main() -> int:
         tree = TREES[row["tree"]]
         cost = times[tree.shape.nodes] + tree.shape.depth * one
         row["speedup_from_calls"] = times[1] * row["tokens_per_round"] / cost
-        print(f"T {row['temperature']}: {row['tree']:13} {row['speedup_from_calls']:.2f} times plain, by these times")
+        speedup = f"{row['speedup_from_calls']:.2f} times plain, by these times"
+        print(f"T {row['temperature']}: {row['tree']:13} {row['rule']}: {speedup}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory {peak:.1f} GiB; parameters {(target.bytes + draft.bytes) / 2**30:.1f} GiB")
     if arguments.json:

@@ -13,6 +13,16 @@ from jaxspec.models import presets
 _MISSING = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="of the tests that draw their cases: any must be green")
+
+
+@pytest.fixture(scope="session")
+def seed(request) -> int:
+    """Of the random cases; 0 unless `--seed` says otherwise."""
+    return request.config.getoption("--seed")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _executables_end_with_their_module():
     """All of the suite's would take more memory maps than a process may have, and LLVM would abort."""

@@ -1,0 +1,330 @@
+"""Do the tests catch the bugs that others shipped? Each is brought back, one at a time, and must turn a test red.
+
+    make mutants                                     # all of them
+    python scripts/mutants.py NAME ...               # some
+    python scripts/mutants.py --clean 20             # the same tests on the clean tree, with 20 seeds: all green
+
+A mutant is a copy of the package with one line changed. It is killed if one of its tests fails by an assertion.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One defect.
+
+    Attributes:
+        name: of the mutant.
+        bug: what it does, and who shipped it.
+        file: within the package.
+        old, new: the line, and what takes its place; `old` stands there exactly once.
+        tests: pytest's names of the tests that must not all pass.
+    """
+
+    name: str
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+EXACT = ("tests/test_exact.py",)
+LAW = ("tests/test_law.py",)
+NOISE = ("tests/test_noise.py",)
+DEGENERATE = ("tests/test_degenerate.py",)
+SAMPLING = ("tests/test_sampling.py",)
+INVARIANTS = ("tests/test_invariants.py",)
+IDENTITY = ("tests/test_identity.py",)
+
+MUTANTS = (
+    Mutant(
+        "block-stops-at-the-first-failure",
+        "block verification breaks at the first failed test (demanded in a review of vllm-ascend #11985)",
+        "rules/block.py",
+        "return Ends(kept * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)",
+        "return Ends(jnp.cumprod(kept) * jnp.append(1 - kept[1:], 1.0), after)",
+        EXACT,
+    ),
+    Mutant(
+        "block-accepts-as-tokens-do",
+        "block verification with the acceptance of single tokens (vllm-ascend #7807)",
+        "rules/block.py",
+        "weight = sums - jnp.maximum(lax.cummax(sums), 0.0)",
+        "weight = jnp.cumsum(jnp.where(last, -jnp.inf, jnp.minimum(ratio, 0.0)))[:-1]",
+        EXACT,
+    ),
+    Mutant(
+        "block-residual-unscaled",
+        "the residual of block verification without the weight of its path (measured in algorithms 2.2)",
+        "rules/block.py",
+        "return excess(weight[node] + law[node], ",
+        "return excess(law[node], ",
+        EXACT,
+    ),
+    Mutant(
+        "residual-is-the-target",
+        "after a rejection the token is drawn from the target, not from its excess over the draft",
+        "rules/siblings.py",
+        "target = jnp.where(proposed, normalised(excess(target, law), target), target)",
+        "target = jnp.where(proposed, target, target)",
+        EXACT,
+    ),
+    Mutant(
+        "siblings-with-replacement",
+        "the draft's law keeps a rejected sibling, though siblings are drawn without replacement",
+        "rules/siblings.py",
+        "draft = jnp.where(proposed, normalised(jnp.where(point, -jnp.inf, draft), draft), draft)",
+        "draft = jnp.where(proposed, draft, draft)",
+        EXACT,
+    ),
+    Mutant(
+        "residual-not-a-number",
+        "an empty residual is normalised to NaN (p /= p.sum() in transformers and EAGLE)",
+        "rules/siblings.py",
+        "weights = jnp.where(some, weights, otherwise)",
+        "weights = jnp.where(some, weights, weights)",
+        EXACT,
+    ),
+    Mutant(
+        "equality-then-residual",
+        "a rejected deterministic draft may be drawn again (accept by equality, then draw from all of the target)",
+        "rules/deterministic.py",
+        "rest = jnp.where(spent, -jnp.inf, law[node])",
+        "rest = jnp.where(spent, law[node], law[node])",
+        EXACT,
+    ),
+    Mutant(
+        "traversal-in-pre-order",
+        "a tree is tested from its root instead of from its leaves",
+        "rules/traversal.py",
+        "tree.ranks[jnp.maximum(tree.paths, 0)], nodes)",
+        "tree.ranks[jnp.maximum(tree.paths, 0)], -1)",
+        EXACT,
+    ),
+    Mutant(
+        "typical-max",
+        "typical acceptance takes the larger threshold, max(epsilon, delta exp(-H)) (abyo-speculate)",
+        "rules/typical.py",
+        "enough = jnp.minimum(",
+        "enough = jnp.maximum(",
+        EXACT,
+    ),
+    Mutant(
+        "zero-probability-at-u-0",
+        "u <= ratio keeps a token of probability 0 when u is 0 (transformers, EAGLE, sglang-jax)",
+        "decode/verdict.py",
+        "jnp.argmax(sums > jnp.minimum(",
+        "jnp.argmax(sums >= jnp.minimum(",
+        DEGENERATE,
+    ),
+    Mutant(
+        "token-from-the-row-before",
+        "correction and bonus are drawn after the node before (openvino.genai #4190)",
+        "decode/verdict.py",
+        "return node, ends.after(node)",
+        "return node, ends.after(jnp.maximum(node - 1, 0))",
+        LAW,
+    ),
+    Mutant(
+        "draft-and-residual-share-noise",
+        "the draft is drawn with the noise the residual is drawn with (vLLM #47386, #54282)",
+        "core/draw.py",
+        "extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)",
+        "extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)",
+        LAW,
+    ),
+    Mutant(
+        "draft-noise-of-every-round-the-same",
+        "draft noise is keyed by node, not by round (a speculator that bypasses the salted stream, local-inference #205)",
+        "core/noise.py",
+        "key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _FRESH), root), node)",
+        "key = jax.random.fold_in(jax.random.fold_in(key, _FRESH), node)",
+        NOISE,
+    ),
+    Mutant(
+        "acceptance-number-of-every-round-the-same",
+        "one acceptance number for all rounds of a row (the same u again: vllm-ascend #16370)",
+        "core/noise.py",
+        "key = jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), root)",
+        "key = jax.random.fold_in(key, _ACCEPT)",
+        NOISE,
+    ),
+    Mutant(
+        "argmax-draft-soft-law",
+        "the draft is the argmax, and its law the softmax (jaymody/speculative-sampling #3, rlx)",
+        "core/draw.py",
+        "perturbed = law + jnp.where(greedy, 0.0, extra)",
+        "perturbed = law",
+        LAW,
+    ),
+    Mutant(
+        "law-before-truncation",
+        "the draft is drawn from the truncated law and weighed by the full one (transformers #47932)",
+        "core/draw.py",
+        "return jnp.where(allowed, tokens, -1).astype(jnp.int32), law",
+        "return jnp.where(allowed, tokens, -1).astype(jnp.int32), None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
+        LAW,
+    ),
+    Mutant(
+        "top-p-missing-in-verification",
+        "the verifier ignores top-p (mlc-llm #2940, abyo-speculate)",
+        "decode/verdict.py",
+        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)",
+        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
+        LAW,
+    ),
+    Mutant(
+        "temperature-missing",
+        "the temperature is not applied (vllm-ascend #6685)",
+        "core/sampling.py",
+        "return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))",
+        "return jnp.where(temperature < GREEDY, logits, logits)",
+        SAMPLING,
+    ),
+    Mutant(
+        "one-key-for-the-batch",
+        "every row draws with the first row's key (per-request parameters: vLLM #9834; rbg keys under vmap)",
+        "core/noise.py",
+        "return _over_rows(row, keys, places)",
+        "return _over_rows(row, jnp.broadcast_to(keys[:1], keys.shape), places)",
+        NOISE,
+    ),
+    Mutant(
+        "coarse-noise",
+        "noise of 23 bits never draws a token of probability 1e-8 (the default of jax.random.gumbel)",
+        "core/noise.py",
+        'key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")',
+        "key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32)",
+        NOISE,
+    ),
+    Mutant(
+        "no-bonus-token",
+        "a draft kept whole emits no token of the target's after it (rlx)",
+        "decode/loop.py",
+        "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
+        "sound = jnp.minimum(jnp.minimum(reached + 1, steps.size - 1), first(~outcome.healthy))",
+        INVARIANTS,
+    ),
+    Mutant(
+        "broken-logits-go-on",
+        "logits that are not finite are drawn from (vLLM #45060, #50183, #53029)",
+        "decode/loop.py",
+        "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
+        "sound = reached + 1",
+        INVARIANTS,
+    ),
+    Mutant(
+        "rejected-token-is-kept",
+        "the cache keeps the first nodes of the draft instead of the accepted path (abyo-speculate's rollback)",
+        "decode/loop.py",
+        "caches.take(entries, path),",
+        "caches.take(entries, jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)),",
+        INVARIANTS,
+    ),
+    Mutant(
+        "stop-token-within-the-draft",
+        "a stop token inside an accepted draft is passed over (transformers' prompt lookup, #31301)",
+        "decode/loop.py",
+        "& (steps < sound[:, None]))",
+        "& (steps == reached[:, None]))",
+        INVARIANTS,
+    ),
+    Mutant(
+        "positions-by-node",
+        "a node's position is its number, not its depth (padded batches: arXiv:2510.22876)",
+        "decode/loop.py",
+        "positions = state.cache.length[:, None] + tree.depths",
+        "positions = state.cache.length[:, None] + jnp.arange(tree.depths.shape[-1])",
+        IDENTITY,
+    ),
+    Mutant(
+        "siblings-see-each-other",
+        "a causal mask instead of the tree's ancestors",
+        "decode/loop.py",
+        "window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)",
+        "window = Window(jnp.maximum(proposal.tokens, 0), positions, jnp.tril(jnp.ones_like(tree.ancestors)), paths)",
+        IDENTITY,
+    ),
+)
+
+
+def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of package and tests, with the mutant's line changed."""
+    for part in ("jaxspec", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    if mutant is not None:
+        path = folder / "jaxspec" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"{mutant.name}: its line stands {text.count(mutant.old)} times in {mutant.file}, not once"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+    return folder
+
+
+def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int) -> tuple[int, list[str], str]:
+    """pytest's exit status, the tests that failed by an assertion, and what was printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    failed = re.findall(r"^FAILED (\S+)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
+    return done.returncode, failed, done.stdout + done.stderr
+
+
+def kill(mutant: Mutant) -> tuple[Mutant, list[str], float, str]:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        _, failed, printed = tested(mutant.tests, prepared(mutant, pathlib.Path(folder)), 0)
+    return mutant, failed, time.perf_counter() - start, printed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--clean", type=int, metavar="SEEDS", help="run the tests unchanged, with so many seeds")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if not arguments.names or m.name in arguments.names]
+    if unknown := set(arguments.names) - {m.name for m in MUTANTS}:
+        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    if arguments.clean:
+        tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+        red = 0
+        with tempfile.TemporaryDirectory() as folder:
+            prepared(None, pathlib.Path(folder))
+            for seed in range(arguments.clean):
+                status, _, printed = tested(tests, pathlib.Path(folder), seed)
+                red += status != 0
+                print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
+        return 1 if red else 0
+    survivors = 0
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutant, failed, seconds, printed in pool.map(kill, chosen):
+            survivors += not failed
+            how = f"killed by {failed[0]}" if failed else "SURVIVED"
+            print(f"{mutant.name}: {how} ({seconds:.0f} s)\n    {mutant.bug}", flush=True)
+            if not failed:
+                print(printed[-2000:], flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
