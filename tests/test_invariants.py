@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from toys import (
     RAGGED,
-    Script,
     decoder,
     extend,
     generate,
@@ -35,7 +34,7 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.testing import TableLM
+from jaxspec.testing import Script, TableLM
 
 V, B, CAPACITY = 8, 12, 128
 LM = TableLM(V)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import Script, decoder, request, texts, transformer
+from toys import decoder, request, texts, transformer
 
 import jaxspec
 from jaxspec.core.tree import Topology, branching, chain
@@ -24,7 +24,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
-from jaxspec.testing import TableLM
+from jaxspec.testing import Script, TableLM
 
 V = 8
 LM = TableLM(V)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from toys import RAGGED, Script, decoder, generate, request, texts
+from toys import RAGGED, decoder, generate, request, texts
 
 from jaxspec.core.tree import chain
 from jaxspec.decode.state import Weights
@@ -11,7 +11,7 @@ from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing import TableLM
+from jaxspec.testing import Script, TableLM
 
 # Emitted, accepted, drafted, children tested at depth 1, 2, 3. A chain of three; round 2 had no draft,
 # round 4 was cut by the budget inside its path, the rest of the buffer was never reached.

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.stats import chi2
 
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import Topology, TreeShape, branching, build, chain, from_paths
+from jaxspec.core.tree import TreeShape, branching, build, chain, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request
 from jaxspec.models.config import ModelConfig
@@ -191,39 +190,7 @@ def by_hand(table: np.ndarray, request: Request, noise: np.ndarray, row: int) ->
     return text
 
 
-def certainty(observed, expected) -> float:
-    """The p-value of a G-test of counts against expected counts, with a degree of freedom less than cells."""
-    observed, expected = np.asarray(observed, np.float64), np.asarray(expected, np.float64)
-    seen = observed > 0
-    g = 2 * (observed[seen] * np.log(observed[seen] / expected[seen])).sum()
-    return float(chi2.sf(g, expected.size - 1))
-
-
 # Drafters that a decoder must survive.
-
-
-@dataclasses.dataclass(frozen=True)
-class Script:
-    """Proposes after every token what its parameters `[V, N]` say; anything at all may stand there."""
-
-    tree: Topology
-
-    @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
-
-    calls = 0
-
-    def init(self, params, batch, capacity):
-        return jnp.zeros((batch,), jnp.int32)
-
-    def absorb(self, params, state, advance):
-        """Counts the tokens it was told of."""
-        return state + advance.count
-
-    def propose(self, params, state, context, draw):
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        return Proposal(params[root], self.tree.tree), state
 
 
 class ChaosState(NamedTuple):

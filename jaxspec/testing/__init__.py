@@ -1,9 +1,18 @@
 """Toys whose every law is known, and the means to prove a rule or a drafter right; for tests, also of your own."""
 
+from jaxspec.testing.exact import Law as Law
 from jaxspec.testing.exact import accepted_length as accepted_length
 from jaxspec.testing.exact import bias as bias
+from jaxspec.testing.exact import joint_law as joint_law
 from jaxspec.testing.exact import random_laws as random_laws
 from jaxspec.testing.exact import round_law as round_law
+from jaxspec.testing.gtest import GTest as GTest
+from jaxspec.testing.gtest import detectable as detectable
+from jaxspec.testing.gtest import g_test as g_test
+from jaxspec.testing.gtest import holm as holm
+from jaxspec.testing.gtest import sample_texts as sample_texts
 from jaxspec.testing.tables import TIE as TIE
+from jaxspec.testing.tables import Script as Script
 from jaxspec.testing.tables import TableLM as TableLM
+from jaxspec.testing.tables import laws as laws
 from jaxspec.testing.tables import tie_gap as tie_gap

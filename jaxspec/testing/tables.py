@@ -5,6 +5,10 @@ wrong text.
 """
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +16,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
+from jaxspec.core.draw import Draw
 from jaxspec.core.noise import gumbel
 from jaxspec.core.protocols import LanguageModel
-from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.core.sampling import GREEDY, Sampling, scores
+from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
+from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores
+from jaxspec.core.tree import Topology, TreeShape
+from jaxspec.errors import InvalidConfig
+from jaxspec.testing.exact import Law
 
 TIE = 1e-3
 """A `tie_gap` below this is a tie in float32: the logits of two widths differ by up to some 1e-4."""
@@ -23,20 +31,28 @@ TIE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class TableLM:
-    """An order-2 Markov model: the logits after a text are looked up by its last two tokens.
+    """A Markov model: the logits after a text are looked up by its last `order` tokens.
 
     It also counts what it sees: where the number of visible tokens is not the position, the logits are others.
 
     Attributes:
-        vocab: V, at most a few dozen: the table has V^3 entries.
+        vocab: V; the table has V^(order + 1) entries.
+        context: the longest text.
+        order: 0, 1 or 2.
     """
 
     vocab: int
     context: int = 1 << 20
+    order: int = 2
+
+    def __post_init__(self):
+        if self.order not in (0, 1, 2):
+            raise InvalidConfig(f"a table looks at 0, 1 or 2 tokens, not {self.order!r}")
 
     def init_params(self, key: Array, scale: float = 2.0) -> Params:
         """Random logits of standard deviation `scale`."""
-        return {"table": scale * jax.random.normal(key, (self.vocab + 1, self.vocab, self.vocab))}
+        shape = (self.vocab + 1, self.vocab, self.vocab)[2 - self.order :]
+        return {"table": scale * jax.random.normal(key, shape)}
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Keys and values both hold (token, position)."""
@@ -56,7 +72,8 @@ class TableLM:
         previous = jnp.where(before, seen[:, None, :, 0], 0).sum(-1).astype(jnp.int32)
         previous = jnp.where(before.any(-1), previous, self.vocab)
         wrong = visible.sum(-1) != window.positions + 1
-        table = params["table"][jnp.clip(previous, 0, self.vocab), jnp.clip(window.tokens, 0, self.vocab - 1)]
+        text = jnp.clip(previous, 0, self.vocab), jnp.clip(window.tokens, 0, self.vocab - 1)
+        table = params["table"][text[2 - self.order :]]
         return jnp.where(wrong[..., None], -table, table), new
 
     def head(self, params: Params, features: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
@@ -64,7 +81,77 @@ class TableLM:
 
     def logits(self, params: Params, text: list[int]) -> Float[Array, "V"]:
         """The logits after a text, looked up directly: the reference."""
-        return params["table"][text[-2] if len(text) > 1 else self.vocab, text[-1]]
+        return params["table"][(text[-2] if len(text) > 1 else self.vocab, text[-1])[2 - self.order :]]
+
+
+def laws(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling: Sampling) -> Law:
+    """What a language model really draws from after a prompt: the law that its text, in whatever way, must follow.
+
+    The whole text is read anew for every law, in a call without a cache; the settings are applied in float64.
+
+    Args:
+        lm: any language model, with `params`; all texts of a length are read at once, so a small vocabulary.
+        prompt: ids; the laws are those of what follows.
+        sampling: the settings, one for all rows.
+    """
+
+    @functools.cache
+    def after(length: int) -> np.ndarray:
+        texts = np.array(list(itertools.product(range(lm.vocab), repeat=length)), int)
+        tokens = np.concatenate([np.tile(np.asarray(prompt, int), (len(texts), 1)), texts], axis=1)
+        logits = _logits(lm, params, jnp.asarray(tokens, jnp.int32))
+        with jax.enable_x64(True):
+            return np.exp(_log_law(np.asarray(logits, np.float64)[None], sampling.rows(1, lm.vocab))[0])
+
+    def law(text: tuple[int, ...]) -> np.ndarray:
+        return after(len(text))[np.ravel_multi_index(text, (lm.vocab,) * len(text)) if text else 0]
+
+    return law
+
+
+@jax.jit
+def _log_law(logits: Array, row: Sampling) -> Array:
+    return log_law(scores(logits, row), row)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(lm: LanguageModel, params: Params, tokens: Array) -> Array:
+    """The logits after each of these texts `[n, length]`, `[n, V]`."""
+    count, size = tokens.shape
+    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (count, size, size))
+    window = Window(tokens, jnp.broadcast_to(jnp.arange(size), tokens.shape), causal)
+    features, _ = lm.apply(params, window, lm.init_cache(count, size))
+    return lm.head(params, features[:, -1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A drafter that proposes after every token what its parameters `[V, N]` say; anything at all may stand there.
+
+    Its tokens are point masses, and its state counts the tokens it was told of.
+
+    Attributes:
+        tree: their topology.
+    """
+
+    tree: Topology
+
+    takes: ClassVar[frozenset[str]] = frozenset()
+    calls: ClassVar[int] = 0
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    def init(self, params: Params, batch: int, capacity: int) -> Array:
+        return jnp.zeros((batch,), jnp.int32)
+
+    def absorb(self, params: Params, state: Array, advance: Advance) -> Array:
+        return state + advance.count
+
+    def propose(self, params: Params, state: Array, context: Context, draw: Draw) -> tuple[Proposal, Array]:
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        return Proposal(params[root], self.tree.tree), state
 
 
 def tie_gap(
@@ -89,10 +176,9 @@ def tie_gap(
         sampling: the row's settings, as numbers.
     """
     size = len(text)
-    window = Window(jnp.asarray([text]), jnp.arange(size)[None], jnp.asarray(np.tri(size, dtype=bool))[None])
-    features, _ = jax.jit(lm.apply)(params, window, lm.init_cache(1, size))
+    logits = _logits(lm, params, jnp.asarray([text]))
     row = sampling.rows(1, lm.vocab)
-    score = np.asarray(scores(lm.head(params, features[:, -1:]), row), np.float64)[0, 0]
+    score = np.asarray(scores(logits[:, None], row), np.float64)[0, 0]
     greedy = float(row.temperature[0]) < GREEDY
     noise = gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)
     perturbed = score + np.asarray(noise, np.float64)[0, 0]
