@@ -23,14 +23,21 @@ RULES = {
     "lossy-cascade": "jaxspec.rules.cascade:Cascade",
 }
 
+SCHEDULES = {
+    "constant": "jaxspec.core.schedule:Constant",
+    "plus-minus": "jaxspec.schedules.plus_minus:PlusMinus",
+    "confidence": "jaxspec.schedules.confidence:Confidence",
+    "adaptive": "jaxspec.schedules.adaptive:Adaptive",
+}
+
 
 def find(kind: str, name: str) -> Any:
-    """The class of a member; `kind` is "drafter" or "rule".
+    """The class of a member; `kind` is "drafter", "rule" or "schedule".
 
     Raises:
         UnknownName: naming the nearest.
     """
-    members = {"drafter": DRAFTERS, "rule": RULES}[kind]
+    members = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES}[kind]
     if name not in members:
         raise UnknownName(kind, name, members)
     module, _, attribute = members[name].partition(":")

@@ -1,6 +1,7 @@
 """The invariants named in `jaxspec.core.records`, one test each, and what follows from them."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -86,12 +87,23 @@ def written(state) -> np.ndarray:
     return np.where(np.arange(tokens.shape[1]) < np.asarray(state.length)[:, None], tokens, -1)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def caught_up(config, weights, state):
+    """The state with all of its text read by the draft model, too."""
+    return state._replace(draft=config.drafter.catch_up(weights.draft, state.draft, state.tokens, state.length))
+
+
 def test_root_is_pending():
-    """The last token of the text is in no cache of the target, and the draft model has read it."""
-    for state in rounds(TABLE, WEIGHTS, asked()):
+    """The last token of the text is not in the target's cache, nor in a draft model's that has not caught up."""
+    behind = set()
+    for i, state in enumerate(rounds(TABLE, WEIGHTS, asked())):
         np.testing.assert_array_equal(state.cache.length, state.length - 1)
-        np.testing.assert_array_equal(state.draft.cache.length, state.length)
         np.testing.assert_array_equal(state.absorbed, state.length)
+        if i:
+            played = np.asarray(state.log)[i - 1, :, 0] > 0
+            behind |= set(np.asarray(state.length - state.draft.cache.length)[played].tolist())
+        np.testing.assert_array_equal(caught_up(TABLE, WEIGHTS, state).draft.cache.length, state.length)
+    assert behind == {1, 2}, "the root, and before it a leaf"
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["table", "transformer"])
@@ -176,10 +188,13 @@ def fresh(config, weights, state, asking):
 
 
 def test_cache_equals_fresh_prefill():
-    """After every round, target's and draft model's caches, feature and text are those of a new prefill."""
+    """After every round, target's and draft model's caches, feature and text are those of a new prefill.
+
+    The draft model's once it has caught up, which is where it drafts from.
+    """
     asking = asked(1)
     for state in rounds(TABLE, WEIGHTS, asking):
-        again = fresh(TABLE, WEIGHTS, state, asking)
+        again, state = fresh(TABLE, WEIGHTS, state, asking), caught_up(TABLE, WEIGHTS, state)
         np.testing.assert_array_equal(written(state), written(again))
         np.testing.assert_array_equal(state.cache.length, again.cache.length)
         np.testing.assert_array_equal(state.draft.cache.length, again.draft.cache.length)
@@ -194,7 +209,7 @@ def test_cache_equals_fresh_prefill_of_a_transformer():
     for i, state in enumerate(rounds(REAL_DECODER, REAL_WEIGHTS, asking)):
         if i % 2:
             continue
-        again = fresh(REAL_DECODER, REAL_WEIGHTS, state, asking)
+        again, state = fresh(REAL_DECODER, REAL_WEIGHTS, state, asking), caught_up(REAL_DECODER, REAL_WEIGHTS, state)
         assert texts(state) == texts(again)
         np.testing.assert_allclose(state.draft.feature, again.draft.feature, atol=2e-5)
         for a, b in zip(caches(state), caches(again)):
@@ -391,7 +406,7 @@ def test_continuing_with_nothing_is_one_long_call(unlimited):
     nothing = unlimited._replace(count=jnp.zeros((B,), jnp.int32), new_tokens=24 - part)
     state = run(TABLE, WEIGHTS, extend(TABLE, WEIGHTS, state, nothing))
     assert texts(state) == texts(long)
-    for a, b in zip(caches(state), caches(long)):
+    for a, b in zip(*(caches(caught_up(TABLE, WEIGHTS, end)) for end in (state, long))):
         np.testing.assert_array_equal(a, b)
 
 
@@ -403,7 +418,7 @@ def test_continuing_with_more_text_is_one_long_prompt(unlimited):
     state = extend(TABLE, WEIGHTS, state, turn)
     joined = fresh(TABLE, WEIGHTS, state, turn)
     assert np.asarray(state.length).max() > 40
-    for a, b in zip(caches(state), caches(joined)):
+    for a, b in zip(*(caches(caught_up(TABLE, WEIGHTS, end)) for end in (state, joined))):
         np.testing.assert_array_equal(a, b)
     assert texts(run(TABLE, WEIGHTS, state)) == texts(run(TABLE, WEIGHTS, joined))
 

@@ -7,6 +7,7 @@ order (Gumbel top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ class Draw:
         sampling: the rows' settings.
         wanted: a scalar: some row is not greedy.
         vocab: V of the target, static; a draft of fewer tokens shares the noise of those it has.
+        limit: the depth to which each row may draft; None for any.
+        doubts: of a schedule: the nodes after whose law nothing is drafted.
     """
 
     kind: Noise
@@ -47,15 +50,22 @@ class Draw:
     sampling: Sampling
     wanted: Bool[Array, ""]
     vocab: int
+    limit: Int[Array, "B"] | None = None
+    doubts: Callable[[Array], Array | None] = lambda law: None
+
+    def below(self, depth: Array | int) -> Bool[Array, "B"]:
+        """The rows that may draft children of nodes at `depth`."""
+        return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
 
     def __call__(
         self, logits: Float[Array, "B n V"], nodes: Int[Array, "n"], depth: Array | int, width: int
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
         """The `width` children of `nodes`, which all stand at `depth`, and the log-law they were drawn from.
 
-        A token is -1 where the law has no more. The law is None where the rule does not ask for it. Where it does,
-        it is limited as the target's is; a coupled draft need not be, and accepts more if it is not. Children of
-        greedy rows are always the likeliest.
+        A token is -1 where the law has no more, below the row's limit, and where the schedule doubts the node: that
+        depends on the law alone, never on a token drawn from it, so that what is drawn is a sample. The law is None
+        where the rule does not ask for it. Where it does, it is limited as the target's is; a coupled draft need not
+        be, and accepts more if it is not. Children of greedy rows are always the likeliest.
         """
         greedy = (self.sampling.temperature < GREEDY)[:, None, None]
         law = None
@@ -65,8 +75,10 @@ class Draw:
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, self.sampling))
             extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)
             perturbed = law + jnp.where(greedy, 0.0, extra)
+            doubted = self.doubts(law)
         else:
             perturbed = tempered(logits, self.sampling)
+            doubted = self.doubts(jax.nn.log_softmax(perturbed, -1))
             if self.kind is Noise.SHARED:
                 extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
                 perturbed = perturbed + jnp.where(greedy, 0.0, extra[..., : logits.shape[-1]])
@@ -75,4 +87,7 @@ class Draw:
             best = jnp.take_along_axis(perturbed, tokens, -1)
         else:
             best, tokens = lax.top_k(perturbed, width)
-        return jnp.where(best > -jnp.inf, tokens, -1).astype(jnp.int32), law
+        allowed = (best > -jnp.inf) & self.below(depth)[:, None, None]
+        if doubted is not None:
+            allowed = allowed & ~doubted[..., None]
+        return jnp.where(allowed, tokens, -1).astype(jnp.int32), law

@@ -1,4 +1,4 @@
-"""The three kinds of member: a language model, a drafter, a rule.
+"""The four kinds of member: a language model, a drafter, a rule, a schedule.
 
 Members are frozen, hashable dataclasses, passed as static arguments: equal ones do not retrace. Parameters
 and states are pytrees of arrays that travel beside them. Everything is batched, save a rule, which is written
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Proposal, Verdict, Window
+from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Played, Proposal, Verdict, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, TreeShape
 
@@ -175,5 +175,40 @@ class WeighingRule(Rule, Protocol):
         from, a point mass where the row is greedy. Siblings are distinct. Where `proposal.law` is given, the
         children of greedy rows are the likeliest tokens instead of a sample; no rule need know, since one that is
         exact for every draft law keeps a child of a point mass if and only if it is that point.
+        """
+        ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Decides how deep each row may draft, round by round.
+
+    From the row's own earlier rounds, and from the draft's law after nodes that are kept; never from a token it
+    decides on, or rules that weigh laws would be biased, nor from another row.
+
+    Attributes:
+        widths: of target calls that it wants compiled, besides the decoder's own: a round of short drafts runs at
+            the smallest that holds them all.
+    """
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+
+    def init(self, batch: int, shape: TreeShape) -> Any:
+        """The state before the first round; every leaf has a leading axis of rows."""
+        ...
+
+    def limit(self, state: Any) -> Int[Array, "B"]:
+        """The depth to which each row may draft in this round; 0: not at all."""
+        ...
+
+    def update(self, state: Any, played: Played) -> Any:
+        """Takes note of a round."""
+        ...
+
+    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+        """The nodes, by the draft's log-law after each, below which nothing is to be drafted; None: it does not look.
+
+        What it is shown is the law the children would be drawn from: tempered, and limited where the rule weighs it.
         """
         ...

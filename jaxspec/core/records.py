@@ -8,7 +8,8 @@ Invariants; each has a test of its name in `tests/test_invariants.py`:
 root_is_pending: the root is committed text and not yet in the target's cache: `cache.length == length - 1`.
 scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.
 capacity_covers_the_window: S is at least prompt + new tokens + N; `dynamic_update_slice` clamps silently.
-cache_equals_fresh_prefill: after every round, cache and text are those of a fresh prefill of the text.
+cache_equals_fresh_prefill: after every round, cache and text are those of a fresh prefill of the text; a draft
+    model's cache, which may end sooner, is one as far as it goes.
 every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens a round, before the cuts.
 finished_rows_stand_still: a finished row computes on, and moves no cursor, text, log or drafter state.
 non_finite_never_reaches_the_cache: what is not finite in a window is not committed.
@@ -85,6 +86,13 @@ class Ends(NamedTuple):
     after: Callable[[Array], Array]  # the node's id -> log-weights [V] of the token after it, in any scale
 
 
+class Played(NamedTuple):
+    """What a schedule is told of a round, per row; rows that stand still are kept from it."""
+
+    drafted: Int[Array, "B"]  # the depth of the deepest drafted node
+    accepted: Int[Array, "B"]  # how deep the walk came, before any cut
+
+
 class Advance(NamedTuple):
     """What was committed since the drafter was last told. The prompt is the first Advance, in chunks.
 
@@ -96,6 +104,8 @@ class Advance(NamedTuple):
     features: Float[Array, "B M E"]
     count: Int[Array, "B"]
     nodes: Int[Array, "B M"] | None  # the node of the last proposal that held this token, -1 for none
+    text: Int[Array, "B S"]  # all of the text, these tokens included, for who has not read what came before
+    start: Int[Array, "B"]  # where in it they begin
 
 
 class Context(NamedTuple):

@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import Drafter, LanguageModel, Rule, no_feature
-from jaxspec.core.records import KV, Advance, Context, Proposal, Status, Window
+from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_feature
+from jaxspec.core.records import KV, Advance, Context, Played, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
+from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Tree
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verdict import first_nodes, judge
@@ -47,16 +48,19 @@ class Decoder:
         target: scores the text.
         drafter: proposes trees.
         rule: decides what of them is kept.
+        schedule: decides how deep they may be.
         chunk: tokens of a prompt read at once.
-        widths: of the target calls, besides that of the whole tree. A round runs at the smallest that holds every
-            node some row has a draft at; by default one without a draft runs at width one. With none every call
-            has the tree's width: the width-matched reference, whose bits do not depend on the drafts.
+        widths: of the target calls, besides that of the whole tree and those of the schedule. A round runs at the
+            smallest that holds every node some row has a draft at; by default one without a draft runs at width one.
+            With none every call has the tree's width: the width-matched reference, whose bits do not depend on the
+            drafts.
         logprobs: also record the log-probability of every emitted token, under the target's raw logits.
     """
 
     target: LanguageModel
     drafter: Drafter
     rule: Rule
+    schedule: Schedule = Constant()
     chunk: int = sizes.CHUNK
     widths: tuple[int, ...] = (1,)
     logprobs: bool = False
@@ -87,6 +91,7 @@ class Decoder:
             cache=cache,
             absorbed=zeros,
             draft=self.drafter.init(weights.draft, batch, slots),
+            schedule=self.schedule.init(batch, self.drafter.shape),
             log=jnp.zeros((slots, batch, 3 + self.drafter.shape.depth), jnp.int32),
             round=jnp.int32(0),
             logprobs=jnp.zeros((batch, slots), jnp.float32) if self.logprobs else None,
@@ -154,6 +159,8 @@ class Decoder:
                 jnp.take_along_axis(before, shift[:, :, None], 1),
                 jnp.clip(state.length - state.absorbed, 0, self.chunk),
                 None,
+                state.tokens,
+                state.absorbed,
             )
             draft = self.drafter.absorb(weights.draft, state.draft, advance)
             absorbed = state.absorbed + advance.count
@@ -170,23 +177,34 @@ class Decoder:
         """One round: every running row emits 1 to D + 1 tokens."""
         shape = self.drafter.shape
         wanted = jnp.any(state.sampling.temperature >= GREEDY)
+        running = state.status == Status.RUNNING
+        limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, shape.depth), 0)
 
-        draw = Draw(self.rule.noise, state.key, state.length, state.sampling, wanted, self.target.vocab)
+        draw = Draw(
+            self.rule.noise,
+            state.key,
+            state.length,
+            state.sampling,
+            wanted,
+            self.target.vocab,
+            limit,
+            self.schedule.doubts,
+        )
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
-        proposal = self._rooted(proposal, state)
-        running = state.status == Status.RUNNING
+        proposal = self._rooted(proposal, state, limit)
 
-        drafted = (proposal.tokens[:, 1:] >= 0) & running[:, None]
-        needed = jnp.max(jnp.where(drafted, jnp.arange(1, shape.nodes), 0), initial=0) + 1
-        widths = (*sorted(width for width in set(self.widths) if width < shape.nodes), shape.nodes)
+        drafted = proposal.tokens.at[:, 0].set(-1) >= 0
+        needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
+        wished = {*self.widths, *self.schedule.widths} if self.widths else set()
+        widths = (*sorted(width for width in wished if width < shape.nodes), shape.nodes)
 
         def verify(width: int) -> _Outcome:
             return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted)
 
         calls = [functools.partial(verify, width) for width in widths]
         outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
-        return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted.sum(-1))
+        return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted)
 
     def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
         """Rounds until every row stands still, `max_rounds` (traced) at most."""
@@ -204,8 +222,8 @@ class Decoder:
             return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
         return _batched(self, capacity)(weights, request)
 
-    def _rooted(self, proposal: Proposal, state: State) -> Proposal:
-        """The proposal with the root in place and its tree per row."""
+    def _rooted(self, proposal: Proposal, state: State, limit: Int[Array, "B"]) -> Proposal:
+        """The proposal with the root in place, nothing deeper than the rows' limits, and its tree per row."""
         batch = state.length.shape[0]
         root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
         tokens = proposal.tokens.astype(jnp.int32).at[:, :1].set(root)
@@ -216,6 +234,7 @@ class Decoder:
             return leaf if leaf.ndim > rank else jnp.broadcast_to(leaf, (batch, *leaf.shape))
 
         tree = Tree(*(per_row(leaf, rank) for leaf, rank in zip(proposal.tree, (1, 1, 1, 2, 2, 2))))
+        tokens = jnp.where(tree.depths > limit[:, None], -1, tokens)
         return Proposal(tokens, tree, proposal.law)
 
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> _Outcome:
@@ -241,7 +260,14 @@ class Decoder:
             jnp.take_along_axis(logits, at[:, :, None], 1) if self.logprobs else None,
         )
 
-    def _commit(self, weights: Weights, state: State, proposal: Proposal, outcome: _Outcome, drafted: Array) -> State:
+    def _commit(
+        self,
+        weights: Weights,
+        state: State,
+        proposal: Proposal,
+        outcome: _Outcome,
+        drafted: Bool[Array, "B N"],
+    ) -> State:
         """Cuts what the round brought at the stop token and the budget, and writes it down."""
         tree = proposal.tree
         steps = jnp.arange(self.drafter.shape.depth + 1)
@@ -268,23 +294,31 @@ class Decoder:
         children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
         tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
         tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
-        record = jnp.stack([count, jnp.minimum(reached, count), jnp.where(running, drafted, 0)], axis=-1)
+        record = jnp.stack([count, jnp.minimum(reached, count), drafted.sum(-1)], axis=-1)
         record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
 
         cache = caches.commit(state.cache, outcome.entries, count, outcome.token)
         nodes = jnp.where(steps < reached[:, None], below, -1)
-        advance = Advance(tokens, outcome.features, count, nodes)
+        text = _write(state.tokens, tokens, state.length)
+        advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
+        played = Played(jnp.where(drafted, tree.depths, 0).max(-1), reached)
+        schedule = jax.tree.map(
+            lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),
+            self.schedule.update(state.schedule, played),
+            state.schedule,
+        )
         logprobs = state.logprobs
         if logprobs is not None and outcome.logits is not None:
             law = jax.nn.log_softmax(outcome.logits)
             logprobs = _write(logprobs, jnp.take_along_axis(law, tokens[:, :, None], axis=2)[:, :, 0], state.length)
         return state._replace(
-            tokens=_write(state.tokens, tokens, state.length),
+            tokens=text,
             length=state.length + count,
             status=status,
             cache=cache,
             absorbed=state.absorbed + count,
             draft=self.drafter.absorb(weights.draft, state.draft, advance),
+            schedule=schedule,
             log=lax.dynamic_update_index_in_dim(state.log, record.astype(jnp.int32), state.round, 0),
             round=state.round + 1,
             logprobs=logprobs,

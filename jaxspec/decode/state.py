@@ -40,6 +40,7 @@ class State(NamedTuple):
     cache: Cache
     absorbed: Int[Array, "B"]  # tokens the drafter was told of
     draft: Any
+    schedule: Any  # what it has learned of the row
     log: Int[Array, "S B columns"]  # a row per round: emitted, accepted, drafted, children tested at each depth
     round: Int[Array, ""]
     logprobs: Float[Array, "B S"] | None  # of the emitted tokens, where asked for

@@ -61,7 +61,8 @@ class Stats:
 
         Args:
             log: `[rounds, 3 + D]`: emitted, accepted, drafted, children tested at each depth.
-            calls: draft-model calls of a round that drafts.
+            calls: draft-model calls of a round that drafts the whole tree; one that drafts less takes one per level,
+                at most one per node.
             committed: tokens kept by a cut made after decoding (a stop string); None for all.
         """
         log = np.asarray(log, np.int64)
@@ -79,7 +80,7 @@ class Stats:
             tested=int(log[:, 3:].sum()),
             accepted=int(log[:, 1].sum()),
             committed=int(log[:, 0].sum()),
-            draft_calls=calls * drafted_rounds,
+            draft_calls=int(np.minimum(calls, log[:, 2]).sum()),
             drafted_rounds=drafted_rounds,
             tested_at=tuple((log[:, 3:] > 0).sum(0).tolist()),
             accepted_at=tuple((log[:, 1:2] >= depths).sum(0).tolist()),

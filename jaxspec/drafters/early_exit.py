@@ -63,5 +63,5 @@ class EarlyExit:
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         entries = buffer(self.model, root.shape[0], self.tree)
-        proposal, _ = grow(self.model, context.params, self.tree, context.cache, entries, root, draw)
+        proposal, _, _ = grow(self.model, context.params, self.tree, context.cache, entries, root, draw)
         return proposal, state

@@ -29,12 +29,13 @@ def grow(
     root: Int[Array, "B"],
     draw: Draw,
     features: Float[Array, "B E"] | None = None,
-) -> tuple[Proposal, KV]:
-    """The whole tree, and the keys and values of its inner nodes (written into `entries`).
+) -> tuple[Proposal, KV, Int[Array, ""]]:
+    """The tree, the keys and values of its inner nodes (written into `entries`), and the number of levels read for it.
 
     With `features` the model has already read the root, which is then the cache's last token; without, the root
     is read here. One loop over the levels, each padded to the widest, so that one model call is compiled
-    whatever the depth.
+    whatever the depth. It ends with the last level that has a child to draw in some row: of a draft that is not
+    wanted nothing is computed, not even the head.
     """
     shape, tree = topology.shape, topology.tree
     spare = shape.nodes  # where padding is written
@@ -51,7 +52,11 @@ def grow(
 
     first = 0 if features is None else 1
     if features is not None:
-        drawn = place(drawn, jnp.zeros((1,), jnp.int32), features[:, None], 0)
+        at_root = features[:, None]
+        drawn = lax.cond(
+            draw.below(0).any(), lambda: place(drawn, jnp.zeros((1,), jnp.int32), at_root, 0), lambda: drawn
+        )
+    read = jnp.int32(0)
     levels = topology.parents_by_level[first:]
     if levels:
         widest = max(map(len, levels))
@@ -62,8 +67,14 @@ def grow(
         above[:, :first] = False
         start = cache.length - first
 
-        def level(i: Array, carry: tuple[tuple, KV]) -> tuple[tuple, KV]:
-            drawn, entries = carry
+        def wanted(carry: tuple[tuple, KV, Array]) -> Array:
+            (tokens, _), _, i = carry
+            nodes = jnp.asarray(table)[jnp.minimum(i, len(levels) - 1)]
+            there = (tokens[:, nodes] >= 0) & (nodes < spare)
+            return (i < len(levels)) & (there & draw.below(i + first)[:, None]).any()
+
+        def level(carry: tuple[tuple, KV, Array]) -> tuple[tuple, KV, Array]:
+            drawn, entries, i = carry
             nodes, depth = jnp.asarray(table)[i], i + first
             mask = jnp.concatenate([jnp.asarray(above)[nodes], jnp.eye(widest, dtype=bool)], axis=1)
             batch = (root.shape[0], *mask.shape)
@@ -72,8 +83,8 @@ def grow(
             features, new = model.apply(params, window, cache, entries)
             new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), new)  # a masked NaN would stay
             entries = KV(*(a.at[:, :, :, nodes].set(b) for a, b in zip(entries, new)))
-            return place(drawn, nodes, features, depth), entries
+            return place(drawn, nodes, features, depth), entries, i + 1
 
-        drawn, entries = lax.fori_loop(0, len(levels), level, (drawn, entries))
+        drawn, entries, read = lax.while_loop(wanted, level, (drawn, entries, jnp.int32(0)))
     tokens, law = drawn
-    return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), entries
+    return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), entries, read

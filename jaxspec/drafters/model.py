@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
@@ -15,12 +16,17 @@ from jaxspec.drafters.grow import buffer, grow
 from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
 
 
+NEAR, FAR = 2, 16
+"""Tokens read at once to catch up with the text, where no more than `NEAR` are missing and where more are."""
+
+
 class ModelState(NamedTuple):
-    """The draft model has read all committed text, the root included."""
+    """The draft model has read the text as far as its cache goes; what is missing is read when it is to draft."""
 
     cache: Cache
     entries: KV  # of the last proposal's inner nodes, [L, B, H, N + 1, K]
-    feature: Float[Array, "B E"]  # at the root
+    levels: Int[Array, ""]  # of it that were read, below the root
+    feature: Float[Array, "B E"]  # at the last token of the text, where the cache holds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,31 +69,55 @@ class ModelDraft:
 
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
-        return ModelState(cache, buffer(self.model, batch, self.tree), no_feature(self.model, params, cache))
+        feature = no_feature(self.model, params, cache)
+        return ModelState(cache, buffer(self.model, batch, self.tree), jnp.int32(0), feature)
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
-        """Commits what the proposal already read, and reads the rest: the last token, and a leaf before it."""
-        cache, count = state.cache, advance.count
-        size = advance.tokens.shape[1]
-        known = jnp.zeros_like(count)
-        if advance.nodes is not None:
-            inner = jnp.asarray(self.tree.tree.children[:, 0] >= 0)
-            read = inner[advance.nodes] & (advance.nodes > 0)
-            # The last token is always read here: its feature is where the next proposal starts.
-            known = jnp.minimum(read.sum(-1), jnp.maximum(count - 1, 0))
-            cache = caches.commit(cache, caches.take(state.entries, advance.nodes), known, count)
-            size = min(size, 2)
-        steps = jnp.arange(size)
-        at = jnp.minimum(known[:, None] + steps, advance.tokens.shape[1] - 1)
-        causal = jnp.broadcast_to(steps[:, None] >= steps, (count.shape[0], size, size))
-        tokens = jnp.take_along_axis(advance.tokens, at, axis=1)
-        features, entries = self.model.apply(params, Window(tokens, cache.length[:, None] + steps, causal), cache)
-        missing = count - known
+        """Reads a chunk of a prompt; of what was drafted, commits the nodes that were read."""
+        end = advance.start + advance.count
+        if advance.nodes is None:
+            size = advance.tokens.shape[1]
+            return self._read(params, state, advance.text, jnp.where(advance.count > 0, end, 0), size)
+        tree = self.tree.tree
+        read = (advance.nodes > 0) & jnp.asarray((tree.children[:, 0] >= 0) & (tree.depths > 0))[advance.nodes]
+        read = read & (jnp.asarray(tree.depths)[advance.nodes] <= state.levels)
+        # The last token must be read anew: its feature is where the next proposal starts.
+        known = jnp.minimum(read.sum(-1), jnp.maximum(advance.count - 1, 0))
+        entries = caches.take(state.entries, advance.nodes)
+        return state._replace(cache=caches.commit(state.cache, entries, known, advance.count))
+
+    def catch_up(
+        self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
+    ) -> ModelState:
+        """Reads what is missing of the first `length` tokens of the rows' texts; nothing where it is 0."""
+        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # so that it fits behind the text, as a window does
+        for size, near in ((far, NEAR), (NEAR, 0)):
+
+            def behind(state: ModelState, near: int = near) -> Array:
+                return jnp.any(length - state.cache.length > near)
+
+            def read(state: ModelState, size: int = size) -> ModelState:
+                return self._read(params, state, text, length, size)
+
+            state = lax.while_loop(behind, read, state)
+        return state
+
+    def _read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
+        """The next `size` tokens at most, up to `length`."""
+        cache, steps = state.cache, jnp.arange(size)
+        places = cache.length[:, None] + steps
+        tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)
+        causal = jnp.broadcast_to(steps[:, None] >= steps, (length.shape[0], size, size))
+        features, entries = self.model.apply(params, Window(tokens, places, causal), cache)
+        missing = jnp.clip(length - cache.length, 0, size)
         cache = caches.commit(cache, entries, missing, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
         last = jnp.take_along_axis(features, jnp.maximum(missing - 1, 0)[:, None, None], axis=1)[:, 0]
-        return state._replace(cache=cache, feature=jnp.where((count > 0)[:, None], last, state.feature))
+        return state._replace(cache=cache, feature=jnp.where((missing > 0)[:, None], last, state.feature))
 
     def propose(self, params: Params, state: ModelState, context: Context, draw: Draw) -> tuple[Proposal, ModelState]:
+        state = self.catch_up(params, state, context.tokens, jnp.where(draw.below(0), context.length, 0))
         root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        proposal, entries = grow(self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature)
-        return proposal, state._replace(entries=entries)
+        proposal, entries, levels = grow(
+            self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature
+        )
+        return proposal, state._replace(entries=entries, levels=levels)

@@ -88,7 +88,7 @@ class PromptLookup:
     def propose(self, params: Params, state: LookupState, context: Context, draw: Draw) -> tuple[Proposal, LookupState]:
         drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
         worth = (state.gain >= self.cost) | (state.credit >= self.cost)
-        drafted = (match >= self.min_match) & worth
+        drafted = (match >= self.min_match) & worth & draw.below(0)
         tokens = jnp.where(drafted[:, None], drafts, -1)
         return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), state._replace(drafted=drafted)
 

@@ -1,0 +1,48 @@
+"""The schedule that a decoder has unless it is told otherwise: every round drafts as deep."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.records import Played
+from jaxspec.core.tree import TreeShape
+from jaxspec.errors import InvalidConfig
+
+
+def check_widths(widths: tuple[int, ...]) -> None:
+    """Refuses what is no tuple of window widths."""
+    if not isinstance(widths, tuple) or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
+        raise InvalidConfig(f"widths must be a tuple of whole numbers from 1, got {widths!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Drafts to one depth in every round. Its state is that depth, so that a state may be given another one.
+
+    Attributes:
+        length: the depth; None for all of the tree. Of a chain: a chain of that length costs less.
+        widths: see `Schedule`.
+    """
+
+    length: int | None = None
+    widths: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.length is not None and (
+            isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0
+        ):
+            raise InvalidConfig(f"a draft length is a whole number from 0, or None, got {self.length!r}")
+        check_widths(self.widths)
+
+    def init(self, batch: int, shape: TreeShape) -> Int[Array, "B"]:
+        return jnp.full((batch,), shape.depth if self.length is None else min(self.length, shape.depth), jnp.int32)
+
+    def limit(self, state: Int[Array, "B"]) -> Int[Array, "B"]:
+        return state
+
+    def update(self, state: Int[Array, "B"], played: Played) -> Int[Array, "B"]:
+        return state
+
+    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+        return None
