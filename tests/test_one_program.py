@@ -298,6 +298,7 @@ ALLOWED = {
     "core": ("jaxspec.core", "jaxspec.errors"),
     "decode": ("jaxspec.core", "jaxspec.decode", "jaxspec.errors"),
     "rules": ("jaxspec.core", "jaxspec.rules.siblings", "jaxspec.errors"),
+    "schedules": ("jaxspec.core", "jaxspec.errors"),
     "drafters": ("jaxspec.core", "jaxspec.models", "jaxspec.drafters.grow", "jaxspec.errors"),
 }
 

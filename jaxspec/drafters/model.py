@@ -15,7 +15,6 @@ from jaxspec.core.tree import Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, grow
 from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
 
-
 NEAR, FAR = 2, 16
 """Tokens read at once to catch up with the text, where no more than `NEAR` are missing and where more are."""
 

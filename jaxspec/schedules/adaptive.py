@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Played
 from jaxspec.core.schedule import check_widths
+from jaxspec.core.theory import expected_tokens
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
@@ -25,8 +26,8 @@ class Account(NamedTuple):
     tried: Float[Array, "B D"]  # rounds that came to each depth, and drafted there
     kept: Float[Array, "B D"]  # those that accepted there
     balance: Float[Array, "B"]  # what may still be lost
-    depth: Int[Array, "B"]  # of the last choice
-    behind: Float[Array, "B"]  # tokens the drafter has not read, because it was not to draft
+    behind: Float[Array, "B"]  # rounds since the drafter last read the text
+    depth: Int[Array, "B"]  # of the next draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Adaptive:
     Attributes:
         costs: of a round that drafts to depth 0, 1, ..., in any unit; measured by `jaxspec tune`. Deeper ones cost
             as the last step does.
-        resume: the cost of reading a token that the drafter missed while it was not to draft, in the same unit.
+        resume: the cost of reading a token that was missed in a round without a draft, in the same unit.
         hope: the acceptance that is assumed before anything is known.
         credit: what a row may lose at first, in plain rounds.
         share: what it may lose besides for each token, in plain rounds.
@@ -77,26 +78,28 @@ class Adaptive:
             raise InvalidConfig(f"hope must be a probability, got {self.hope!r}")
 
     def extra(self, depth: int) -> np.ndarray:
-        """The costs of rounds that draft to depths 0 to `depth`, in plain rounds beyond a plain one."""
+        """What rounds that draft to depths 0 to `depth` cost beyond a plain one, in plain ones; no depth less than one
+        before, whatever was measured."""
         costs = np.asarray(self.costs, np.float64)
         more = np.maximum(np.arange(depth + 1) - (costs.size - 1), 0)
         at = np.minimum(np.arange(depth + 1), costs.size - 1)
-        return (costs[at] + more * max(costs[-1] - costs[-2], 0.0)) / costs[0] - 1
+        return np.maximum.accumulate(costs[at] + more * (costs[-1] - costs[-2])) / costs[0] - 1
 
     def init(self, batch: int, shape: TreeShape) -> Account:
         counts, none = jnp.zeros((batch, shape.depth)), jnp.zeros((batch,))
-        return Account(counts, counts, none + self.credit, none.astype(jnp.int32), none)
+        return self._choose(Account(counts, counts, none + self.credit, none, none.astype(jnp.int32)))
 
     def limit(self, state: Account) -> Int[Array, "B"]:
-        return self._choose(state)
+        return state.depth
 
-    def _choose(self, state: Account) -> Int[Array, "B"]:
+    def _choose(self, state: Account) -> Account:
         extra = jnp.asarray(self.extra(state.tried.shape[1]), jnp.float32)
         score = expected_tokens(self.acceptance(state)) / (1 + extra)
-        allowed = self._bill(state, extra) <= state.balance[:, None]
-        score = jnp.where(allowed.at[:, 0].set(True), score, 0.0)
-        stay = jnp.take_along_axis(score, state.depth[:, None], 1)[:, 0] * (1 + self.hysteresis) >= score.max(-1)
-        return jnp.where(stay, state.depth, score.argmax(-1)).astype(jnp.int32)
+        afford = (self._bill(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
+        score = jnp.where(afford, score, 0.0)
+        now = jnp.take_along_axis(score, state.depth[:, None], 1)[:, 0]
+        depth = jnp.where(now * (1 + self.hysteresis) >= score.max(-1), state.depth, score.argmax(-1))
+        return state._replace(depth=depth.astype(jnp.int32))
 
     def _bill(self, state: Account, extra: Float[Array, "D1"]) -> Float[Array, "B D1"]:
         """What a round at each depth costs beyond a plain one."""
@@ -114,34 +117,24 @@ class Adaptive:
         return lax.scan(deeper, first, (state.tried.T, state.kept.T))[1].T
 
     def update(self, state: Account, played: Played) -> Account:
-        depth = state.tried.shape[1]
-        extra, fade = jnp.asarray(self.extra(depth), jnp.float32), math.exp(-1 / self.memory)
-        levels = jnp.arange(1, depth + 1)
-        drafted, accepted = played.drafted[:, None], played.accepted[:, None]
-        tried = (levels <= drafted) & (levels <= accepted + 1)
-        bill = jnp.take_along_axis(self._bill(state, extra), drafted, 1)[:, 0]
+        most = self.extra(state.tried.shape[1])
+        bill = jnp.take_along_axis(self._bill(state, jnp.asarray(most, jnp.float32)), played.drafted[:, None], 1)[:, 0]
         lost = jnp.where(played.drafted > 0, bill, 0.0) - played.accepted
         balance = state.balance - lost + self.share * (1 + played.accepted)
-        most = self.credit + float(self.extra(depth).max())  # what was won long ago is not to be lost again
-        return Account(
+        levels, accepted = jnp.arange(1, most.size), played.accepted[:, None]
+        tried = (levels <= played.drafted[:, None]) & (levels <= accepted + 1)
+        fade = math.exp(-1 / self.memory)
+        account = Account(
             fade * state.tried + tried,
             fade * state.kept + (tried & (levels <= accepted)),
-            jnp.minimum(balance, most),
-            self._choose(state),
+            jnp.minimum(balance, self.credit + most[-1]),  # what was won long ago is not to be lost again
             jnp.where(played.drafted > 0, 0.0, state.behind + 1),
+            state.depth,
         )
+        return self._choose(account)
 
     def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None
-
-
-def expected_tokens(acceptance: Float[Array, "*b D"]) -> Float[Array, "*b D1"]:
-    """Of a round that drafts to depth 0, 1, ..., the target's own token included."""
-    reached = jnp.cumprod(acceptance, -1)
-    return (
-        1
-        + jnp.concatenate([jnp.zeros_like(reached[..., :1]), jnp.cumsum(reached, -1)], -1)[..., : reached.shape[-1] + 1]
-    )
 
 
 def _positive(value: float) -> bool:

@@ -1,6 +1,6 @@
 """Two deeper after a draft that was accepted whole, one less deep after any other.
 
-The "heuristic" schedule of Hugging Face's assisted generation (Gante 2023); it knows no costs, and never stops drafting.
+The "heuristic" schedule of Hugging Face's assisted generation; it knows no costs, and never stops drafting.
 """
 
 import dataclasses
