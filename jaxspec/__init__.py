@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model as Model
     from jaxspec.models.model import load as load
     from jaxspec.models.saved import save as save
+    from jaxspec.tuned import Tuned as Tuned
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOME = {
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.models.model": ("Model", "load"),
     "jaxspec.models.saved": ("save",),
+    "jaxspec.tuned": ("Tuned",),
 }
 
 

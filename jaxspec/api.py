@@ -1,6 +1,7 @@
 """What a user calls: `load`, `generate`, and its streaming twin `stream`."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxspec import prepare
 from jaxspec.core import noise
-from jaxspec.core.protocols import Drafter, Rule, Setting
+from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.records import Status
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology
@@ -22,7 +23,9 @@ from jaxspec.models.model import load as load
 from jaxspec.prepare import Prompt
 from jaxspec.text.stops import StopStrings
 from jaxspec.text.stream import IncrementalDecoder
+from jaxspec.tuned import Tuned, as_tuned
 
+DRAFTER = "prompt-lookup"
 STEP = 4
 """Rounds between two looks at the device while streaming."""
 
@@ -106,7 +109,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     key: jax.Array | None = None,
-    drafter: str | Drafter = "prompt-lookup",
+    drafter: str | Drafter = DRAFTER,
     rule: str | Rule = "coupled",
     sampling: Sampling = Sampling(),
     max_new_tokens: int = 128,
@@ -146,7 +149,7 @@ def stream(
     prompts: Prompt | Sequence[Prompt],
     *,
     key: jax.Array | None = None,
-    drafter: str | Drafter = "prompt-lookup",
+    drafter: str | Drafter = DRAFTER,
     rule: str | Rule = "coupled",
     sampling: Sampling = Sampling(),
     max_new_tokens: int = 128,
@@ -154,6 +157,8 @@ def stream(
     draft_params: Any = None,
     tree: Topology | int | None = None,
     exit_layers: int | None = None,
+    schedule: str | Schedule = "constant",
+    tuned: Tuned | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool = False,
     stop: Sequence[str] | str = (),
@@ -173,6 +178,8 @@ def stream(
         draft_params: parameters of a drafter given as an object.
         tree: the draft's topology; a number is a chain of that length. None: the drafter's default.
         exit_layers: layers of the drafter "early-exit".
+        schedule: how deep each round may draft: a registered name, or a schedule object.
+        tuned: what `jaxspec tune` wrote, instead of `drafter`, `tree`, `exit_layers` and `schedule`.
         samples: rows per prompt, each with its own noise.
         chat: wrap text prompts into the model's chat template, as a user's message.
         stop: strings that end a text; the text is cut before, the token that completes one is kept.
@@ -208,9 +215,15 @@ def stream(
     settings = prepare.with_padding_masked(target, sampling, batch)
     keys = prepare.row_keys(key, len(ids), samples, sampling)
     stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
+    if tuned is not None:
+        if drafter != DRAFTER or schedule != "constant" or (tree, exit_layers, draft_params) != (None,) * 3:
+            raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
+        told = as_tuned(tuned)
+        drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
     setting = Setting(target, draft, prepare.as_topology(tree), exit_layers)
+    widths = () if width_matched else (1,)
     decoder, weights = prepare.make_decoder(
-        target, drafter, rule, setting, draft_params, widths=() if width_matched else (1,), logprobs=logprobs
+        target, drafter, rule, setting, draft_params, schedule, widths=widths, logprobs=logprobs
     )
     longest = max(map(len, ids)) + max_new_tokens
     request = (ids, keys, settings, max_new_tokens, samples, stopping)

@@ -66,5 +66,9 @@ class TaskError(JaxspecError):
     """A file of a benchmark's questions cannot be read, or a line of it is no question."""
 
 
+class TuningError(JaxspecError):
+    """A file of `jaxspec tune` cannot be read, or the measurement found nothing to go by."""
+
+
 class MissingPackage(JaxspecError):
     """A package that only some commands use is not installed."""

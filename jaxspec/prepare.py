@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core import sizes
-from jaxspec.core.protocols import Drafter, Rule, Setting
+from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Topology, chain
 from jaxspec.decode.loop import Decoder
@@ -24,7 +24,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def make_decoder(
-    target: Model, drafter: Any, rule: Any, setting: Setting, draft_params: Any = None, **options: Any
+    target: Model,
+    drafter: Any,
+    rule: Any,
+    setting: Setting,
+    draft_params: Any = None,
+    schedule: Any = "constant",
+    **options: Any,
 ) -> tuple[Decoder, Weights]:
     """The decoder of members given by name or as objects (a drafter object brings its own tree)."""
     given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
@@ -43,7 +49,11 @@ def make_decoder(
         rule = find("rule", rule)()
     elif isinstance(rule, type) or not isinstance(rule, Rule):
         raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
-    return Decoder(target.lm, drafter, rule, **options), Weights(target.params, draft_params)
+    if isinstance(schedule, str):
+        schedule = find("schedule", schedule)()
+    elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
+        raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {schedule!r:.80}")
+    return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
 
 def as_topology(tree: Topology | int | None) -> Topology | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.core.protocols import Drafter
+from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology
 from jaxspec.decode.stats import Stats
@@ -16,19 +16,21 @@ PLAIN = "none"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A drafter with its tree.
+    """A drafter with its tree and schedule.
 
     Attributes:
         label: its name in tables.
         drafter: a registered name, or a drafter object, which brings its own tree.
         tree: the topology, or the length of a chain; None for the drafter's own default.
         params: of a drafter object.
+        schedule: a registered name, or an object.
     """
 
     label: str
     drafter: str | Drafter
     tree: Topology | int | None = None
     params: Any = None
+    schedule: str | Schedule = "constant"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ class Setup:
         """What `generate` will make of the method; raises what it would raise."""
         given = self._given(method)
         setting = Setting(self.target, given["draft"], prepare.as_topology(given["tree"]), given["exit_layers"])
-        return prepare.make_decoder(self.target, method.drafter, given["rule"], setting, method.params)
+        return prepare.make_decoder(self.target, method.drafter, given["rule"], setting, method.params, method.schedule)
 
     def decode(self, method: Method, prompt: Prompt, **options: Any) -> Decoded:
         """Continues one prompt.
@@ -61,6 +61,7 @@ class Setup:
             key=prompt.key[None],
             drafter=method.drafter,
             draft_params=method.params,
+            schedule=method.schedule,
             capacity=self.capacity,
             **given,
         )

@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
+    "tune": "measure how deep to draft with a pair of models, and write it to a file",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE

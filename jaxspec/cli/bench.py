@@ -26,7 +26,7 @@ from jaxspec.cli.options import (
     whole,
 )
 from jaxspec.errors import UnknownName
-from jaxspec.registry import DRAFTERS, RULES, find
+from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
@@ -41,9 +41,11 @@ def add_options(parser: Parser) -> None:
     add(
         "--drafters",
         metavar="DRAFTER,...",
-        help=f"of {'|'.join(DRAFTERS)}, each with its own tree where wanted, as in model:4,model:2x2: a number is a "
-        f"chain of that length, else {TREE_GRAMMAR} (default: all that can be built)",
+        help=f"of {'|'.join(DRAFTERS)}, each with its own tree and schedule where wanted, as in model:4,model:2x2,"
+        f"model:8@adaptive: a number is a chain of that length, else {TREE_GRAMMAR}; a schedule is one of "
+        f"{'|'.join(SCHEDULES)} (default: all that can be built)",
     )
+    add("--tuned", metavar="FILE", help="measure also what 'jaxspec tune' found best")
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
 
@@ -149,11 +151,15 @@ def parse_drafters(text: str) -> list["Method"]:
 
     methods = []
     for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may have commas, too
-        name, colon, tree = spec.partition(":")
+        drafter, at, schedule = spec.partition("@")
+        name, colon, tree = drafter.partition(":")
         if name not in DRAFTERS:
             raise UsageError(f"--drafters: {UnknownName('drafter', name, DRAFTERS)}")
+        if at and schedule not in SCHEDULES:
+            raise UsageError(f"--drafters: {UnknownName('schedule', schedule, SCHEDULES)}")
         length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
-        methods.append(Method(spec, name, (int(tree) if length else parse_tree(tree)) if colon else None))
+        shape = (int(tree) if length else parse_tree(tree)) if colon else None
+        methods.append(Method(spec, name, shape, schedule=schedule or "constant"))
     return [method for method in methods if method.label != PLAIN]
 
 
@@ -165,9 +171,11 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     """
     if args.json and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
-    if args.drafters is None:
+    if args.drafters is None and args.tuned is None:
         return None
-    methods = parse_drafters(args.drafters)
+    methods = [] if args.drafters is None else parse_drafters(args.drafters)
+    if args.tuned is not None:
+        methods.append(_tuned(args))
     takes = set().union(*(find("drafter", str(method.drafter)).takes for method in methods))
     for option, field, drafter in (("draft_model", "draft", "model"), ("exit_layers", "exit_layers", "early-exit")):
         if getattr(args, option) is not None and field not in takes:
@@ -177,3 +185,19 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     if "draft" in takes and args.draft_model is None:
         raise UsageError("the drafter model needs --draft-model SOURCE")
     return methods
+
+
+def _tuned(args: argparse.Namespace) -> "Method":
+    """What `--tuned` stands for, as a method.
+
+    Raises:
+        UsageError: another `--exit-layers` is given.
+    """
+    from jaxspec.bench.records import Method
+    from jaxspec.tuned import Tuned
+
+    tuned = Tuned.load(args.tuned)
+    if tuned.exit_layers is not None and args.exit_layers not in (None, tuned.exit_layers):
+        raise UsageError(f"--tuned exits after {tuned.exit_layers} layers, --exit-layers says {args.exit_layers}")
+    args.exit_layers = args.exit_layers or tuned.exit_layers
+    return Method("tuned", tuned.drafter, tuned.tree, schedule=tuned.schedule)

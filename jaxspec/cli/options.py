@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.errors import InvalidConfig, UnknownName
-from jaxspec.registry import DRAFTERS, RULES
+from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
 
 if TYPE_CHECKING:
     from jaxspec.core.tree import Topology
     from jaxspec.models.model import Model
 
-TARGET = "smollm2-135m-instruct"
+TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
 SOURCES = (
     "a preset, a .gguf file, a Hugging Face directory or a repository of its Hub (organization/name, @revision may "
     "follow), or what jaxspec.save wrote"
@@ -108,15 +108,24 @@ def add_drafting(parser: Parser) -> Callable:
     drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
     add(
         "--drafter",
-        default="prompt-lookup",
+        default=DRAFTER,
         type=one_of("drafter", DRAFTERS),
         metavar=drafters,
-        help="default: prompt-lookup",
+        help=f"default: {DRAFTER}",
     )
     add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
     add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
+    schedules = "|".join(SCHEDULES)
+    add(
+        "--schedule",
+        default="constant",
+        type=one_of("schedule", SCHEDULES),
+        metavar=schedules,
+        help="how deep each round may draft; default: constant, as deep as the tree",
+    )
+    add("--tuned", metavar="FILE", help="draft as 'jaxspec tune' found best; instead of the other options but --rule")
     return add
 
 
@@ -151,6 +160,7 @@ def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
     Raises:
         UsageError: options that exclude, or need, one another.
     """
+    tuned = None if args.tuned is None else take_tuned(args)
     if args.tree is not None and args.draft_length is not None:
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
     if args.drafter == "model":
@@ -160,7 +170,27 @@ def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
             raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
     if args.drafter == "model" and args.draft_model is None:
         raise UsageError("--drafter model needs --draft-model SOURCE")
+    if tuned is not None:
+        return tuned
     return args.draft_length if args.tree is None else parse_tree(args.tree)
+
+
+def take_tuned(args: argparse.Namespace) -> "Topology":
+    """Sets the options that `--tuned` stands for, and gives its tree.
+
+    Raises:
+        UsageError: they are given beside it.
+        TuningError: the file is none.
+    """
+    from jaxspec.tuned import Tuned
+
+    if (args.tree, args.draft_length, args.exit_layers, args.drafter, args.schedule) != (
+        *[None] * 3, DRAFTER, "constant",
+    ):  # fmt: skip
+        raise UsageError("--tuned says how to draft; give it without --drafter, --tree, --schedule and their like")
+    tuned = Tuned.load(args.tuned)
+    args.drafter, args.exit_layers, args.schedule = tuned.drafter, tuned.exit_layers, tuned.schedule
+    return tuned.tree
 
 
 def own_draft(target: str) -> str | None:
@@ -195,6 +225,7 @@ def stream_options(args: argparse.Namespace, draft: "Model | None", tree: "Topol
         "draft": draft,
         "tree": tree,
         "exit_layers": args.exit_layers,
+        "schedule": args.schedule,
         "stop": args.stop,
         "ignore_eos": args.ignore_eos,
     }

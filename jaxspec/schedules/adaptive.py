@@ -19,6 +19,9 @@ from jaxspec.core.theory import expected_tokens
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
+RISKED = 4
+"""Of what drafts have won, a row may lose again what this many of the deepest cost, should the text change."""
+
 
 class Account(NamedTuple):
     """What a row has learned. Counts fade with time; the rest is in plain rounds."""
@@ -58,7 +61,7 @@ class Adaptive:
     resume: float = 0.0
     hope: float = 0.7
     credit: float = 2.0
-    share: float = 0.02
+    share: float = 0.015
     memory: float = 32.0
     weight: float = 1.0
     hysteresis: float = 0.02
@@ -127,7 +130,7 @@ class Adaptive:
         account = Account(
             fade * state.tried + tried,
             fade * state.kept + (tried & (levels <= accepted)),
-            jnp.minimum(balance, self.credit + most[-1]),  # what was won long ago is not to be lost again
+            jnp.minimum(balance, self.credit + RISKED * most[-1]),
             jnp.where(played.drafted > 0, 0.0, state.behind + 1),
             state.depth,
         )

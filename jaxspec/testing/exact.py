@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import WeighingRule
+from jaxspec.core.protocols import Schedule, WeighingRule
 from jaxspec.core.records import Proposal
+from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig
 
@@ -37,7 +38,13 @@ def bias(rule: WeighingRule, topology: Topology, target: Law, draft: Law, **opti
 
 
 def round_law(
-    rule: WeighingRule, topology: Topology, target: Law, draft: Law, dtype: Any = np.float64, noise: Noise | None = None
+    rule: WeighingRule,
+    topology: Topology,
+    target: Law,
+    draft: Law,
+    dtype: Any = np.float64,
+    noise: Noise | None = None,
+    schedule: Schedule = Constant(),
 ) -> np.ndarray:
     """The law of the next D + 1 tokens if they begin with a round of this rule, `[V] * (D + 1)`.
 
@@ -51,11 +58,12 @@ def round_law(
         dtype: of the rule's arithmetic.
         noise: what the drafter draws with, the rule's own by default; with `Noise.NONE` its likeliest tokens are
             proposed as point masses.
+        schedule: of the drafts; it is in its first round.
 
     Raises:
         InvalidConfig: a coupled rule, or a tree that the rule does not take.
     """
-    found = enumerate_proposals(topology, target, draft, rule.noise if noise is None else noise)
+    found = enumerate_proposals(topology, target, draft, rule.noise if noise is None else noise, schedule)
     chances, after = weigh(rule, topology, found, dtype)
     vocab, longest = found.target.shape[-1], topology.shape.depth + 1
     ended = [np.zeros((vocab**depth, vocab)) for depth in range(longest)]
@@ -108,13 +116,25 @@ class Enumeration(NamedTuple):
     draft: np.ndarray | None  # [M, N, V], None for point masses
 
 
-def enumerate_proposals(topology: Topology, target: Law, draft: Law, noise: Noise = Noise.FRESH) -> Enumeration:
-    """What a drafter of these laws may propose; with `Noise.NONE` one proposal, of the likeliest tokens."""
+def enumerate_proposals(
+    topology: Topology, target: Law, draft: Law, noise: Noise = Noise.FRESH, schedule: Schedule = Constant()
+) -> Enumeration:
+    """What a drafter of these laws may propose; with `Noise.NONE` one proposal, of the likeliest tokens.
+
+    Below a node that the schedule withholds nothing is proposed, and no law is known, as when it is not computed.
+    """
     if noise is Noise.SHARED:
         raise InvalidConfig("a coupled rule is proved by comparing texts with plain decoding, not by enumeration")
     tree, vocab = topology.tree, len(target(()))
     chances, tokens = np.ones(1), np.full((1, topology.shape.nodes), -1, np.int32)
     tokens[:, 0] = 0
+
+    limit = int(schedule.limit(schedule.init(1, topology.shape))[0])
+
+    def withheld(node: int, text: tuple[int, ...]) -> bool:
+        with np.errstate(divide="ignore"):
+            doubted = schedule.doubts(jnp.asarray(np.log(draft(text))))
+        return bool(tree.depths[node] >= limit) or (doubted is not None and bool(doubted))
 
     def texts(node: int) -> tuple[list[tuple[int, ...] | None], np.ndarray]:
         """The different texts up to a node, None where a token is missing, and which one each proposal has."""
@@ -128,7 +148,7 @@ def enumerate_proposals(topology: Topology, target: Law, draft: Law, noise: Nois
         draws = []
         different, which = texts(node)
         for text in different:
-            if text is None:
+            if text is None or withheld(node, text):
                 draws.append([(1.0, (-1,) * children.size)])
             elif noise is Noise.NONE:
                 draws.append([(1.0, likeliest(draft(text), children.size))])
@@ -145,7 +165,11 @@ def enumerate_proposals(topology: Topology, target: Law, draft: Law, noise: Nois
             found[:, node] = np.array([np.full(vocab, 1 / vocab) if t is None else law(t) for t in different])[which]
         return found
 
-    return Enumeration(chances, tokens, laws(target), None if noise is Noise.NONE else laws(draft))
+    sampled = None
+    if noise is not Noise.NONE:
+        proposed = np.stack([(tokens[:, below] >= 0).any(-1) & (below >= 0).any() for below in tree.children], axis=1)
+        sampled = np.where(proposed[..., None], laws(draft), 0.0)
+    return Enumeration(chances, tokens, laws(target), sampled)
 
 
 def ordered(law: np.ndarray, count: int) -> list[tuple[float, tuple[int, ...]]]:

@@ -1,0 +1,83 @@
+"""Measures what drafting costs and brings on prompts like yours, and writes how deep to draft to a file.
+
+'jaxspec generate --tuned FILE', 'jaxspec chat --tuned FILE' and 'jaxspec bench --tuned FILE' take it.
+"""
+
+import argparse
+import pathlib
+
+from jaxspec.bench.tasks import NAMES, load
+from jaxspec.cli import options
+from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
+from jaxspec.registry import DRAFTERS, RULES
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="texts like those that will be continued")
+    options.add_chat(options.add_models(parser))
+    add = parser.add_argument_group("what is measured").add_argument
+    names = "|".join(DRAFTERS)
+    add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
+    add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="of the longest drafts (default: 8)")
+    add("--tree", metavar="SPEC", help=f"trees instead of chains: {options.TREE_GRAMMAR}")
+    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
+    add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl files")
+    add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
+    options.add_sampling(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
+    parser.set_defaults(tuned=None, schedule="constant")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures as told."""
+    tree = options.check_drafting(args)
+    if not args.prompt and args.tasks is None:
+        raise UsageError("no PROMPT given; write some, or name --tasks")
+    if not args.out.absolute().parent.is_dir():
+        raise UsageError(f"--out {args.out}: there is no folder {args.out.absolute().parent}; make it first")
+
+    import jax
+
+    import jaxspec
+    from jaxspec.cli import show
+    from jaxspec.tune import tune
+
+    prompts = list(args.prompt)
+    for source in args.tasks.split(",") if args.tasks else ():
+        prompts += [question.turns[0] for question in load(source, args.limit, args.seed, show.say).questions]
+    target, draft = options.load_models(args)
+    with show.Bar("measuring", parts=10) as bar:
+        tuned = tune(
+            target,
+            prompts,
+            drafter=args.drafter,
+            draft=draft,
+            tree=tree,
+            exit_layers=args.exit_layers,
+            rule=args.rule,
+            sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
+            key=jax.random.key(args.seed),
+            max_new_tokens=args.max_new_tokens,
+            chat=target.chat_template is not None if args.chat is None else args.chat,
+            progress=bar,
+        )
+    tuned.save(args.out)
+    for line in table(tuned.measured):
+        print(line)
+    show.say(f"written: {args.out}")
+    return 0
+
+
+def table(measured: dict) -> list[str]:
+    """A line per depth."""
+    took, accepted = measured["round_s"], ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
+    lines = ["depth  ms a round  accepted  times plain"]
+    for depth, speedup in enumerate(measured["speedup_by_depth"]):
+        ms = f"{took[str(depth)] * 1e3:.1f}" if str(depth) in took else "-"
+        best = "  best" if depth == measured["best_depth"] else ""
+        lines.append(f"{depth:5}  {ms:>10}  {accepted[depth]:>8}  {speedup:11.2f}{best}")
+    return lines

@@ -1,0 +1,199 @@
+"""Measures what drafting costs and brings, on given prompts, and makes the schedule for it.
+
+The rounds are those of decoding: one executable, whose limit is set from outside, plays every depth by turns. So a
+cost holds all that a round of that depth does, and drifts of the machine hit all depths alike.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import prepare
+from jaxspec.core.protocols import Setting
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.schedule import Constant
+from jaxspec.core.theory import expected_tokens
+from jaxspec.core.tree import Topology, chain
+from jaxspec.decode.session import Session
+from jaxspec.decode.stats import Stats
+from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.models.model import Model
+from jaxspec.registry import find
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.tuned import Tuned
+
+DEPTH = 8
+"""Of the chain that is tried where none is asked for."""
+IDLE = 24
+"""Rounds without a draft, after which the time of catching up is measured."""
+TURN = 3
+"""Rounds of one depth in a turn; the first follows another depth, and is not timed."""
+
+
+def tune(
+    target: Model,
+    prompts: prepare.Prompt | Sequence[prepare.Prompt],
+    *,
+    drafter: str = "prompt-lookup",
+    draft: Model | None = None,
+    tree: Topology | int | None = None,
+    exit_layers: int | None = None,
+    rule: str = "coupled",
+    sampling: Sampling = Sampling(),
+    key: jax.Array | None = None,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+) -> Tuned:
+    """The schedule "adaptive" with measured costs, on a chain no deeper than pays, and the window widths for it.
+
+    Args:
+        target: the model that decides.
+        prompts: like those it will be used on; each is decoded alone, beyond its stop tokens.
+        drafter: a registered name.
+        draft: the draft model of the drafter "model".
+        tree: what is tried at most: a chain's length, or a topology, which is then kept. None: a chain of 8, or the
+            drafter's own if that is deeper.
+        exit_layers: layers of the drafter "early-exit".
+        rule: a registered name.
+        sampling: settings, as numbers.
+        key: as in `generate`.
+        max_new_tokens: decoded per prompt.
+        chat: wrap text prompts into the model's chat template.
+        progress: called with (prompts done, prompts in all).
+
+    Raises:
+        JaxspecError: bad input, before anything compiles.
+        TuningError: nothing was drafted on these prompts.
+    """
+    prepare.need_model("target", target)
+    prepare.check_counts(max_new_tokens=max_new_tokens)
+    if not isinstance(drafter, str):
+        raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
+    given = prepare.as_topology(tree)
+    if given is None:
+        own = find("drafter", drafter).build(Setting(target, draft, None, exit_layers))[0].shape.depth
+        given = chain(max(own, DEPTH))
+    setting = Setting(target, draft, given, exit_layers)
+    widths = some_widths(given)
+    decoder, weights = prepare.make_decoder(target, drafter, rule, setting, schedule=Constant(widths=widths))
+    ids = prepare.encode_prompts(target, prompts, chat)
+    keys = prepare.row_keys(key, len(ids), 1, sampling)
+    settings = prepare.with_padding_masked(target, sampling, 1)
+    stops = jnp.full((1, 8), -1, jnp.int32)
+    slots = prepare.fit_capacity(decoder, weights, max(map(len, ids)) + max_new_tokens, 1, None)
+
+    seconds: dict[int, list[float]] = {}
+    resumed, stats = [], []
+    for i, prompt in enumerate(ids):
+        request = prepare.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, 1, stops, slots)
+        session = _Rounds(decoder, weights, request, slots)
+        if not i:
+            session.play(0)  # compiles
+        session.by_turns(seconds)
+        resumed += session.resumed
+        stats.append(session.stats())
+        if progress:
+            progress(i + 1, len(ids))
+    return conclude(drafter, given, exit_layers, seconds, resumed, Stats.total(stats))
+
+
+class _Rounds(Session):
+    """A decode of one row, round by round, each of a depth that is given."""
+
+    resumed: list[tuple[int, float]]  # depth and seconds of rounds after many without a draft
+
+    def play(self, depth: int) -> tuple[float, bool]:
+        """One round: its seconds, and whether anything was drafted."""
+        self.state = self.state._replace(schedule=jnp.full((1,), depth, jnp.int32))
+        before, at = self.timing.decode_s, int(self.state.round)
+        self.run(1)
+        return self.timing.decode_s - before, bool(np.asarray(self.state.log[at, 0, 2]) > 0)
+
+    def by_turns(self, seconds: dict[int, list[float]]) -> None:
+        """All depths, the deepest first, until the text ends."""
+        self.resumed, idle = [], False
+        while self.running:
+            for depth in reversed(range(self.decoder.drafter.shape.depth + 1)):
+                for turn in range(TURN):
+                    if not self.running:
+                        return
+                    took, drafted = self.play(depth)
+                    if turn and drafted == (depth > 0):
+                        seconds.setdefault(depth, []).append(took)
+            if not idle:
+                idle = True
+                for _ in range(IDLE):
+                    if self.running:
+                        self.play(0)
+                if self.running:
+                    took, drafted = self.play(1)
+                    self.resumed += [(IDLE + TURN, took)] * drafted
+
+    def stats(self) -> Stats:
+        return Stats.from_log(np.asarray(self.state.log[:, 0]), self.decoder.drafter.calls)
+
+
+def some_widths(tree: Topology) -> tuple[int, ...]:
+    """Widths worth compiling: of the windows of depths 1, 2, 4, 8, ..., but for that of the whole tree."""
+    depths = [1 << i for i in range(tree.shape.depth.bit_length())]
+    return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
+
+
+def conclude(
+    drafter: str,
+    tree: Topology,
+    exit_layers: int | None,
+    seconds: dict[int, list[float]],
+    resumed: list[tuple[int, float]],
+    stats: Stats,
+) -> Tuned:
+    """From measurements to a schedule.
+
+    Args:
+        drafter: by name.
+        tree: that was measured.
+        exit_layers: of the drafter.
+        seconds: of rounds, by the depth they drafted to.
+        resumed: rounds without a draft, and the seconds of the round of depth 1 that followed.
+        stats: of all rounds; of its acceptance at a depth that no round came to, that before it is taken.
+
+    Raises:
+        TuningError: no round drafted.
+    """
+    timed = {depth: statistics.median(took) for depth, took in sorted(seconds.items()) if took}
+    if 0 not in timed or len(timed) < 2:
+        raise TuningError(
+            f"the drafter {drafter!r} drafted too little on these prompts to measure; give other ones, or longer texts"
+        )
+    depths = np.arange(tree.shape.depth + 1)
+    rounds = np.maximum.accumulate(np.interp(depths, list(timed), list(timed.values())))
+    acceptance: list[float] = []
+    for tried, kept in zip(stats.tested_at, stats.accepted_at):
+        acceptance.append(kept / tried if tried else (acceptance or [0.0])[-1])
+    costs = rounds / rounds[0]
+    speedups = np.asarray(expected_tokens(jnp.asarray(acceptance))) / costs
+    best = int(speedups.argmax())
+    resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
+    # Texts differ, and within one its parts: where more is accepted than on average, deeper pays.
+    kept = chain(min(tree.shape.depth, max(2 * best, 1))) if tree.is_chain else tree
+    schedule = Adaptive(
+        costs=tuple(round(float(cost), 4) for cost in costs[: kept.shape.depth + 1]),
+        resume=round(float(resume / rounds[0]), 4),
+        hope=round(float(np.clip(acceptance[0], 0.05, 0.95)), 4),
+        widths=some_widths(kept),
+    )
+    measured = {
+        "round_s": {str(depth): round(took, 6) for depth, took in timed.items()},
+        "rounds_timed": {str(depth): len(took) for depth, took in sorted(seconds.items())},
+        "acceptance_by_depth": [round(share, 4) for share in acceptance],
+        "speedup_by_depth": [round(float(speedup), 4) for speedup in speedups],
+        "best_depth": best,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    return Tuned(drafter, kept, schedule, exit_layers, measured)

@@ -1,0 +1,257 @@
+"""`jaxspec tune`: what it concludes, its file, and that what takes the file drafts by it."""
+
+import json
+import time
+
+import jax
+import pytest
+from checkpoints import random_params, tiny_config, write_bytes
+from toys import noisy
+
+import jaxspec
+from jaxspec import prepare
+from jaxspec.bench.records import Method
+from jaxspec.bench.setup import Setup
+from jaxspec.cli import bench, main
+from jaxspec.cli.options import UsageError
+from jaxspec.cli.tune import table
+from jaxspec.core.schedule import Constant
+from jaxspec.core.tree import branching, chain
+from jaxspec.decode.stats import Stats
+from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.confidence import Confidence
+from jaxspec.schedules.plus_minus import PlusMinus
+from jaxspec.testing import TableLM
+from jaxspec.tune import conclude, some_widths, tune
+
+LM = TableLM(8)
+TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
+DRAFT = jaxspec.Model(LM, noisy(TARGET.params, 1, 0.2))
+PROMPTS = [[1, 2, 3], [4]]
+SAMPLED = {"sampling": jaxspec.Sampling(temperature=1.0), "key": jax.random.key(5)}
+
+
+# What it concludes.
+
+
+def test_widths_hold_depths_in_powers_of_two():
+    assert some_widths(chain(8)) == (2, 3, 5)
+    assert some_widths(chain(3)) == (2, 3)
+    assert some_widths(chain(1)) == ()
+    assert some_widths(branching(2, 2, 1)) == (3, 7)
+
+
+def test_conclusions_by_hand():
+    """Costs are medians in plain rounds, gaps filled, never falling; the best depth is that of the most tokens."""
+    seconds = {4: [0.8, 0.9, 7.0], 0: [0.4, 0.4, 0.5], 1: [0.5], 2: [0.45, 0.65, 0.6]}
+    stats = Stats(tested_at=(10, 8, 0, 4), accepted_at=(8, 4, 0, 1))
+    tuned = conclude("model", chain(4), None, seconds, [(10, 0.7), (10, 0.9)], stats)
+    assert tuned.tree == chain(4)
+    assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, hope=0.8, widths=(2, 3))
+    assert tuned.measured["acceptance_by_depth"] == [0.8, 0.5, 0.5, 0.25]
+    by_depth = [1.0, 1.8 / 1.25, 2.2 / 1.5, 2.4 / 1.875, 2.45 / 2.25]
+    assert tuned.measured["speedup_by_depth"] == pytest.approx(by_depth, abs=1e-4)
+    assert tuned.measured["best_depth"] == 2
+    assert table(tuned.measured)[3].split() == ["2", "600.0", "50%", "1.47", "best"]
+    assert table(tuned.measured)[4].split() == ["3", "-", "50%", "1.28"]
+
+
+def test_where_nothing_pays_the_draft_is_one_token():
+    """Zero is the best depth; the schedule may still try one token now and then."""
+    tuned = conclude("model", chain(4), None, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
+    assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
+    assert (tuned.schedule.hope, tuned.schedule.resume) == (0.05, 0.0)
+    wide = conclude(
+        "model", branching(2, 2), None, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0))
+    )
+    assert wide.tree == branching(2, 2)
+
+
+def test_nothing_drafted_is_an_error():
+    with pytest.raises(TuningError, match="drafted too little"):
+        conclude("prompt-lookup", chain(4), None, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4))
+
+
+# The file.
+
+
+TUNED = jaxspec.Tuned("model", chain(4), Adaptive((1.0, 1.5), resume=0.01, widths=(2, 3)), None, {"device": "x"})
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    for tuned in (
+        TUNED,
+        jaxspec.Tuned("early-exit", branching(2, 1), Confidence(threshold=0.3, entropy=True), 2),
+        jaxspec.Tuned("none", chain(0), Constant(0)),
+        jaxspec.Tuned("prompt-lookup", chain(6), PlusMinus(first=3)),
+    ):
+        tuned.save(tmp_path / "t.json")
+        again = jaxspec.Tuned.load(tmp_path / "t.json")
+        assert again == tuned
+        assert again.measured == tuned.measured
+        assert hash(again.schedule) == hash(tuned.schedule)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "version 1"),
+        ({"version": None}, "version 1"),
+        ({"drafter": "modle"}, "'model'"),
+        ({"drafter": 3}, "drafter must be a name"),
+        ({"tree": [-1, 5]}, "node 1"),
+        ({"tree": "chain"}, "list of parents"),
+        ({"tree": [-1, 0.0]}, "list of parents"),
+        ({"exit_layers": 0}, "exit_layers"),
+        ({"exit_layers": True}, "exit_layers"),
+        ({"schedule": {"name": "adaptiv"}}, "'adaptive'"),
+        ({"schedule": {"name": "adaptive", "price": 1}}, "no 'price'"),
+        ({"schedule": {"name": "adaptive", "costs": [1.0, "dear"]}}, "costs"),
+        ({"schedule": {"name": "adaptive", "costs": [1.0, -2.0]}}, "costs"),
+        ({"schedule": {"name": "plus-minus", "first": "two"}}, "plus-minus"),
+        ({"schedule": ["adaptive"]}, "with a name"),
+        ({"measured": 1}, "measured"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, change, said):
+    path = tmp_path / "t.json"
+    TUNED.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(TuningError, match=said) as error:
+        jaxspec.Tuned.load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", "[" * 100_000, "\x00", '{"version": 1}', None])
+def test_what_is_no_such_file_is_refused(tmp_path, content):
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TuningError, match=str(path)):
+        jaxspec.Tuned.load(path)
+
+
+def test_tuned_is_given_alone(tmp_path):
+    for more in ({"tree": 3}, {"schedule": "adaptive"}, {"drafter": "none"}, {"exit_layers": 1}):
+        with pytest.raises(InvalidConfig, match="tuned="):
+            jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, tuned=TUNED, **more)
+    with pytest.raises(InvalidConfig, match="tuned must be"):
+        jaxspec.generate(TARGET, PROMPTS, tuned=3)
+    with pytest.raises(InvalidConfig, match="schedule must be"):
+        jaxspec.generate(TARGET, PROMPTS, schedule=Adaptive)
+    with pytest.raises(jaxspec.JaxspecError, match="did you mean 'adaptive'|Did you mean 'adaptive'"):
+        jaxspec.generate(TARGET, PROMPTS, schedule="adaptve")
+
+
+# From one end to the other.
+
+
+def test_from_measuring_to_decoding(tmp_path, monkeypatch):
+    """Measured on two prompts, written, read, decoded by: the plain text, and the schedule is the file's.
+
+    The clock is a toy's: every round takes a time that its draft's depth decides, so that the costs are known.
+    """
+    tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
+    assert tuned.drafter == "model"
+    assert len(tuned.measured["round_s"]) == 3
+    assert all(count >= 4 for count in tuned.measured["rounds_timed"].values())
+    assert 0.3 < tuned.measured["acceptance_by_depth"][0] <= 1
+    tuned.save(tmp_path / "t.json")
+    asking = SAMPLED | {"max_new_tokens": 20}
+    plain = jaxspec.generate(TARGET, PROMPTS, drafter="none", **asking)
+    output = jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, tuned=str(tmp_path / "t.json"), **asking)
+    assert [row.tokens for row in output] == [row.tokens for row in plain]
+    assert output.session.decoder.schedule == tuned.schedule
+    assert output.session.decoder.drafter.tree == tuned.tree
+
+
+def test_rounds_are_timed_by_their_depth(monkeypatch):
+    """A clock that a round of depth g moves by 2 + g: just those costs come out."""
+    from jaxspec import tune as module
+
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    play = module._Rounds.run
+
+    def run(self, rounds):
+        depth = int(self.state.schedule[0])
+        clock, now[0] = now[0], now[0]
+        play(self, rounds)
+        self.timing.decode_s = clock + 2 + depth
+        now[0] = self.timing.decode_s
+
+    monkeypatch.setattr(module._Rounds, "run", run)
+    tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
+    assert tuned.measured["round_s"] == {"0": 2.0, "1": 3.0, "2": 4.0}
+    assert tuned.schedule.costs == (1.0, 1.5, 2.0)[: tuned.tree.shape.depth + 1]
+
+
+CONFIG = tiny_config(vocab_size=264, max_position=4096)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_bytes(tmp_path_factory.mktemp("tiny"), CONFIG, random_params(CONFIG, 3))
+
+
+def test_the_command(directory, tmp_path, capsys):
+    """`tune` writes a file, `generate --tuned` writes the plain text with it; so does `--schedule`."""
+    path = str(tmp_path / "t.json")
+    common = ["--target", str(directory), "--max-new-tokens", "40", "--no-chat", "abcabc"]
+    drafter = ["--drafter", "early-exit", "--exit-layers", "1"]
+    assert main(["tune", *common, *drafter, "--draft-length", "2", "--out", path]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == [
+        "depth",
+        "ms",
+        "a",
+        "round",
+        "accepted",
+        "times",
+        "plain",
+    ]
+    assert jaxspec.Tuned.load(path).exit_layers == 1
+    written = []
+    for words in (["--drafter", "none"], ["--tuned", path], [*drafter, "--schedule", "confidence"]):
+        assert main(["generate", *common, "--json", *words]) == 0
+        written.append(json.loads(capsys.readouterr().out)[0]["tokens"])
+    assert written[0] == written[1] == written[2]
+
+
+def test_wrong_command_lines(directory, tmp_path, capsys):
+    path = str(tmp_path / "t.json")
+    TUNED.save(path)
+    words = ["--target", str(directory), "abc"]
+    for command, said in (
+        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned says how to draft"),
+        (["generate", *words, "--tuned", path], "needs --draft-model"),
+        (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
+        (["tune", *words, "--out", path], "--drafter"),
+        (["tune", "--drafter", "none", "--out", path], "no PROMPT"),
+        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "no folder"),
+        (["bench", "--drafters", "model:4@adaptve"], "Did you mean 'adaptive'"),
+    ):
+        assert main(command) == 2, command
+        assert said in capsys.readouterr().err
+    assert main(["generate", *words, "--tuned", str(tmp_path / "none.json")]) == 1
+    assert "none.json: cannot be read" in capsys.readouterr().err
+
+
+def test_the_benchmark_takes_schedules(tmp_path):
+    """By name behind a drafter, and from a file; each reaches the decoder."""
+    methods = bench.parse_drafters("model:4@adaptive,prompt-lookup@plus-minus,model:2x1,none")
+    assert [(m.label, m.schedule) for m in methods] == [
+        ("model:4@adaptive", "adaptive"),
+        ("prompt-lookup@plus-minus", "plus-minus"),
+        ("model:2x1", "constant"),
+    ]
+    assert methods[0].tree == 4
+    with pytest.raises(UsageError):
+        bench.parse_drafters("model:4@")
+    setup = Setup(TARGET, DRAFT, None, "coupled", {})
+    assert setup.decoder(methods[0])[0].schedule == Adaptive()
+    method = Method("tuned", TUNED.drafter, TUNED.tree, schedule=TUNED.schedule)
+    decoder, _ = setup.decoder(method)
+    assert (decoder.schedule, decoder.drafter.tree) == (TUNED.schedule, TUNED.tree)
+    assert prepare.as_topology(3) == chain(3)
