@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from jaxspec.api import Output as Output
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
+    from jaxspec.core.best import best_tree as best_tree
+    from jaxspec.core.best import expected_tokens as expected_tokens
+    from jaxspec.core.best import fastest_tree as fastest_tree
     from jaxspec.core.sampling import Sampling as Sampling
     from jaxspec.core.tree import Topology as Topology
     from jaxspec.core.tree import branching as branching
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "jaxspec.api": ("Chunk", "Generation", "Output", "generate", "stream"),
+    "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Topology", "branching", "chain", "from_paths"),
     "jaxspec.decode.loop": ("Decoder",),
