@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from jaxspec.core.best import expected_tokens as expected_tokens
     from jaxspec.core.best import fastest_tree as fastest_tree
     from jaxspec.core.sampling import Sampling as Sampling
+    from jaxspec.core.tree import Dynamic as Dynamic
     from jaxspec.core.tree import Topology as Topology
     from jaxspec.core.tree import branching as branching
     from jaxspec.core.tree import chain as chain
+    from jaxspec.core.tree import dynamic as dynamic
     from jaxspec.core.tree import from_paths as from_paths
     from jaxspec.decode.loop import Decoder as Decoder
     from jaxspec.decode.session import Session as Session
@@ -40,7 +42,7 @@ _HOME = {
     "jaxspec.api": ("Chunk", "Generation", "Output", "generate", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.sampling": ("Sampling",),
-    "jaxspec.core.tree": ("Topology", "branching", "chain", "from_paths"),
+    "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
     "jaxspec.decode.loop": ("Decoder",),
     "jaxspec.decode.session": ("Session",),
     "jaxspec.decode.state": ("Request", "Weights"),

@@ -13,7 +13,7 @@ from jaxspec.core import noise
 from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.records import Status
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology
+from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats, from_draft
@@ -155,7 +155,7 @@ def stream(
     max_new_tokens: int = 128,
     draft: Model | None = None,
     draft_params: Any = None,
-    tree: Topology | int | None = None,
+    tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
     schedule: str | Schedule = "constant",
     tuned: Tuned | str | os.PathLike | None = None,
@@ -176,7 +176,8 @@ def stream(
     Args (beyond those of `generate`):
         draft: the draft model of the drafter "model".
         draft_params: parameters of a drafter given as an object.
-        tree: the draft's topology; a number is a chain of that length. None: the drafter's default.
+        tree: the draft's topology, or `jaxspec.dynamic()` for one that is chosen every round; a number is a chain of
+            that length. None: the drafter's default.
         exit_layers: layers of the drafter "early-exit".
         schedule: how deep each round may draft: a registered name, or a schedule object.
         tuned: what `jaxspec tune` wrote, instead of `drafter`, `tree`, `exit_layers` and `schedule`.

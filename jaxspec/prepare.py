@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.core import sizes
 from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import Topology, chain
+from jaxspec.core.tree import Dynamic, Topology, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange
@@ -56,9 +56,9 @@ def make_decoder(
     return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
 
-def as_topology(tree: Topology | int | None) -> Topology | None:
+def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
     """A draft length stands for a chain."""
-    return tree if tree is None or isinstance(tree, Topology) else chain(tree)
+    return tree if tree is None or isinstance(tree, (Topology, Dynamic)) else chain(tree)
 
 
 def need_model(name: str, model: Any) -> None:

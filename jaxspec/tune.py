@@ -78,6 +78,8 @@ def tune(
     if given is None:
         own = find("drafter", drafter).build(Setting(target, draft, None, exit_layers))[0].shape.depth
         given = chain(max(own, DEPTH))
+    if not isinstance(given, Topology):
+        raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
     setting = Setting(target, draft, given, exit_layers)
     widths = some_widths(given)
     decoder, weights = prepare.make_decoder(target, drafter, rule, setting, schedule=Constant(widths=widths))

@@ -27,7 +27,7 @@ from toys import (
 
 from jaxspec.core.records import Window
 from jaxspec.core.sampling import GREEDY
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.model import ModelDraft
@@ -148,7 +148,7 @@ def members(lm, params, tree):
     return [(EarlyExit(early, tree), None), (ModelDraft(lm, tree), noisy(params, 3, 0.05))]
 
 
-@pytest.mark.parametrize(("size", "tree"), [("small", RAGGED), ("large", branching(2, 2))])
+@pytest.mark.parametrize(("size", "tree"), [("small", RAGGED), ("large", branching(2, 2)), ("small", dynamic(3, 3, 8))])
 def test_transformer_text_is_that_of_plain_decoding(size, tree):
     """Float32 at the highest precision; a difference is allowed at a tie below 1e-4, and is printed."""
     lm = {"small": SMALL, "large": LARGE}[size]

@@ -28,7 +28,7 @@ from toys import (
 
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import Status
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode import session as sessions
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
@@ -41,6 +41,7 @@ V, B, CAPACITY = 8, 12, 128
 LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0))
 TABLE = decoder(LM, ModelDraft(LM, RAGGED), logprobs=True)
+DYNAMIC = decoder(LM, ModelDraft(LM, dynamic(3, 4, 9)), logprobs=True)
 WEIGHTS = Weights(PARAMS, noisy(PARAMS, 1, 0.5))
 D = RAGGED.shape.depth
 
@@ -187,14 +188,15 @@ def fresh(config, weights, state, asking):
     return start(config, weights, asking._replace(tokens=state.tokens, count=state.length), CAPACITY)
 
 
-def test_cache_equals_fresh_prefill():
+@pytest.mark.parametrize("config", [TABLE, DYNAMIC], ids=["ragged", "dynamic"])
+def test_cache_equals_fresh_prefill(config):
     """After every round, target's and draft model's caches, feature and text are those of a new prefill.
 
     The draft model's once it has caught up, which is where it drafts from.
     """
     asking = asked(1)
-    for state in rounds(TABLE, WEIGHTS, asking):
-        again, state = fresh(TABLE, WEIGHTS, state, asking), caught_up(TABLE, WEIGHTS, state)
+    for state in rounds(config, WEIGHTS, asking):
+        again, state = fresh(config, WEIGHTS, state, asking), caught_up(config, WEIGHTS, state)
         np.testing.assert_array_equal(written(state), written(again))
         np.testing.assert_array_equal(state.cache.length, again.cache.length)
         np.testing.assert_array_equal(state.draft.cache.length, again.draft.cache.length)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import TreeShape, branching, build, chain, from_paths
+from jaxspec.core.tree import TreeShape, branching, build, chain, dynamic, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request
 from jaxspec.models.config import ModelConfig
@@ -25,6 +25,7 @@ TREES = {
     "chain-8": chain(8),
     "ragged": RAGGED,
     "wide": branching(3, 2),
+    "dynamic": dynamic(3, 4, 9),
 }
 
 

@@ -7,7 +7,7 @@ import jax
 
 from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology
+from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.stats import Stats
 
 PLAIN = "none"
@@ -28,7 +28,7 @@ class Method:
 
     label: str
     drafter: str | Drafter
-    tree: Topology | int | None = None
+    tree: Topology | Dynamic | int | None = None
     params: Any = None
     schedule: str | Schedule = "constant"
 

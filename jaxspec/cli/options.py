@@ -12,7 +12,7 @@ from jaxspec.errors import InvalidConfig, UnknownName
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
 
 if TYPE_CHECKING:
-    from jaxspec.core.tree import Topology
+    from jaxspec.core.tree import Dynamic, Topology
     from jaxspec.models.model import Model
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
@@ -24,7 +24,9 @@ DTYPES = ("float32", "bfloat16")
 
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
-    "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied)"
+    "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
+    "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
+    "expanded)"
 )
 MAX_NODES = 1024
 
@@ -154,7 +156,7 @@ def add_ending(parser: Parser, budget: int) -> Callable:
     return add
 
 
-def check_drafting(args: argparse.Namespace) -> "Topology | int | None":
+def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None":
     """The tree; what options say of one another is checked before anything is loaded.
 
     Raises:
@@ -210,7 +212,9 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     return target, target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
 
 
-def stream_options(args: argparse.Namespace, draft: "Model | None", tree: "Topology | int | None") -> dict[str, Any]:
+def stream_options(
+    args: argparse.Namespace, draft: "Model | None", tree: "Topology | Dynamic | int | None"
+) -> dict[str, Any]:
     """The keywords of `jaxspec.stream` that the options of drafting, sampling and ending stand for."""
     import jax
 
@@ -231,13 +235,13 @@ def stream_options(args: argparse.Namespace, draft: "Model | None", tree: "Topol
     }
 
 
-def parse_tree(spec: str) -> "Topology":
+def parse_tree(spec: str) -> "Topology | Dynamic":
     """The topology that a `--tree` describes; see `TREE_GRAMMAR`.
 
     Raises:
         UsageError: saying how to write one.
     """
-    from jaxspec.core.tree import branching, from_paths
+    from jaxspec.core.tree import branching, dynamic, from_paths
 
     reason = "this is no tree"
     if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
@@ -253,4 +257,13 @@ def parse_tree(spec: str) -> "Topology":
             return from_paths([[int(rank) for rank in path.split("-")] for path in spec.split(",")])
         except InvalidConfig as error:
             reason = str(error)
+    elif match := re.fullmatch(r"dynamic-(\d{1,4})x(\d{1,4})-(\d{1,4})", spec, re.ASCII):
+        beam, depth, nodes = map(int, match.groups())
+        if max(nodes, beam * depth) > MAX_NODES:
+            reason = f"more than {MAX_NODES} nodes to read"
+        else:
+            try:
+                return dynamic(beam, depth, nodes)
+            except InvalidConfig as error:
+                reason = str(error)
     raise UsageError(f"tree {spec}: {reason}. Write {TREE_GRAMMAR}.")

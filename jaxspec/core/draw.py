@@ -67,27 +67,58 @@ class Draw:
         where the rule does not ask for it. Where it does, it is limited as the target's is; a coupled draft need not
         be, and accepts more if it is not. Children of greedy rows are always the likeliest.
         """
-        greedy = (self.sampling.temperature < GREEDY)[:, None, None]
         law = None
         if self.kind is Noise.FRESH:
             # Greedy targets are point masses: a draft of them may come from any law, see `Rule`.
-            score = scores(logits, self.sampling)
+            score, greedy = scores(logits, self.sampling), self._greedy
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, self.sampling))
             extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)
             perturbed = law + jnp.where(greedy, 0.0, extra)
             doubted = self.doubts(law)
         else:
-            perturbed = tempered(logits, self.sampling)
-            doubted = self.doubts(jax.nn.log_softmax(perturbed, -1))
-            if self.kind is Noise.SHARED:
-                extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
-                perturbed = perturbed + jnp.where(greedy, 0.0, extra[..., : logits.shape[-1]])
-        if width == 1:
-            tokens = perturbed.argmax(-1, keepdims=True)
-            best = jnp.take_along_axis(perturbed, tokens, -1)
-        else:
-            best, tokens = lax.top_k(perturbed, width)
+            perturbed = self._perturbed(logits, depth)
+            doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self.sampling), -1))
+        return self._allowed(*_highest(perturbed, width), doubted, depth)[0], law
+
+    def ranked(
+        self, logits: Float[Array, "B n V"], depth: Array | int, width: int
+    ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
+        """The children as above, where no law is asked for, and how likely each is to be kept, as a logarithm.
+
+        That is the draft's log-probability without noise. With the target's own the draft's scores are known but for
+        what the models differ by, so the softmax of the perturbed scores is taken: a token may be likely, and still
+        be out of the race at this position.
+        """
+        perturbed = self._perturbed(logits, depth)
+        doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self.sampling), -1))
+        tokens, best = self._allowed(*_highest(perturbed, width), doubted, depth)
+        worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
+        return tokens, jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
+
+    @property
+    def _greedy(self) -> Bool[Array, "B 1 1"]:
+        return (self.sampling.temperature < GREEDY)[:, None, None]
+
+    def _perturbed(self, logits: Float[Array, "B n V"], depth: Array | int) -> Float[Array, "B n V"]:
+        """Scores with the target's noise, or with none."""
+        score = tempered(logits, self.sampling)
+        if self.kind is not Noise.SHARED:
+            return score
+        extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
+        return score + jnp.where(self._greedy, 0.0, extra[..., : logits.shape[-1]])
+
+    def _allowed(self, tokens: Array, best: Array, doubted: Array | None, depth: Array | int) -> tuple[Array, Array]:
+        """The tokens, -1 where there is none or none is to be drafted, and their scores."""
         allowed = (best > -jnp.inf) & self.below(depth)[:, None, None]
         if doubted is not None:
             allowed = allowed & ~doubted[..., None]
-        return jnp.where(allowed, tokens, -1).astype(jnp.int32), law
+        return jnp.where(allowed, tokens, -1).astype(jnp.int32), best
+
+
+def _highest(scores: Float[Array, "B n V"], width: int) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
+    """The tokens of the highest scores, the lowest id first among equals, and the scores."""
+    if width == 1:
+        tokens = scores.argmax(-1, keepdims=True)
+        return tokens, jnp.take_along_axis(scores, tokens, -1)
+    best, tokens = lax.top_k(scores, width)
+    return tokens, best

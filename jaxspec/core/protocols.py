@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Played, Proposal, Verdict, Window
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, TreeShape
+from jaxspec.core.tree import Dynamic, Topology, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Setting:
 
     target: Any
     draft: Any = None
-    tree: Topology | None = None
+    tree: Topology | Dynamic | None = None
     exit_layers: int | None = None
 
 

@@ -24,11 +24,14 @@ class TreeShape:
         nodes: N, root included.
         depth: D, edges from the root to the deepest node.
         width: C, most children of a node.
+        pruned: which drafted tokens stay in the tree depends on what they are. Tokens that were sampled are no sample
+            of the draft's law any more once the likelier ones were picked, so rules that weigh laws refuse it.
     """
 
     nodes: int
     depth: int
     width: int
+    pruned: bool = False
 
 
 class Tree(NamedTuple):
@@ -113,6 +116,62 @@ class Topology:
     @property
     def is_chain(self) -> bool:
         return self.shape.width <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Another tree every round: the likeliest nodes that the draft finds. Make one with `dynamic`.
+
+    EAGLE-2's expansion and reranking (Li et al. 2024, arXiv:2406.16858, section 4): from every level the `beam` nodes
+    of the highest worth are expanded into `beam` children each, and of all that were found the best `nodes - 1` are
+    kept. A node's worth is the product of the draft's probabilities on its path.
+
+    Attributes:
+        beam: nodes that are expanded per level, and children of each.
+        depth: D, levels below the root, one call of the draft for each.
+        nodes: N, root included.
+
+    Raises:
+        InvalidConfig: sizes that do not go together.
+    """
+
+    beam: int
+    depth: int
+    nodes: int
+
+    def __post_init__(self):
+        sizes = (self.beam, self.depth, self.nodes)
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise InvalidConfig(f"beam, depth and nodes of a dynamic tree are whole numbers from 1, got {sizes}")
+        if not self.depth < self.nodes <= self.found:
+            raise InvalidConfig(
+                f"a dynamic tree of {self.depth} levels with a beam of {self.beam} finds {self.found} nodes, its root "
+                f"included; it can keep from {self.depth + 1} to {self.found}, got {self.nodes}"
+            )
+
+    @property
+    def found(self) -> int:
+        """Nodes before the best are picked, root included."""
+        return 1 + self.beam + (self.depth - 1) * self.beam**2
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.nodes, self.depth, min(self.beam, self.nodes - 1), pruned=True)
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """Some tree of this shape, for who proposes nothing at it."""
+        return build((np.arange(self.nodes) - 1) // self.beam, self.shape, np)
+
+    @property
+    def is_chain(self) -> bool:
+        """Never: it has no tokens of its own."""
+        return False
+
+
+def dynamic(beam: int = 8, depth: int = 5, nodes: int = 32) -> Dynamic:
+    """A tree of `nodes` nodes, chosen anew every round; see `Dynamic`."""
+    return Dynamic(beam, depth, nodes)
 
 
 def chain(length: int) -> Topology:

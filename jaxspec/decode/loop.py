@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
-from jaxspec.core.draw import Draw
+from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_feature
 from jaxspec.core.records import KV, Advance, Context, Played, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
@@ -25,6 +25,7 @@ from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Tree
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verdict import first_nodes, judge
+from jaxspec.errors import InvalidConfig
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -66,7 +67,14 @@ class Decoder:
     logprobs: bool = False
 
     def __post_init__(self):
-        self.rule.check(self.drafter.shape)
+        shape = self.drafter.shape
+        if shape.pruned and self.rule.noise is Noise.FRESH:
+            raise InvalidConfig(
+                f"{type(self.rule).__name__} weighs the law its drafts were sampled from, and a dynamic tree keeps "
+                "only the likeliest, which are no sample; use a rule whose drafter draws with the target's noise or "
+                "with none ('coupled', 'deterministic'), or a fixed tree"
+            )
+        self.rule.check(shape)
 
     def slots(self, length: int) -> int:
         """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""

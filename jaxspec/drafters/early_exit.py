@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Topology, TreeShape, chain
-from jaxspec.drafters.grow import buffer, grow
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.drafters.grow import buffer, check, grow
 from jaxspec.errors import InvalidConfig
 
 
@@ -23,17 +23,16 @@ class EarlyExit:
 
     Attributes:
         model: the target, told to stop early; it shares the target's parameters and cache.
-        tree: the topology.
+        tree: the topology, or how to choose one every round.
     """
 
     model: LanguageModel
-    tree: Topology = chain(4)
+    tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "exit_layers"})
 
     def __post_init__(self):
-        if self.tree.shape.depth < 1:
-            raise InvalidConfig("early exit needs a draft length of at least 1")
+        check(self.model, self.tree)
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:
@@ -63,5 +62,4 @@ class EarlyExit:
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         entries = buffer(self.model, root.shape[0], self.tree)
-        proposal, _, _ = grow(self.model, context.params, self.tree, context.cache, entries, root, draw)
-        return proposal, state
+        return grow(self.model, context.params, self.tree, context.cache, entries, root, draw).proposal, state

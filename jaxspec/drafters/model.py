@@ -11,9 +11,9 @@ from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import LanguageModel, Setting, no_feature
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
-from jaxspec.core.tree import Topology, TreeShape, chain
-from jaxspec.drafters.grow import buffer, grow
-from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.drafters.grow import buffer, check, grow
+from jaxspec.errors import MissingDraft, VocabMismatch
 
 NEAR, FAR = 2, 16
 """Tokens read at once to catch up with the text, where no more than `NEAR` are missing and where more are."""
@@ -23,8 +23,8 @@ class ModelState(NamedTuple):
     """The draft model has read the text as far as its cache goes; what is missing is read when it is to draft."""
 
     cache: Cache
-    entries: KV  # of the last proposal's inner nodes, [L, B, H, N + 1, K]
-    levels: Int[Array, ""]  # of it that were read, below the root
+    entries: KV  # of what was read for the last proposal, [L, B, H, slots, K]
+    slots: Int[Array, "B N"]  # where its nodes' entries stand, -1: the node was not read
     feature: Float[Array, "B E"]  # at the last token of the text, where the cache holds it
 
 
@@ -34,17 +34,16 @@ class ModelDraft:
 
     Attributes:
         model: the draft model, of the target's vocabulary.
-        tree: the topology.
+        tree: the topology, or how to choose one every round.
     """
 
     model: LanguageModel
-    tree: Topology = chain(4)
+    tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft"})
 
     def __post_init__(self):
-        if self.tree.shape.depth < 1:
-            raise InvalidConfig("a draft model needs a draft length of at least 1")
+        check(self.model, self.tree)
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:
@@ -68,8 +67,8 @@ class ModelDraft:
 
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
-        feature = no_feature(self.model, params, cache)
-        return ModelState(cache, buffer(self.model, batch, self.tree), jnp.int32(0), feature)
+        slots = jnp.full((batch, self.shape.nodes), -1, jnp.int32)
+        return ModelState(cache, buffer(self.model, batch, self.tree), slots, no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
         """Reads a chunk of a prompt; of what was drafted, commits the nodes that were read."""
@@ -77,12 +76,11 @@ class ModelDraft:
         if advance.nodes is None:
             size = advance.tokens.shape[1]
             return self._read(params, state, advance.text, jnp.where(advance.count > 0, end, 0), size)
-        tree = self.tree.tree
-        read = (advance.nodes > 0) & jnp.asarray((tree.children[:, 0] >= 0) & (tree.depths > 0))[advance.nodes]
-        read = read & (jnp.asarray(tree.depths)[advance.nodes] <= state.levels)
+        slots = jnp.take_along_axis(state.slots, jnp.maximum(advance.nodes, 0), axis=1)
+        slots = jnp.where(advance.nodes > 0, slots, -1)  # those read come first: no node is without its parent
         # The last token must be read anew: its feature is where the next proposal starts.
-        known = jnp.minimum(read.sum(-1), jnp.maximum(advance.count - 1, 0))
-        entries = caches.take(state.entries, advance.nodes)
+        known = jnp.minimum((slots >= 0).sum(-1), jnp.maximum(advance.count - 1, 0))
+        entries = caches.take(state.entries, slots)
         return state._replace(cache=caches.commit(state.cache, entries, known, advance.count))
 
     def catch_up(
@@ -116,7 +114,5 @@ class ModelDraft:
     def propose(self, params: Params, state: ModelState, context: Context, draw: Draw) -> tuple[Proposal, ModelState]:
         state = self.catch_up(params, state, context.tokens, jnp.where(draw.below(0), context.length, 0))
         root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        proposal, entries, levels = grow(
-            self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature
-        )
-        return proposal, state._replace(entries=entries, levels=levels)
+        grown = grow(self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature)
+        return grown.proposal, state._replace(entries=grown.entries, slots=grown.slots)

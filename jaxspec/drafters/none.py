@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Topology, TreeShape, chain
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class NoDraft:
     bit for bit that of any drafter on the same tree.
     """
 
-    tree: Topology = chain(0)
+    tree: Topology | Dynamic = chain(0)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Topology, TreeShape, chain
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.errors import InvalidConfig
 
 
@@ -45,7 +45,7 @@ class PromptLookup:
         refill: the credit per token of text, in plain steps.
     """
 
-    tree: Topology = chain(15)
+    tree: Topology | Dynamic = chain(15)
     min_match: int = 3
     max_match: int = 8
     cost: float = 1.5
