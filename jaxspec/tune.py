@@ -17,7 +17,7 @@ from jaxspec.core.protocols import Setting
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import expected_tokens
-from jaxspec.core.tree import Topology, chain
+from jaxspec.core.tree import Dynamic, Topology, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, TuningError
@@ -40,7 +40,7 @@ def tune(
     *,
     drafter: str = "prompt-lookup",
     draft: Model | None = None,
-    tree: Topology | int | None = None,
+    tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
     rule: str = "coupled",
     sampling: Sampling = Sampling(),
