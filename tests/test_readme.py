@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxspec.registry import DRAFTERS, RULES, find
+from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 ROOT = pathlib.Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -41,7 +41,7 @@ def test_both_kinds_of_example_are_there():
     assert sorted("smollm2" in block for block in BLOCKS) == [False, False, True]
 
 
-@pytest.mark.parametrize(("kind", "members"), [("drafter", DRAFTERS), ("rule", RULES)])
+@pytest.mark.parametrize(("kind", "members"), [("drafter", DRAFTERS), ("rule", RULES), ("schedule", SCHEDULES)])
 def test_tables_are_those_of_the_registry(kind, members):
     table = re.search(rf"^\| {kind} \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, re.MULTILINE).group(1)
     rows = {re.match(r"\| `([\w-]+)`", line).group(1): line for line in table.splitlines()}
