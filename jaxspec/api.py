@@ -217,7 +217,8 @@ def stream(
     keys = prepare.row_keys(key, len(ids), samples, sampling)
     stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
     if tuned is not None:
-        if drafter != DRAFTER or schedule != "constant" or (tree, exit_layers, draft_params) != (None,) * 3:
+        more = any(given is not None for given in (tree, exit_layers, draft_params))
+        if drafter != DRAFTER or schedule != "constant" or more:
             raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
         told = as_tuned(tuned)
         drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule

@@ -4,6 +4,7 @@ The rounds are those of decoding: one executable, whose limit is set from outsid
 cost holds all that a round of that depth does, and drifts of the machine hit all depths alike.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,7 +102,9 @@ def tune(
         stats.append(session.stats())
         if progress:
             progress(i + 1, len(ids))
-    return conclude(drafter, given, exit_layers, seconds, resumed, Stats.total(stats))
+    tuned = conclude(drafter, given, exit_layers, seconds, resumed, Stats.total(stats))
+    models = {"target": target.name} | ({} if draft is None else {"draft": draft.name})
+    return dataclasses.replace(tuned, measured=models | tuned.measured)
 
 
 class _Rounds(Session):

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 from checkpoints import random_params, tiny_config, write_bytes
 from toys import noisy
@@ -18,6 +19,7 @@ from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import branching, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
+from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
@@ -133,8 +135,14 @@ def test_what_is_no_such_file_is_refused(tmp_path, content):
         jaxspec.Tuned.load(path)
 
 
-def test_tuned_is_given_alone(tmp_path):
-    for more in ({"tree": 3}, {"schedule": "adaptive"}, {"drafter": "none"}, {"exit_layers": 1}):
+def test_tuned_is_given_alone():
+    for more in (
+        {"tree": 3},
+        {"schedule": "adaptive"},
+        {"drafter": "none"},
+        {"exit_layers": 1},
+        {"draft_params": np.zeros(3)},
+    ):
         with pytest.raises(InvalidConfig, match="tuned="):
             jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, tuned=TUNED, **more)
     with pytest.raises(InvalidConfig, match="tuned must be"):
@@ -162,6 +170,18 @@ def test_from_measuring_to_decoding(tmp_path):
     assert [row.tokens for row in output] == [row.tokens for row in plain]
     assert output.session.decoder.schedule == tuned.schedule
     assert output.session.decoder.drafter.tree == tuned.tree
+
+
+def test_wrong_input_to_tune_is_refused():
+    for wrong in (
+        {"drafter": NoDraft()},
+        {"drafter": "modle"},
+        {"drafter": "model", "draft": DRAFT, "max_new_tokens": 0},
+        {"drafter": "model", "draft": DRAFT, "tree": -1},
+        {"drafter": "none", "draft": DRAFT},
+    ):
+        with pytest.raises(jaxspec.JaxspecError):
+            tune(TARGET, PROMPTS, **SAMPLED | wrong)
 
 
 def test_rounds_are_timed_by_their_depth(monkeypatch):
