@@ -110,7 +110,7 @@ def tune(
 class _Rounds(Session):
     """A decode of one row, round by round, each of a depth that is given."""
 
-    resumed: list[tuple[int, float]]  # depth and seconds of rounds after many without a draft
+    resumed: list[tuple[int, float]]  # rounds without a draft, and the seconds of the one of depth 1 after
 
     def play(self, depth: int) -> tuple[float, bool]:
         """One round: its seconds, and whether anything was drafted."""
