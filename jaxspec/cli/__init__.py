@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",
+    "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE
@@ -57,7 +58,7 @@ def _run(words: list[str]) -> int:
         usage="jaxspec COMMAND ...",
         description="Speculative decoding as one XLA program.",
         epilog="commands:\n"
-        + "".join(f"  {name:<10}{line}\n" for name, line in COMMANDS.items())
+        + "".join(f"  {name:<12}{line}\n" for name, line in COMMANDS.items())
         + "\n'jaxspec COMMAND --help' tells more.",
     )
     parser.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")

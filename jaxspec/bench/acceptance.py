@@ -1,0 +1,231 @@
+"""What each rule keeps of two real models' laws, position by position of texts that the target wrote itself.
+
+Teacher-forced: every text is decoded plainly, then both models read it, and `jaxspec.analysis` compares their laws
+after every token. So all rules and numbers of children are measured on the same positions, in one pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxspec import analysis, prepare
+from jaxspec.api import generate
+from jaxspec.bench.records import PLAIN
+from jaxspec.core import cache as caches
+from jaxspec.core import sizes
+from jaxspec.core.protocols import LanguageModel, Setting
+from jaxspec.core.records import Cache, Params, Window
+from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores, tempered
+from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.models.model import Model
+from jaxspec.registry import find
+
+POSITIONS = 16
+"""Positions whose laws are in memory together."""
+
+RESAMPLES = 2000
+
+EVERY = "every rule"
+"""The name under which greedy decoding stands: there all rules keep the target's token if it is a candidate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """The positions of one prompt's text: sums over them.
+
+    Attributes:
+        name: of the prompt.
+        count: positions.
+        kept: by rule, with 1, 2, ... children, `[K]`.
+        optimum: the most that any rule could keep of the same candidates.
+    """
+
+    name: str
+    count: int
+    kept: dict[str, np.ndarray]
+    optimum: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One rule with so many children, mean over all positions.
+
+    Attributes:
+        low, high: the interval of 95 % by bootstrap over the prompts; None of one prompt.
+        gap: what any rule could keep beyond this one.
+    """
+
+    rule: str
+    children: int
+    acceptance: float
+    low: float | None
+    high: float | None
+    optimum: float
+
+    @property
+    def gap(self) -> float:
+        return self.optimum - self.acceptance
+
+
+def drafting_model(target: Model, drafter: str, draft: Model | None, exit_layers: int | None) -> tuple[Any, Params]:
+    """The network whose laws a drafter draws from, and its parameters.
+
+    Raises:
+        InvalidConfig: the drafter has none.
+    """
+    built, params = find("drafter", drafter).build(Setting(target, draft, None, exit_layers))
+    if not hasattr(built, "model"):
+        raise InvalidConfig(f"the drafter {drafter!r} has no law that acceptance could be computed from")
+    return built.model, target.params if params is None else params
+
+
+def measure(
+    target: Model,
+    draft: LanguageModel,
+    draft_params: Params,
+    prompts: Sequence[tuple[str, list[int]]],
+    *,
+    sampling: Sampling = Sampling(temperature=1.0),
+    children: int = 4,
+    draws: int = analysis.DRAWS,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+) -> list[Positions]:
+    """The sums of every prompt.
+
+    Args:
+        target: the model that writes.
+        draft: the network that drafts, with `draft_params`; see `drafting_model`.
+        prompts: a name and token ids each.
+        sampling: settings, as numbers.
+        children: K.
+        draws: Monte Carlo samples per position; see `jaxspec.analysis`.
+        max_new_tokens: of each text, at most.
+        seed: prompt `i` has the key `fold_in(key(seed), i)`.
+        ignore_eos: do not end at the model's own stop tokens.
+        progress: called with (prompts done, prompts in all).
+
+    Raises:
+        JaxspecError: bad input, before anything compiles.
+        ArithmeticError: a model's logits were not finite.
+    """
+    prepare.check_counts(children=children, draws=draws, max_new_tokens=max_new_tokens)
+    if children > target.lm.vocab:
+        raise InvalidConfig(f"{children} children of a vocabulary of {target.lm.vocab} tokens")
+    longest = max(len(ids) for _, ids in prompts) + max_new_tokens
+    if longest > min(target.lm.context, draft.context):
+        raise CapacityError(
+            f"prompt and new tokens make {longest} tokens, the models read at most {target.lm.context} and "
+            f"{draft.context}; leave out long prompts or lower --max-new-tokens"
+        )
+    slots = sizes.shared(sizes.slots(longest, sizes.CHUNK))
+    rows = prepare.with_padding_masked(target, sampling, POSITIONS)
+    limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
+    compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
+    found = []
+    for i, (name, ids) in enumerate(prompts):
+        key, noise = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
+        written = generate(target, ids, key=key[None], drafter=PLAIN, sampling=sampling, capacity=slots,
+                           max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)[0].tokens  # fmt: skip
+        text = [*ids, *written[:-1]]
+        places = range(len(ids) - 1, len(text))
+        both = [np.stack([*read(lm, params, text, slots)])[places.start :] for lm, params in
+                ((target.lm, target.params), (draft, draft_params))]  # fmt: skip
+        sums: dict[str, np.ndarray] = {}
+        for start in range(0, len(places), POSITIONS):
+            size = min(POSITIONS, len(places) - start)
+            parts = [np.pad(a[start : start + size], ((0, POSITIONS - size), (0, 0)), mode="edge") for a in both]
+            result = compare(target.params, draft_params, *parts, rows, jax.random.fold_in(noise, start))
+            for rule, kept in result.items():
+                sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
+        if not written or not all(np.isfinite(a).all() for a in sums.values()):
+            raise ArithmeticError(f"{name}: the logits of a model were not finite")
+        found.append(
+            Positions(name, len(places), {r: a[0] for r, a in sums.items()}, {r: a[1] for r, a in sums.items()})
+        )
+        if progress:
+            progress(i + 1, len(prompts))
+    return found
+
+
+def read(lm: LanguageModel, params: Params, text: list[int], slots: int) -> Iterator[np.ndarray]:
+    """The model's features after every token, each `[E]`; in chunks, so that lengths share a compilation."""
+    cache = lm.init_cache(1, slots)
+    for start in range(0, len(text), sizes.CHUNK):
+        part = text[start : start + sizes.CHUNK]
+        tokens = jnp.asarray([part + [0] * (sizes.CHUNK - len(part))])
+        features, cache = _read(lm, params, tokens, cache)
+        yield from np.asarray(features, np.float32)[0, : len(part)]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+    size = tokens.shape[1]
+    window = Window(tokens, cache.length[:, None] + jnp.arange(size), jnp.tri(size, dtype=bool)[None])
+    features, entries = lm.apply(params, window, cache)
+    return features, caches.commit(cache, entries, jnp.full((1,), size), jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _compare(
+    target: LanguageModel,
+    draft: LanguageModel,
+    children: int,
+    draws: int,
+    limited: bool,
+    greedy: bool,
+    target_params: Params,
+    draft_params: Params,
+    target_features: Float[Array, "n E"],
+    draft_features: Float[Array, "n E"],
+    rows: Sampling,
+    key: Array,
+) -> dict[str, Array]:
+    """Acceptance and optimum of every rule, `[2, n, K]`: the laws are as a decode has them."""
+    ours, theirs = (
+        lm.head(params, features[:, None])
+        for lm, params, features in ((draft, draft_params, draft_features), (target, target_params, target_features))
+    )
+
+    def law(logits: Array) -> Array:
+        return jnp.exp(log_law(scores(logits, rows), rows))[:, 0]
+
+    free = jax.nn.softmax(tempered(ours, rows), -1)[:, 0]
+    if greedy:
+        kept = analysis.deterministic_acceptance(law(theirs), free, children)
+        return {EVERY: jnp.stack([kept, kept])}
+    found = analysis.one_step(law(theirs), law(ours), children, key, draws, free if limited else None)
+    return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in found.items()}
+
+
+def figures(found: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
+    """Every rule with each of these numbers of children, mean over the positions."""
+    counts = np.array([prompt.count for prompt in found])
+    drawn = np.random.default_rng(seed).integers(0, len(found), (RESAMPLES, len(found)))
+    made = []
+    for count in children:
+        for rule in sorted(found[0].kept):
+            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in found]) for name in
+                             ("kept", "optimum"))  # fmt: skip
+            low, high = np.quantile(kept[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
+            sure = len(found) > 1
+            made.append(
+                Figure(rule, count, float(kept.sum() / counts.sum()), float(low) if sure else None,
+                       float(high) if sure else None, float(optimum.sum() / counts.sum()))
+            )  # fmt: skip
+    return made
+
+
+def by_rank(found: Sequence[Positions]) -> dict[str, list[float]]:
+    """By rule, the probability that the child of each rank is the one that is kept: what `best_tree` takes."""
+    total = sum(prompt.count for prompt in found)
+    sums = {rule: np.sum([prompt.kept[rule] for prompt in found], 0) / total for rule in found[0].kept}
+    return {rule: np.diff(kept, prepend=0.0).clip(0.0).tolist() for rule, kept in sums.items()}

@@ -1,0 +1,164 @@
+"""Computes what each rule keeps of a draft model's laws, and the most that any rule could, without decoding with them.
+
+The target writes a text per prompt; then both models read it, and their laws are compared after every token. The
+optimum is an upper bound for any lossless rule with the same candidates: sampled without replacement from the draft's
+limited law for "rejection", from its tempered law for "coupled"; the likeliest ones, of which no rule keeps more, for
+"deterministic".
+"""
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jaxspec.bench.tasks import NAMES, load
+from jaxspec.cli.bench import temperatures
+from jaxspec.cli.options import (
+    Parser,
+    UsageError,
+    add_chat,
+    add_limits,
+    add_models,
+    load_models,
+    one_of,
+    own_draft,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxspec.bench.acceptance import Figure
+
+FORMAT = 1
+"""Of the JSON; bumped whenever a name in it changes its meaning."""
+DRAFTERS = ("model", "early-exit")
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    add_chat(add_models(parser))
+    add = parser.add_argument_group("what is compared").add_argument
+    add(
+        "--drafter",
+        default="model",
+        type=one_of("drafter", DRAFTERS),
+        metavar="|".join(DRAFTERS),
+        help="default: model",
+    )
+    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
+    add("--draws", type=whole(1), default=32, metavar="N", help="samples of what has no formula (default: 32)")
+
+    add = parser.add_argument_group("on what").add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    add(
+        "--tasks",
+        metavar="NAME_OR_PATH,...",
+        help=f"of {'|'.join(NAMES)}, or .jsonl files; the first turn of each question (default, without --prompt: "
+        "mt-bench)",
+    )
+    add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
+    add("--max-new-tokens", type=whole(1), default=64, metavar="N", help="default: 64")
+    add("--ignore-eos", action="store_true", help="write on where the model would end")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
+    add_limits(add)
+    add = parser.add_argument_group("output, beside the tables").add_argument
+    add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures as told."""
+    _check(args)
+
+    import dataclasses
+
+    from rich.console import Console
+
+    import jaxspec
+    from jaxspec import prepare
+    from jaxspec.bench import acceptance
+    from jaxspec.bench.environment import describe
+    from jaxspec.cli import show
+
+    sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
+    tasks = [load(source, args.limit, args.seed, show.say) for source in sources]
+    samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
+    target, draft = load_models(args)
+    for sampling in samplings:
+        sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
+    model, params = acceptance.drafting_model(target, args.drafter, draft, args.exit_layers)
+    said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
+    said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
+    chat = target.chat_template is not None if args.chat is None else args.chat
+    prompts = [(name, prepare.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    runs = []
+    for sampling in samplings:
+        with show.Bar(f"comparing at temperature {sampling.temperature:g}", parts=10) as bar:
+            found = acceptance.measure(
+                target, model, params, prompts, sampling=sampling, children=max(args.children), draws=args.draws,
+                max_new_tokens=args.max_new_tokens, seed=args.seed, ignore_eos=args.ignore_eos, progress=bar,
+            )  # fmt: skip
+        made = acceptance.figures(found, args.children, args.seed)
+        positions = sum(prompt.count for prompt in found)
+        settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        shown = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in settings.items())
+        Console().print(as_table(made, f"{shown}: {positions} positions of {len(found)} texts"), "", highlight=False)
+        runs.append(
+            {"sampling": settings, "positions": positions, "by_rank": acceptance.by_rank(found)}
+            | {"figures": [dataclasses.asdict(figure) | {"gap": figure.gap} for figure in made]}
+            | {"prompts": [dataclasses.asdict(prompt) for prompt in found]}
+        )
+    if args.json:
+        arguments = {name: value for name, value in vars(args).items() if name != "debug"}
+        record = {"format": FORMAT, "arguments": arguments, "environment": describe(), "runs": runs}
+        plain = json.dumps(
+            record, indent=1, allow_nan=False, default=lambda o: o.tolist() if hasattr(o, "tolist") else str(o)
+        )
+        args.json.write_text(plain + "\n")
+        show.say(f"written: {args.json}")
+    return 0
+
+
+def as_table(figures: Iterable["Figure"], title: str) -> "Table":
+    """A row per number of children and rule."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("rule")
+    for heading in ("children", "acceptance", "95 % of prompts drawn anew", "optimum", "gap"):
+        table.add_column(heading, justify="right")
+    for figure in figures:
+        spread = "-" if figure.low is None else f"{figure.low:.4f} to {figure.high:.4f}"
+        table.add_row(figure.rule, str(figure.children), f"{figure.acceptance:.4f}", spread,
+                      f"{figure.optimum:.4f}", f"{figure.gap:.4f}")  # fmt: skip
+    return table
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """An option's type: numbers of children."""
+    if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", text, re.ASCII) or 0 in map(int, text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected whole numbers from 1, with commas between, got {text!r}")
+    return tuple(sorted({int(number) for number in text.split(",")}))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What options say of one another is checked before anything is loaded.
+
+    Raises:
+        UsageError: options that exclude, or need, one another; a folder that does not exist.
+    """
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    if args.drafter == "model":
+        args.draft_model = args.draft_model or own_draft(args.target)
+        if args.draft_model is None:
+            raise UsageError("--drafter model needs --draft-model SOURCE")
+        if args.exit_layers is not None:
+            raise UsageError("--exit-layers is for --drafter early-exit, not model")
+    elif args.draft_model is not None:
+        raise UsageError("--draft-model is for --drafter model, not early-exit")
