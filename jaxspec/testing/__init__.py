@@ -11,6 +11,8 @@ from jaxspec.testing.gtest import detectable as detectable
 from jaxspec.testing.gtest import g_test as g_test
 from jaxspec.testing.gtest import holm as holm
 from jaxspec.testing.gtest import sample_texts as sample_texts
+from jaxspec.testing.properties import check_drafter as check_drafter
+from jaxspec.testing.properties import check_rule as check_rule
 from jaxspec.testing.tables import TIE as TIE
 from jaxspec.testing.tables import Script as Script
 from jaxspec.testing.tables import TableLM as TableLM

@@ -121,7 +121,7 @@ def _logits(lm: LanguageModel, params: Params, tokens: Array) -> Array:
     causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (count, size, size))
     window = Window(tokens, jnp.broadcast_to(jnp.arange(size), tokens.shape), causal)
     features, _ = lm.apply(params, window, lm.init_cache(count, size))
-    return lm.head(params, features[:, -1])
+    return lm.head(params, features[:, -1:])[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
