@@ -18,7 +18,7 @@ import pytest
 from toys import decoder, request, texts, transformer
 
 import jaxspec
-from jaxspec.core.tree import Topology, branching, chain
+from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
@@ -186,9 +186,11 @@ def nbytes(tree) -> int:
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def test_a_round_copies_no_cache(real):
+@pytest.mark.parametrize("tree", [branching(2, 1), dynamic(3, 3, 8)], ids=["fixed", "dynamic"])
+def test_a_round_copies_no_cache(real, tree):
     """`run` on a donated state: no copy, no select, and beside the state less than a tenth of the cache."""
-    config, weights, asked = real
+    _, weights, asked = real
+    config = decoder(REAL, ModelDraft(DRAFT, tree))
     state = jax.eval_shape(lambda w, r: config.init(w, r, CAPACITY), weights, asked)
     assert state.cache.kv.keys.shape == CACHE
     compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile(QUICK)
