@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.bench.run import rotated
 from jaxspec.cli.tune import table
 from jaxspec.core.protocols import Setting
 from jaxspec.registry import find
@@ -56,7 +57,7 @@ def main() -> int:
     for prompt in asked:
         rates, texts, rounds = {way: [] for way in ways}, {}, {}
         for repeat in range(arguments.repeats + 1):
-            for way, options in ways.items():
+            for way in rotated(list(ways), repeat):
                 out = jaxspec.generate(
                     target,
                     prompt,
@@ -64,7 +65,7 @@ def main() -> int:
                     max_new_tokens=arguments.tokens,
                     ignore_eos=True,
                     capacity=1024,
-                    **options,
+                    **ways[way],
                 )
                 texts[way], rounds[way] = out[0].tokens, out.stats.tokens_per_round
                 if repeat:  # the first may compile
