@@ -71,13 +71,20 @@ def pick(chances: Float[Array, "N"], number: Float[Array, ""]) -> Int[Array, ""]
 
 
 def distinct(proposal: Proposal) -> Proposal:
-    """The proposal without children that repeat the token of an elder sibling: they can never be kept."""
+    """The proposal without children that can never be kept.
+
+    Those repeat the token of an elder sibling, or are no draw from their law, which excludes them or is NaN.
+    """
     tree, tokens = proposal.tree, proposal.tokens
     siblings = (tree.parents[..., :, None] == tree.parents[..., None, :]) & (
         tree.ranks[..., None, :] < tree.ranks[..., :, None]
     )
-    repeated = (siblings & (tokens[..., :, None] == tokens[..., None, :])).any(-1)
-    return proposal._replace(tokens=jnp.where(repeated, -1, tokens))
+    dropped = (siblings & (tokens[..., :, None] == tokens[..., None, :])).any(-1)
+    if proposal.law is not None:
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        own = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
+        dropped |= ~(own > -jnp.inf)
+    return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
 
 
 def first_nodes(proposal: Proposal, width: int) -> Proposal:
