@@ -142,7 +142,7 @@ def test_the_lines_of_contributing(capsys):
 
 # Drafters.
 
-TARGET = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=3)
+TARGET = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=2)
 DRAFT = transformer(vocab_size=7, hidden_size=16, intermediate_size=24, num_layers=1)
 WEIGHTS = Weights(TARGET.init_params(jax.random.key(0)), DRAFT.init_params(jax.random.key(1)))
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
@@ -171,12 +171,12 @@ def test_drafter(name):
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name != "none"])
 def test_text_of_a_drafter_under_rejection(name):
-    """G-test of 8,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
+    """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
     drafter, params = MEMBERS[name]
     decoder = Decoder(TARGET, drafter, Rejection(), chunk=16, widths=())
-    for sampling, samples in ((Sampling(temperature=1.5), 8000), (Sampling(), 1)):
+    for sampling, samples in ((Sampling(temperature=1.5), 6000), (Sampling(), 1)):
         law = joint_law(laws(TARGET, WEIGHTS.target, PROMPT, sampling), 2)
-        texts = sample_texts(decoder, Weights(WEIGHTS.target, params), PROMPT, 2, sampling, samples=samples, batch=2000)
+        texts = sample_texts(decoder, Weights(WEIGHTS.target, params), PROMPT, 2, sampling, samples=samples, batch=1000)
         found = g_test(texts.counts, law)
         assert found.impossible == 0
         assert found.p > 1e-4
