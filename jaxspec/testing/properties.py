@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import CoupledRule, Drafter, LanguageModel, Rule, WeighingRule
 from jaxspec.core.records import Context, Ends, Params, Proposal
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, Tree, build, chain, from_paths
+from jaxspec.core.tree import Topology, build, chain, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import InvalidConfig
@@ -30,7 +30,7 @@ class Cases(NamedTuple):
     """M random proposals to one tree, and what the target says of them."""
 
     law: np.ndarray  # [M, N, V], the target's log-law
-    proposal: Proposal  # every leaf with the axis M
+    proposal: Any  # a `Proposal` in numpy, every leaf with the axis M
 
 
 def check_rule(rule: Rule, seed: int = 0) -> None:
@@ -54,7 +54,7 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
             greedy_rows_are_greedy(rule, cases)
             padding_may_stand_anywhere(rule, cases, topology)
     if rule.noise is not Noise.SHARED:
-        is_lossless_if_it_says_so(rule, seed)
+        is_lossless_if_it_says_so(cast(WeighingRule, rule), seed)
 
 
 def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases: int = CASES) -> Cases:
@@ -75,7 +75,7 @@ def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases:
     tokens = ranked[:, np.maximum(topology.parents, 0), tree.ranks]
     tokens = np.where(rng.random(tokens.shape) < 0.25, -1, tokens)
     tokens[:, 0] = 0
-    trees = Tree(*(np.broadcast_to(a, (cases, *a.shape)) for a in tree))
+    trees: Any = jax.tree.map(lambda a: np.broadcast_to(a, (cases, *a.shape)), tree)
     return Cases(_array(law), Proposal(_array(tokens, np.int32), trees, _array(draft) if sampled else None))
 
 
@@ -86,8 +86,9 @@ def outcome(rule: Rule, cases: Cases, seed: int = 0) -> tuple[np.ndarray, np.nda
     """
     law, proposal = jnp.asarray(cases.law), jax.tree.map(jnp.asarray, cases.proposal)
     if rule.noise is not Noise.SHARED:
-        return jax.device_get(exact.ends(rule, law, proposal))
-    return jax.device_get(exact.ends(_Certain(rule, seed), law, proposal))
+        return jax.device_get(exact.ends(cast(WeighingRule, rule), law, proposal))
+    certain: Any = _Certain(cast(CoupledRule, rule), seed)
+    return jax.device_get(exact.ends(certain, law, proposal))
 
 
 class _Certain(NamedTuple):
@@ -165,7 +166,7 @@ def padding_may_stand_anywhere(rule: Rule, cases: Cases, topology: Topology) -> 
     order = np.zeros_like(tokens)  # by new id, the old one
     moved = np.zeros_like(tokens)
     for m, alive in enumerate(live):
-        new = {-1: -1, 0: 0}
+        new: dict[Any, int] = {-1: -1, 0: 0}
         for level in topology.levels[1:]:
             for node in sorted(level, key=lambda n: (new[parents[n]], not alive[n], n)):
                 order[m, len(new) - 1] = node
@@ -173,7 +174,7 @@ def padding_may_stand_anywhere(rule: Rule, cases: Cases, topology: Topology) -> 
         moved[m] = [new[parents[node]] for node in order[m]]
     trees = jax.vmap(lambda p: build(p, topology.shape))(moved)
     law, tokens = np.take_along_axis(cases.law, order[..., None], 1), np.take_along_axis(tokens, order, 1)
-    draft = cases.proposal.law
+    draft: Any = cases.proposal.law
     draft = None if draft is None else np.take_along_axis(draft, order[..., None], 1)
     chances, after = outcome(rule, cases)
     before = np.take_along_axis(chances, order, 1), np.take_along_axis(after, order[..., None], 1)
@@ -224,7 +225,7 @@ def check_drafter(
         context = Context(state.tokens, state.length, state.cache, weights.target)
         return drafter.propose(weights.draft, state.draft, context, draw)[0]
 
-    proposal = jax.device_get(propose(weights, request))
+    proposal: Any = jax.device_get(propose(weights, request))
     shape, tree, tokens = drafter.shape, proposal.tree, np.array(proposal.tokens)
     sizes = (shape.nodes, shape.width), (shape.nodes, shape.depth + 1)
     _say((tree.children.shape[-2:], tree.paths.shape[-2:]) == sizes, drafter, "has another tree than its shape says")
@@ -260,7 +261,7 @@ def _reachable(cases: Cases) -> np.ndarray:
     """[M, N]: every node from the root to this one is proposed."""
     there = np.asarray(cases.proposal.tokens) >= 0
     there[:, 0] = True
-    return (there[:, None, :] | ~cases.proposal.tree.ancestors).all(-1)
+    return np.all(there[:, None, :] | ~cases.proposal.tree.ancestors, axis=-1)
 
 
 def _same(one: tuple, other: tuple, member: object, fault: str) -> None:
