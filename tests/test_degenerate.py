@@ -101,11 +101,9 @@ def test_products_that_underflow(name):
         assert chances[0] == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if name != "block"])
 def test_an_exhausted_draft_law(name):
     """Fewer possible tokens than children: the rest is not proposed, and the round stays exact."""
-    if name == "block":
-        return
 
     def two(text):
         return np.array([0.6, 0.4, 0, 0, 0])
