@@ -284,7 +284,7 @@ def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
 def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int) -> tuple[int, list[str], str]:
     """pytest's exit status, the tests that failed by an assertion, and what was printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     failed = re.findall(r"^FAILED (\S+)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
     return done.returncode, failed, done.stdout + done.stderr
