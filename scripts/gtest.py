@@ -4,7 +4,7 @@
     python scripts/gtest.py --vocab 8 --samples 100000     # a part
     python scripts/gtest.py --cells 0,7,12
 
-A cell decodes one prompt under many keys with the compiled `Decoder.generate`, through more than one round, and
+A cell decodes one prompt under many keys with the compiled `Decoder.generate`, over the rounds per text it states, and
 compares how often each text came with its probability, by a G-test. Every two levels of any two factors stand
 together in some cell. Logits are those of a language model, 20 with standard deviation 2. It fails (exit status 1)
 if the smallest p-value, after Holm, is below 1e-6, or if a text of probability 0 was seen. The bias stated is the total
