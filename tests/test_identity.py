@@ -11,7 +11,6 @@ from toys import (
     RAGGED,
     TREES,
     Chaos,
-    Script,
     all_noise,
     by_hand,
     decoder,
@@ -34,7 +33,7 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.functional import FunctionLM, from_flax
-from jaxspec.testing import TableLM
+from jaxspec.testing import Script, TableLM
 
 V, BATCH, SEEDS = 12, 128, (0, 1, 2)
 LM = TableLM(V)
