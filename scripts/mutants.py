@@ -45,13 +45,13 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-EXACT = ("tests/test_exact.py",)
-LAW = ("tests/test_gtest.py",)
-NOISE = ("tests/test_noise.py", "tests/test_randomness.py")
-DEGENERATE = ("tests/test_degenerate.py",)
-SAMPLING = ("tests/test_sampling.py",)
-INVARIANTS = ("tests/test_invariants.py",)
-IDENTITY = ("tests/test_identity.py",)
+def exact(rule: str) -> tuple[str, ...]:
+    return (f"tests/test_exact.py::test_a_round_follows_the_target_exactly[{rule}]",)
+
+
+def sampled(cell: str) -> tuple[str, ...]:
+    return (f"tests/test_gtest.py::test_text_follows_its_law[{cell}]",)
+
 
 MUTANTS = (
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = (
         "rules/block.py",
         "return Ends(kept * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)",
         "return Ends(jnp.cumprod(kept) * jnp.append(1 - kept[1:], 1.0), after)",
-        EXACT,
+        exact("block"),
     ),
     Mutant(
         "block-accepts-as-tokens-do",
@@ -68,7 +68,7 @@ MUTANTS = (
         "rules/block.py",
         "weight = sums - jnp.maximum(lax.cummax(sums), 0.0)",
         "weight = jnp.cumsum(jnp.where(last, -jnp.inf, jnp.minimum(ratio, 0.0)))[:-1]",
-        EXACT,
+        exact("block"),
     ),
     Mutant(
         "block-residual-unscaled",
@@ -76,7 +76,7 @@ MUTANTS = (
         "rules/block.py",
         "return excess(weight[node] + law[node], ",
         "return excess(law[node], ",
-        EXACT,
+        exact("block"),
     ),
     Mutant(
         "residual-is-the-target",
@@ -84,7 +84,7 @@ MUTANTS = (
         "rules/siblings.py",
         "target = jnp.where(proposed, normalised(excess(target, law), target), target)",
         "target = jnp.where(proposed, target, target)",
-        EXACT,
+        exact("rejection"),
     ),
     Mutant(
         "siblings-with-replacement",
@@ -92,7 +92,7 @@ MUTANTS = (
         "rules/siblings.py",
         "draft = jnp.where(proposed, normalised(jnp.where(point, -jnp.inf, draft), draft), draft)",
         "draft = jnp.where(proposed, draft, draft)",
-        EXACT,
+        exact("rejection"),
     ),
     Mutant(
         "residual-not-a-number",
@@ -100,7 +100,7 @@ MUTANTS = (
         "rules/siblings.py",
         "weights = jnp.where(some, weights, otherwise)",
         "weights = jnp.where(some, weights, weights)",
-        EXACT,
+        exact("rejection"),
     ),
     Mutant(
         "equality-then-residual",
@@ -108,7 +108,7 @@ MUTANTS = (
         "rules/deterministic.py",
         "rest = jnp.where(spent, -jnp.inf, law[node])",
         "rest = jnp.where(spent, law[node], law[node])",
-        EXACT,
+        exact("deterministic"),
     ),
     Mutant(
         "traversal-in-pre-order",
@@ -116,7 +116,7 @@ MUTANTS = (
         "rules/traversal.py",
         "tree.ranks[jnp.maximum(tree.paths, 0)], nodes)",
         "tree.ranks[jnp.maximum(tree.paths, 0)], -1)",
-        EXACT,
+        exact("traversal"),
     ),
     Mutant(
         "typical-max",
@@ -124,7 +124,7 @@ MUTANTS = (
         "rules/typical.py",
         "enough = jnp.minimum(",
         "enough = jnp.maximum(",
-        EXACT,
+        ("tests/test_lossy.py::test_typical_acceptance_is_the_formula",),
     ),
     Mutant(
         "zero-probability-at-u-0",
@@ -132,7 +132,7 @@ MUTANTS = (
         "decode/verdict.py",
         "jnp.argmax(sums > jnp.minimum(",
         "jnp.argmax(sums >= jnp.minimum(",
-        DEGENERATE,
+        ("tests/test_degenerate.py::test_a_number_of_zero_or_almost_one_picks_nothing_impossible",),
     ),
     Mutant(
         "token-from-the-row-before",
@@ -140,7 +140,7 @@ MUTANTS = (
         "decode/verdict.py",
         "return node, ends.after(node)",
         "return node, ends.after(jnp.maximum(node - 1, 0))",
-        LAW,
+        sampled("rejection-8-near"),
     ),
     Mutant(
         "draft-and-residual-share-noise",
@@ -148,7 +148,7 @@ MUTANTS = (
         "core/draw.py",
         "extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)",
         "extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)",
-        LAW,
+        sampled("rejection-8-near"),
     ),
     Mutant(
         "draft-noise-of-every-round-the-same",
@@ -156,7 +156,7 @@ MUTANTS = (
         "core/noise.py",
         "key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _FRESH), root), node)",
         "key = jax.random.fold_in(jax.random.fold_in(key, _FRESH), node)",
-        NOISE,
+        ("tests/test_randomness.py::test_no_two_places_share_a_number",),
     ),
     Mutant(
         "acceptance-number-of-every-round-the-same",
@@ -164,7 +164,7 @@ MUTANTS = (
         "core/noise.py",
         "key = jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), root)",
         "key = jax.random.fold_in(key, _ACCEPT)",
-        NOISE,
+        ("tests/test_randomness.py::test_no_two_places_share_a_number",),
     ),
     Mutant(
         "argmax-draft-soft-law",
@@ -172,7 +172,7 @@ MUTANTS = (
         "core/draw.py",
         "perturbed = law + jnp.where(greedy, 0.0, extra)",
         "perturbed = law",
-        LAW,
+        sampled("rejection-8-near"),
     ),
     Mutant(
         "law-before-truncation",
@@ -180,7 +180,7 @@ MUTANTS = (
         "core/draw.py",
         "return self._allowed(*_highest(perturbed, width), doubted, depth)[0], law",
         "return self._allowed(*_highest(perturbed, width), doubted, depth)[0], None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
-        LAW,
+        sampled("rejection-8-near"),
     ),
     Mutant(
         "top-p-missing-in-verification",
@@ -188,7 +188,7 @@ MUTANTS = (
         "decode/verdict.py",
         "law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)",
         "law = log_law(jnp.where(finite[..., None], tempered, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
-        LAW,
+        sampled("rejection-8-near"),
     ),
     Mutant(
         "temperature-missing",
@@ -196,7 +196,7 @@ MUTANTS = (
         "core/sampling.py",
         "return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))",
         "return jnp.where(temperature < GREEDY, logits, logits)",
-        SAMPLING,
+        ("tests/test_sampling.py::test_scores_are_tempered_biased_and_limited",),
     ),
     Mutant(
         "one-key-for-the-batch",
@@ -204,7 +204,7 @@ MUTANTS = (
         "core/noise.py",
         "return _over_rows(row, keys, places)",
         "return _over_rows(row, jnp.broadcast_to(keys[:1], keys.shape), places)",
-        NOISE,
+        ("tests/test_noise.py",),
     ),
     Mutant(
         "coarse-noise",
@@ -212,7 +212,7 @@ MUTANTS = (
         "core/noise.py",
         'key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")',
         "key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32)",
-        NOISE,
+        ("tests/test_noise.py::test_noise_is_gumbel_with_a_long_tail",),
     ),
     Mutant(
         "no-bonus-token",
@@ -220,7 +220,7 @@ MUTANTS = (
         "decode/loop.py",
         "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
         "sound = jnp.minimum(jnp.minimum(reached + 1, steps.size - 1), first(~outcome.healthy))",
-        INVARIANTS,
+        ("tests/test_identity.py::test_a_right_draft_is_accepted_whole",),
     ),
     Mutant(
         "broken-logits-go-on",
@@ -228,7 +228,7 @@ MUTANTS = (
         "decode/loop.py",
         "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
         "sound = reached + 1",
-        INVARIANTS,
+        ("tests/test_invariants.py::test_logits_that_are_not_finite_end_the_row",),
     ),
     Mutant(
         "rejected-token-is-kept",
@@ -236,7 +236,7 @@ MUTANTS = (
         "decode/loop.py",
         "caches.take(entries, path),",
         "caches.take(entries, jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)),",
-        INVARIANTS,
+        ("tests/test_invariants.py::test_cache_equals_fresh_prefill",),
     ),
     Mutant(
         "stop-token-within-the-draft",
@@ -244,7 +244,10 @@ MUTANTS = (
         "decode/loop.py",
         "& (steps < sound[:, None]))",
         "& (steps == reached[:, None]))",
-        INVARIANTS,
+        (
+            "tests/test_invariants.py::test_the_cut_inside_an_accepted_path",
+            "tests/test_identity.py::test_toy_text_is_that_of_plain_decoding",
+        ),
     ),
     Mutant(
         "positions-by-node",
@@ -252,7 +255,7 @@ MUTANTS = (
         "decode/loop.py",
         "positions = state.cache.length[:, None] + tree.depths",
         "positions = state.cache.length[:, None] + jnp.arange(tree.depths.shape[-1])",
-        IDENTITY,
+        ("tests/test_invariants.py::test_cache_equals_fresh_prefill",),
     ),
     Mutant(
         "siblings-see-each-other",
@@ -260,7 +263,7 @@ MUTANTS = (
         "decode/loop.py",
         "window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)",
         "window = Window(jnp.maximum(proposal.tokens, 0), positions, jnp.tril(jnp.ones_like(tree.ancestors)), paths)",
-        IDENTITY,
+        ("tests/test_invariants.py::test_cache_equals_fresh_prefill",),
     ),
 )
 

@@ -52,16 +52,16 @@ def pairs(seed, vocab):
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_a_round_follows_the_target_exactly(name):
+def test_a_round_follows_the_target_exactly(name, seed):
     """Over 2,000 random cases in all: total variation below 1e-12 in float64, and 1e-6 in float32.
 
     Laws depend on the whole text: a rule that reads a wrong row is found. Some of them are point masses.
     """
     rule, worst, coarse, cases = RULE[name], 0.0, 0.0, 0
     for t, (topology, vocab) in enumerate(CHAINS if name == "block" else CHAINS + TREES):
-        for repeat in range(2):
+        for repeat in range(3 if name == "deterministic" else 2):
             points = {Noise.NONE} if repeat and t % 2 else set()
-            for i, (target, draft) in enumerate(pairs(1000 * repeat, vocab)):
+            for i, (target, draft) in enumerate(pairs(10_000 * seed + 1000 * repeat, vocab)):
                 for noise in {rule.noise} | points:
                     worst = max(worst, bias(rule, topology, target, draft, noise=noise))
                     cases += 1
@@ -70,7 +70,7 @@ def test_a_round_follows_the_target_exactly(name):
     print(f"{name}: {cases} cases, worst {worst:.1e}, in float32 {coarse:.1e}")
     assert worst < 1e-12
     assert coarse < 1e-6
-    assert cases >= {"block": 285, "deterministic": 490}.get(name, 608)
+    assert cases >= {"block": 285, "deterministic": 740}.get(name, 608)
 
 
 def test_what_is_enumerated_is_a_law():

@@ -27,7 +27,7 @@ WEIGHTS = Weights(*({"table": LM.init_params(jax.random.key(i), 1.5)["table"]} f
 QUICK = {"xla_backend_optimization_level": 0}
 
 
-def test_no_two_places_share_a_number():
+def test_no_two_places_share_a_number(seed):
     """Over rows, streams, rounds, positions and nodes: 11,280 first values, all different but for rounding."""
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -37,7 +37,7 @@ def test_no_two_places_share_a_number():
         fresh = noises.fresh(each, roots, jnp.arange(16), 2)[..., 0]
         return position, fresh, -jnp.log(-jnp.log(noises.uniform(each, roots)))
 
-    values = np.concatenate([np.asarray(a).ravel() for a in everything(jax.random.split(jax.random.key(0), 8))])
+    values = np.concatenate([np.asarray(a).ravel() for a in everything(jax.random.split(jax.random.key(seed), 8))])
     assert values.size == 8 * (900 + 30 * 16 + 30)
     # Of so many float32 values some two dozen pairs are equal by chance; a stream used twice would make thousands.
     assert len(np.unique(values)) > values.size - 100
