@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "block-residual-unscaled",
-        "the residual of block verification without the weight of its path (measured in algorithms 2.2)",
+        "the residual of block verification is that of single tokens, without the weight of its path",
         "rules/block.py",
         "return excess(weight[node] + law[node], ",
         "return excess(law[node], ",
@@ -148,7 +148,7 @@ MUTANTS = (
         "core/draw.py",
         "extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)",
         "extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)",
-        sampled("rejection-8-near"),
+        sampled("traversal-8-far") + sampled("block-64-near"),
     ),
     Mutant(
         "draft-noise-of-every-round-the-same",
@@ -212,7 +212,7 @@ MUTANTS = (
         "core/noise.py",
         'key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")',
         "key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32)",
-        ("tests/test_noise.py::test_noise_is_gumbel_with_a_long_tail",),
+        ("tests/test_sampling.py::test_the_tail_of_a_large_vocabulary_is_drawn",),
     ),
     Mutant(
         "no-bonus-token",
@@ -263,14 +263,14 @@ MUTANTS = (
         "decode/loop.py",
         "window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)",
         "window = Window(jnp.maximum(proposal.tokens, 0), positions, jnp.tril(jnp.ones_like(tree.ancestors)), paths)",
-        ("tests/test_invariants.py::test_cache_equals_fresh_prefill",),
+        ("tests/test_identity.py::test_toy_text_is_that_of_plain_decoding",),
     ),
 )
 
 
 def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
-    """A copy of package and tests, with the mutant's line changed."""
-    for part in ("jaxspec", "tests"):
+    """A copy of what the tests need, with the mutant's line changed."""
+    for part in ("jaxspec", "scripts", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
