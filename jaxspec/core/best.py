@@ -4,7 +4,8 @@ If a node is kept with the product of its path's acceptances, the expected token
 of the tree (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1): nodes add up, and a node is worth no more than
 its parent or its elder sibling. So taking the best node at hand, again and again, gives what Sequoia's dynamic
 programme gives, and with a vector per depth Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section
-2.3.3). `jaxspec.analysis` has acceptances by rank for given laws, `Stats` those of a decode.
+2.3.3). `jaxspec.analysis` has acceptances by rank for given laws, `jaxspec acceptance` those of two models; `Stats` has
+those of a decode by depth alone.
 """
 
 import heapq
