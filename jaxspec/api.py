@@ -18,6 +18,8 @@ from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.models.head_files import load_heads as load_heads
+from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.models.model import load as load
 from jaxspec.prepare import Prompt
@@ -157,6 +159,7 @@ def stream(
     draft_params: Any = None,
     tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
+    heads: DraftHeads | str | os.PathLike | None = None,
     schedule: str | Schedule = "constant",
     tuned: Tuned | str | os.PathLike | None = None,
     samples: int = 1,
@@ -179,6 +182,7 @@ def stream(
         tree: the draft's topology, or `jaxspec.dynamic()` for one that is chosen every round; a number is a chain of
             that length. None: the drafter's default.
         exit_layers: layers of the drafter "early-exit".
+        heads: the heads of the drafter "medusa", or where they are; see `load_heads`.
         schedule: how deep each round may draft: a registered name, or a schedule object.
         tuned: what `jaxspec tune` wrote, instead of `drafter`, `tree`, `exit_layers` and `schedule`.
         samples: rows per prompt, each with its own noise.
@@ -222,7 +226,8 @@ def stream(
             raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
         told = as_tuned(tuned)
         drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
-    setting = Setting(target, draft, prepare.as_topology(tree), exit_layers)
+    heads = load_heads(heads) if isinstance(heads, (str, os.PathLike)) else heads
+    setting = Setting(target, draft, prepare.as_topology(tree), exit_layers, heads)
     widths = () if width_matched else (1,)
     decoder, weights = prepare.make_decoder(
         target, drafter, rule, setting, draft_params, schedule, widths=widths, logprobs=logprobs

@@ -10,6 +10,7 @@ DRAFTERS = {
     "prompt-lookup": "jaxspec.drafters.prompt_lookup:PromptLookup",
     "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
     "model": "jaxspec.drafters.model:ModelDraft",
+    "medusa": "jaxspec.drafters.medusa:Medusa",
 }
 
 RULES = {

@@ -2,26 +2,29 @@
 
     python scripts/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--rules R ...] [--json OUT]
 
-Every configuration decodes all prompts, in batches of similar length, at temperature 0 and at 0.8: acceptance,
-tokens per round, and whether each text is that of plain decoding with the same key (a difference must be a certified
-tie). Then the time of one call of each model for one prompt, by width; from both follow the milliseconds a token
-costs, plain and speculating, which `jaxspec bench` measures end to end. Prompts longer than `--longest` are left out.
+Both models read every prompt once; from there every configuration continues them, in batches of similar length, at
+temperature 0 and at 0.8: acceptance, tokens per round, and whether each text is that of plain decoding with the same
+key (a difference must be a certified tie). Then the time of one call of each model for one prompt, by width; from both
+follow the milliseconds a token costs, plain and speculating, which `jaxspec bench` measures end to end. Prompts longer
+than `--longest` are left out.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import resource
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from jaxspec import prepare
 from jaxspec.bench import tasks
+from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
 from jaxspec.registry import RULES, find
@@ -68,15 +71,58 @@ def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) ->
     return float(np.median(seconds[1:])) * 1e3
 
 
-def decode(target: jaxspec.Model, ids, keys, batch: int, **options) -> list[jaxspec.Generation]:
-    """All prompts, `batch` at a time: a batch reads its prompts as long as its longest one takes."""
-    rows = []
-    for at in range(0, len(ids), batch):
-        rows += jaxspec.generate(target, ids[at : at + batch], key=keys[at : at + batch], **options)
-    return rows
+class Row(NamedTuple):
+    """What one configuration made of one prompt."""
+
+    tokens: list[int]
+    stats: Stats
 
 
-def interval(rows: list[jaxspec.Generation]) -> tuple[float, float]:
+class Reader:
+    """Both models' caches after every prompt: read once, and continued by every configuration."""
+
+    def __init__(self, target: jaxspec.Model, draft: jaxspec.Model, ids: list[list[int]], batch: int, tokens: int):
+        self.target, self.draft, self.ids, self.tokens = target, draft, ids, tokens
+        self.slots = -(-(max(map(len, ids)) + tokens + 16) // 256) * 256
+        self.keys = jax.random.split(jax.random.key(0), len(ids))
+        self.batches = [slice(at, at + batch) for at in range(0, len(ids), batch)]
+        decoder, weights = self._decoder("model", jaxspec.chain(1), "coupled")
+        requests = [self._request(at, jaxspec.Sampling()) for at in self.batches]
+        read = jax.jit(lambda weights, request: decoder.prefill(weights, decoder.init(weights, request, self.slots)))
+        self.read = [read(weights, request) for request in requests]
+
+    def __call__(self, sampling: jaxspec.Sampling, drafter: str, tree=None, rule: str = "coupled") -> list[Row]:
+        """All prompts continued, a batch at a time."""
+        decoder, weights = self._decoder(drafter, tree, rule)
+
+        @jax.jit
+        def run(weights, request, read):
+            state = decoder.init(weights, request, self.slots)._replace(cache=read.cache, absorbed=read.absorbed)
+            if drafter == "model":
+                state = state._replace(draft=state.draft._replace(cache=read.draft.cache, feature=read.draft.feature))
+            state = decoder.run(weights, state)
+            return state.tokens, state.start, state.length, state.log
+
+        rows = []
+        for at, read in zip(self.batches, self.read):
+            tokens, start, length, log = map(np.asarray, run(weights, self._request(at, sampling), read))
+            for b in range(len(length)):
+                emitted = tokens[b, start[b] : length[b]].tolist()
+                rows.append(Row(emitted, Stats.from_log(log[:, b], decoder.drafter.calls, len(emitted))))
+        return rows
+
+    def _decoder(self, drafter: str, tree, rule: str):
+        setting = Setting(self.target, self.draft if drafter == "model" else None, tree)
+        return prepare.make_decoder(self.target, drafter, rule, setting)
+
+    def _request(self, at: slice, sampling: jaxspec.Sampling):
+        ids = self.ids[at]
+        settings = prepare.with_padding_masked(self.target, sampling, len(ids))
+        stops = prepare.stop_array(self.target, (), False, len(ids))
+        return prepare.make_request(ids, self.keys[at], settings, self.tokens, 1, stops, self.slots)
+
+
+def interval(rows: list[Row]) -> tuple[float, float]:
     """The 95 % interval of the tokens per round, by resampling prompts 10,000 times."""
     counts = np.array([(row.stats.committed, row.stats.rounds) for row in rows])
     drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
@@ -108,39 +154,36 @@ def main() -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--trees", nargs="+", default=list(TREES)[:6], choices=list(TREES))
     parser.add_argument("--rules", nargs="+", default=["coupled"], choices=list(RULES))
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     target, draft = (jaxspec.load(name, dtype=arguments.dtype) for name in (arguments.target, arguments.draft))
     ids = prompt_ids(target, arguments.limit, arguments.longest)
-    capacity = -(-(max(map(len, ids)) + arguments.tokens + 16) // 256) * 256
     print(f"jax {jax.__version__}, {jax.default_backend()}, {arguments.dtype}, {len(ids)} prompts", flush=True)
+    reader = Reader(target, draft, ids, arguments.batch, arguments.tokens)
     rows, failed = [], 0
-    for temperature in arguments.temperatures:
-        sampling = jaxspec.Sampling(temperature=temperature, top_p=arguments.top_p)
-        keys = jax.random.split(jax.random.key(0), len(ids))
-        options = {"sampling": sampling, "max_new_tokens": arguments.tokens, "capacity": capacity}
-        run = functools.partial(decode, target, ids, keys, arguments.batch, **options)
-        plain = run(drafter="none")
+    for temperature, top_p in itertools.product(arguments.temperatures, arguments.top_p):
+        sampling, where = jaxspec.Sampling(temperature=temperature, top_p=top_p), f"T {temperature} top-p {top_p}"
+        plain = reader(sampling, "none")
         for name, rule in itertools.product(arguments.trees, arguments.rules):
             member = find("rule", rule)()
             try:
                 member.check(TREES[name].shape)
             except jaxspec.errors.InvalidConfig as error:
-                print(f"T {temperature}: {name:13} {rule}: {error}")
+                print(f"{where}: {name:13} {rule}: {error}")
                 continue
-            out = run(drafter="model", draft=draft, tree=TREES[name], rule=rule)
+            out = reader(sampling, "model", TREES[name], rule)
             same = rule == "coupled" or (temperature == 0 and member.lossless)
-            other, gaps = differences(target, ids, plain, out, keys, sampling) if same else (0, [])
+            other, gaps = differences(target, ids, plain, out, reader.keys, sampling) if same else (0, [])
             failed += sum(gap > TIE for gap in gaps)
             stats = Stats.total(row.stats for row in out)
             low, high = interval(out)
-            row = {"temperature": temperature, "top_p": arguments.top_p, "tree": name, "rule": rule, "gaps": gaps}
+            row = {"temperature": temperature, "top_p": top_p, "tree": name, "rule": rule, "gaps": gaps}
             rows.append(row | {"tokens_per_round_95": (low, high)} | stats.as_dict())
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
             print(
-                f"T {temperature}: {name:13} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) "
+                f"{where}: {name:13} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) "
                 f"tokens/round, acceptance {stats.acceptance_rate:.2f} (by depth {positions})"
                 + (f", same text {len(ids) - other} of {len(ids)}" if same else "")
                 + (f", ties with gaps {', '.join(f'{gap:.1e}' for gap in gaps)}" if gaps else ""),
@@ -156,7 +199,7 @@ def main() -> int:
         cost = times[tree.shape.nodes] + tree.shape.depth * one
         row["speedup_from_calls"] = times[1] * row["tokens_per_round"] / cost
         speedup = f"{row['speedup_from_calls']:.2f} times plain, by these times"
-        print(f"T {row['temperature']}: {row['tree']:13} {row['rule']}: {speedup}")
+        print(f"T {row['temperature']} top-p {row['top_p']}: {row['tree']:13} {row['rule']}: {speedup}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory {peak:.1f} GiB; parameters {(target.bytes + draft.bytes) / 2**30:.1f} GiB")
     if arguments.json:

@@ -58,27 +58,39 @@ class Draw:
         return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
 
     def __call__(
-        self, logits: Float[Array, "B n V"], nodes: Int[Array, "n"], depth: Array | int, width: int
+        self,
+        logits: Float[Array, "B n R"],
+        nodes: Int[Array, "n"],
+        depth: Array | int,
+        width: int,
+        ids: Int[Array, "R"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
         """The `width` children of `nodes`, which all stand at `depth`, and the log-law they were drawn from.
+
+        `ids` are the tokens that the logits are of, of a draft that knows but some; None: the first ones.
 
         A token is -1 where the law has no more, below the row's limit, and where the schedule doubts the node: that
         depends on the law alone, never on a token drawn from it, so that what is drawn is a sample. The law is None
         where the rule does not ask for it. Where it does, it is limited as the target's is; a coupled draft need not
         be, and accepts more if it is not. Children of greedy rows are always the likeliest.
         """
-        law = None
+        law, sampling = None, self._of(ids)
         if self.kind is Noise.FRESH:
             # Greedy targets are point masses: a draft of them may come from any law, see `Rule`.
-            score, greedy = scores(logits, self.sampling), self._greedy
-            law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, self.sampling))
+            score, greedy = scores(logits, sampling), self._greedy
+            law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
             extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)
             perturbed = law + jnp.where(greedy, 0.0, extra)
             doubted = self.doubts(law)
         else:
-            perturbed = self._perturbed(logits, depth)
-            doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self.sampling), -1))
-        return self._allowed(*_highest(perturbed, width), doubted, depth)[0], law
+            perturbed = self._perturbed(logits, depth, ids)
+            doubted = self.doubts(jax.nn.log_softmax(tempered(logits, sampling), -1))
+        tokens = self._allowed(*_highest(perturbed, width), doubted, depth)[0]
+        if ids is None:
+            return tokens, law
+        if law is not None:
+            law = jnp.full((*law.shape[:-1], self.vocab), -jnp.inf).at[..., ids].set(law)
+        return jnp.where(tokens >= 0, ids[tokens], -1), law
 
     def ranked(
         self, logits: Float[Array, "B n V"], depth: Array | int, width: int
@@ -99,13 +111,25 @@ class Draw:
     def _greedy(self) -> Bool[Array, "B 1 1"]:
         return (self.sampling.temperature < GREEDY)[:, None, None]
 
-    def _perturbed(self, logits: Float[Array, "B n V"], depth: Array | int) -> Float[Array, "B n V"]:
+    def _of(self, ids: Int[Array, "R"] | None) -> Sampling:
+        """The settings, for logits of these tokens alone."""
+        bias = self.sampling.logit_bias
+        return (
+            self.sampling
+            if ids is None or bias is None
+            else dataclasses.replace(self.sampling, logit_bias=bias[:, ids])
+        )
+
+    def _perturbed(
+        self, logits: Float[Array, "B n R"], depth: Array | int, ids: Int[Array, "R"] | None = None
+    ) -> Float[Array, "B n R"]:
         """Scores with the target's noise, or with none."""
-        score = tempered(logits, self.sampling)
+        score = tempered(logits, self._of(ids))
         if self.kind is not Noise.SHARED:
             return score
         extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
-        return score + jnp.where(self._greedy, 0.0, extra[..., : logits.shape[-1]])
+        extra = extra[..., : logits.shape[-1]] if ids is None else extra[..., ids]
+        return score + jnp.where(self._greedy, 0.0, extra)
 
     def _allowed(self, tokens: Array, best: Array, doubted: Array | None, depth: Array | int) -> tuple[Array, Array]:
         """The tokens, -1 where there is none or none is to be drafted, and their scores."""

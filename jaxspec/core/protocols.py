@@ -27,12 +27,14 @@ class Setting:
         draft: a loaded draft model, if one was given.
         tree: the wished topology; None for the drafter's own default.
         exit_layers: layers of an early exit; None for the default.
+        heads: loaded heads, if some were given (`jaxspec.models.head_files.DraftHeads`).
     """
 
     target: Any
     draft: Any = None
     tree: Topology | Dynamic | None = None
     exit_layers: int | None = None
+    heads: Any = None
 
 
 @runtime_checkable

@@ -234,3 +234,11 @@ class TransformerLM:
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         return self._module(params).logits(features)[..., : self.vocab]
+
+    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """The embeddings of tokens, unscaled."""
+        return look_up(params["embed"], tokens)
+
+    def unembedding(self, params: Params) -> Float[Array, "V E"]:
+        """The table whose rows `head` multiplies features with; padded tokens included."""
+        return params["embed"] if self.config.tie_embeddings else params["head"]

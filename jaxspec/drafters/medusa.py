@@ -1,0 +1,159 @@
+"""Medusa heads as drafter, on any static tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
+
+All heads read the target's last known feature, which is that of the token before the root. Without a path the heads
+know nothing of one another: one pass gives every level's law, and every node of a level has the same children (the
+Cartesian tree, or what was pruned from it). Heads that read the path (Hydra, arXiv:2402.05109) go level by level.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.protocols import LanguageModel, Setting
+from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.errors import InvalidConfig, MissingDraft
+from jaxspec.models.heads import HeadsConfig, check_target, module, normed
+from jaxspec.models.transformer import matmul
+
+
+class MedusaState(NamedTuple):
+    """All that the heads look at."""
+
+    feature: Float[Array, "B E"]  # the target's, at the token before the root
+
+
+@dataclasses.dataclass(frozen=True)
+class Medusa:
+    """Draws each node's children from the law of the head of its depth.
+
+    Attributes:
+        config: the heads' sizes.
+        target: whose features they read, and whose projection and embedding they share.
+        tree: the topology, no deeper than there are heads.
+    """
+
+    config: HeadsConfig
+    target: LanguageModel
+    tree: Topology
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads"})
+
+    def __post_init__(self):
+        if isinstance(self.tree, Dynamic):
+            raise InvalidConfig(
+                "Medusa heads draft on fixed trees, got a dynamic one; give branching, from_paths or chain"
+            )
+        depth, width = self.tree.shape.depth, self.tree.shape.width
+        if not 1 <= depth <= self.config.num_heads:
+            raise InvalidConfig(
+                f"{self.config.num_heads} heads draft trees 1 to {self.config.num_heads} deep, this one is {depth}"
+            )
+        if width > self.config.rows:
+            raise InvalidConfig(f"the tree has nodes of {width} children, the heads a vocabulary of {self.config.rows}")
+
+    @classmethod
+    def build(cls, setting: Setting) -> tuple[Self, Params]:
+        heads, lm = setting.heads, setting.target.lm
+        if heads is None:
+            raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
+        config: HeadsConfig = heads.config
+        check_target(config, setting.target)
+        params = {"heads": heads.params}
+        if config.draft_vocab_size is not None and config.projection == "shared":
+            # A copy of the rows that are guessed from: far fewer bytes a round than all of them.
+            params["rows"] = lm.unembedding(setting.target.params)[heads.params["tokens"]]
+        return cls(config, lm, setting.tree or heads.tree or chain(config.num_heads)), params
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        """None of a draft model; what heads cost is measured with the round they are part of."""
+        return 0
+
+    def init(self, params: Params, batch: int, capacity: int) -> MedusaState:
+        return MedusaState(jnp.zeros((batch, self.config.hidden_size), jnp.float32))
+
+    def absorb(self, params: Params, state: MedusaState, advance: Advance) -> MedusaState:
+        last = jnp.maximum(advance.count - 1, 0)[:, None, None]
+        feature = jnp.take_along_axis(advance.features, last, axis=1)[:, 0]
+        return MedusaState(jnp.where((advance.count > 0)[:, None], feature, state.feature))
+
+    def propose(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> tuple[Proposal, MedusaState]:
+        tree, spare = self.tree.tree, self.shape.nodes  # what a node has too many children of is written to `spare`
+        children = np.where(tree.children >= 0, tree.children, spare)
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+        tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
+        law = jnp.full((*tokens.shape, self.target.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
+        apart = self._apart(params, state, context, draw) if self.config.inputs == "hidden" else None
+        for depth, nodes in enumerate(self.tree.parents_by_level):
+            width = int((tree.children[nodes] >= 0).sum(-1).max())
+            if apart is None:
+                logits = self._on_paths(params, state, context, draw, tokens, depth)
+            else:
+                logits = apart[:, depth : depth + 1]
+            if apart is not None and law is not None:  # each node draws its own
+                logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
+            below, own = draw(
+                logits, jnp.asarray(nodes[: logits.shape[1]]), depth, width, params["heads"].get("tokens")
+            )
+            tokens = tokens.at[:, children[nodes, :width]].set(below)
+            law = None if law is None or own is None else law.at[:, nodes].set(own)
+        return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
+
+    def _apart(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Float[Array, "B D R"]:
+        """The logits of every level, by heads that know nothing of one another."""
+
+        def read() -> Array:
+            heads, hidden = module(self.config, params["heads"]), state.feature[:, None]
+            each = [heads.features(i, hidden) for i in range(self.shape.depth)]
+            if self.config.projection == "own":
+                return jnp.concatenate([self._own(params, i, features) for i, features in enumerate(each)], axis=1)
+            return self._shared(params, context, jnp.concatenate(each, axis=1))
+
+        return self._if_wanted(read, draw, 0, self.shape.depth)
+
+    def _on_paths(
+        self, params: Params, state: MedusaState, context: Context, draw: Draw, tokens: Array, depth: int
+    ) -> Float[Array, "B n R"]:
+        """The logits after every node of a level that has children."""
+        paths = self.tree.tree.paths[self.tree.parents_by_level[depth], : depth + 1]
+
+        def read() -> Array:
+            batch, count = tokens.shape[0], len(paths)
+            words = jnp.maximum(tokens[:, paths.reshape(-1)], 0)
+            path = normed(self.target.embed(context.params, words)).reshape(batch, count, depth + 1, -1)  # pyright: ignore
+            hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
+            features = module(self.config, params["heads"]).features(depth, hidden, path)
+            if self.config.projection == "own":
+                return self._own(params, depth, features)
+            return self._shared(params, context, features)
+
+        return self._if_wanted(read, draw, depth, len(paths))
+
+    def _own(self, params: Params, head: int, features: Array) -> Array:
+        return module(self.config, params["heads"]).logits(head, features)[..., : self._width]
+
+    def _shared(self, params: Params, context: Context, features: Array) -> Array:
+        if "rows" in params:
+            return matmul(features, params["rows"], transposed=True)
+        return self.target.head(context.params, features)
+
+    @property
+    def _width(self) -> int:
+        """R, of the logits: a padded vocabulary is cut, as the target cuts it."""
+        return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows
+
+    def _if_wanted(self, read: Callable[[], Array], draw: Draw, depth: int, nodes: int) -> Float[Array, "B n R"]:
+        """The logits, if any row may draft below `depth`; for no one nothing is computed."""
+        shape = (draw.roots.shape[0], nodes, self._width)
+        return lax.cond(draw.below(depth).any(), read, lambda: jnp.zeros(shape, jnp.float32))

@@ -1,0 +1,248 @@
+"""Medusa heads in Flax NNX: small networks that read a target's last feature and guess the tokens after the next.
+
+Head i predicts token t + 2 + i from the target's feature at token t, whose own head predicts t + 1 (Cai et al. 2024,
+arXiv:2401.10774, section 2.1). With `inputs="path"` a head also reads the embeddings of the tokens t + 1 to t + 1 + i,
+as Hydra does (Ankner et al. 2024, arXiv:2402.05109): its guess then depends on the path to the node it stands at.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.protocols import no_feature
+from jaxspec.core.records import Params
+from jaxspec.core.tree import Topology
+from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.models.transformer import matmul
+
+INPUTS, PROJECTIONS = ("hidden", "path"), ("shared", "own")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsConfig:
+    """The sizes of a set of heads; static and hashable.
+
+    Attributes:
+        hidden_size: E, of the target's features.
+        vocab_size: V, of the target.
+        num_heads: how many tokens are guessed.
+        num_layers: residual blocks of each head; 0: the projection alone.
+        inputs: "hidden", the target's feature alone (Medusa), or "path", also the embeddings of the tokens between
+            it and the guess (Hydra).
+        projection: onto the vocabulary: "shared", the target's, or "own", one for each head.
+        bias: the blocks' linear maps have one.
+        draft_vocab_size: guesses come from so many tokens, listed in the parameters; None: from all.
+
+    Raises:
+        InvalidConfig: a value that cannot be.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+    inputs: str = "hidden"
+    projection: str = "shared"
+    bias: bool = True
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidConfig(f"{name} of heads is a whole number from {low}, got {value!r}")
+        for name, known in (("inputs", INPUTS), ("projection", PROJECTIONS)):
+            if getattr(self, name) not in known:
+                raise InvalidConfig(f"{name} of heads is {' or '.join(known)}, got {getattr(self, name)!r}")
+        if self.inputs == "path" and not self.num_layers:
+            raise InvalidConfig("heads that read the path need a block to read it with; set num_layers to 1 or more")
+        rows = self.draft_vocab_size
+        if rows is not None and (
+            isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= self.vocab_size
+        ):
+            raise InvalidConfig(f"draft_vocab_size is a whole number from 1 to {self.vocab_size}, got {rows!r}")
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are guessed from: rows of a projection."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    def block_inputs(self, head: int, layer: int) -> int:
+        """Width of what a block reads: the first one of a head that reads the path also takes head + 1 embeddings."""
+        return self.hidden_size * (2 + head if self.inputs == "path" and layer == 0 else 1)
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter, under its path's name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for head in range(self.num_heads):
+            for layer in range(self.num_layers):
+                shapes[f"blocks.{head}.{layer}.kernel"] = (self.block_inputs(head, layer), self.hidden_size)
+                if self.bias:
+                    shapes[f"blocks.{head}.{layer}.bias"] = (self.hidden_size,)
+            if self.projection == "own":
+                shapes[f"projections.{head}"] = (self.rows, self.hidden_size)
+        if self.draft_vocab_size is not None:
+            shapes["tokens"] = (self.draft_vocab_size,)
+        return shapes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftHeads:
+    """Loaded or trained heads: what the drafter "medusa" takes.
+
+    Attributes:
+        config: their sizes.
+        params: arrays, named as `HeadsConfig.param_shapes` names them, nested.
+        tree: the topology they draft best on, if it is known.
+        name: for tables.
+    """
+
+    config: HeadsConfig
+    params: Params
+    tree: Topology | None = None
+    name: str = "heads"
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the parameters."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+
+
+class ResBlock(nnx.Module):
+    """`residual + SiLU(x W + b)`, at first the identity."""
+
+    def __init__(self, inputs: int, width: int, bias: bool):
+        self.kernel = nnx.Param(jnp.zeros((inputs, width), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32)) if bias else None
+
+    def __call__(self, x: Float[Array, "B T I"], residual: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        out = matmul(x, self.kernel[...])
+        return residual + jax.nn.silu(out if self.bias is None else out + self.bias[...])
+
+
+class Frozen(nnx.Variable):
+    """What no training touches."""
+
+
+class Heads(nnx.Module):
+    """All heads. A head's blocks are its own, and so is its projection unless the target's is shared."""
+
+    def __init__(self, config: HeadsConfig):
+        c = config
+        self.config = config
+        self.blocks = nnx.List(
+            nnx.List(ResBlock(c.block_inputs(i, j), c.hidden_size, c.bias) for j in range(c.num_layers))
+            for i in range(c.num_heads)
+        )
+        own = range(c.num_heads if c.projection == "own" else 0)
+        self.projections = nnx.List(nnx.Param(jnp.zeros((c.rows, c.hidden_size), jnp.float32)) for _ in own)
+        # Ids of the tokens that are guessed from, ascending; row r of a projection is of token tokens[r].
+        self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
+
+    def features(
+        self, head: int, hidden: Float[Array, "B T E"], path: Float[Array, "B T J E"] | None = None
+    ) -> Float[Array, "B T E"]:
+        """What a head's projection reads. `path` are the normed embeddings of the J = head + 1 tokens after `hidden`'s."""
+        x, read = hidden, hidden
+        if self.config.inputs == "path":
+            assert path is not None
+            read = jnp.concatenate([hidden[..., None, :], path], axis=-2).reshape(*hidden.shape[:-1], -1)
+        for layer, block in enumerate(self.blocks[head]):
+            x = block(read if layer == 0 else x, x)
+        return x
+
+    def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
+        """By an own projection."""
+        return matmul(features, self.projections[head][...], transposed=True)
+
+
+def normed(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+    """Embeddings as heads read them: of unit mean square, since models differ in their scale."""
+    embeddings = embeddings.astype(jnp.float32)
+    return embeddings * jax.lax.rsqrt(jnp.mean(jnp.square(embeddings), axis=-1, keepdims=True) + 1e-12)
+
+
+@functools.lru_cache
+def _graph(config: HeadsConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Heads(config)))[0]
+
+
+def module(config: HeadsConfig, params: Params) -> Heads:
+    """The module with these parameters, the pure dict of its state."""
+    return nnx.merge(_graph(config), nnx.State(params))
+
+
+def init_params(
+    config: HeadsConfig,
+    projection: Float[Array, "V E"] | None = None,
+    tokens: Int[Array, "R"] | None = None,
+) -> Params:
+    """Heads that all predict what the target's own head does, before training: a pure dict of float32 arrays.
+
+    Args:
+        config: the sizes.
+        projection: the target's, which own projections start from.
+        tokens: of a reduced vocabulary, the ids that are guessed from, ascending.
+
+    Raises:
+        InvalidConfig: a projection or tokens are missing, or do not fit the sizes.
+    """
+    params = nnx.to_pure_dict(nnx.state(Heads(config)))
+    if (tokens is None) != (config.draft_vocab_size is None):
+        raise InvalidConfig("tokens are given with a reduced draft vocabulary, and only then")
+    if tokens is not None:
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
+            raise InvalidConfig(f"expected {config.rows} token ids, ascending, got shape {tokens.shape}")
+        if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
+            raise InvalidConfig(f"token ids go from 0 to {config.vocab_size - 1}")
+        params["tokens"] = tokens
+    if config.projection == "own":
+        if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
+            got = None if projection is None else projection.shape
+            raise InvalidConfig(
+                f"own projections start from the target's, of shape {(config.vocab_size, config.hidden_size)}; got {got}"
+            )
+        rows = jnp.asarray(projection if tokens is None else projection[tokens], jnp.float32)
+        params["projections"] = {i: rows for i in range(config.num_heads)}
+    return params
+
+
+def check_target(config: HeadsConfig, target: Any) -> None:
+    """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
+
+    Raises:
+        ShapeMismatch: its features or its vocabulary have another size.
+        InvalidConfig: it does not give what the heads read.
+    """
+    lm = target.lm
+    reads_tables = config.inputs == "path" or config.draft_vocab_size is not None
+    if reads_tables and not (hasattr(lm, "embed") and hasattr(lm, "unembedding")):
+        raise InvalidConfig(
+            f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use heads "
+            'with inputs "hidden" and the whole vocabulary'
+        )
+    width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
+    table = lm.unembedding(target.params).shape[0] if hasattr(lm, "unembedding") else lm.vocab
+    for name, own, other in (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, table)):
+        if own != other:
+            raise ShapeMismatch(
+                f"the heads are for {name} of {own}, {target.name} has {other}; they are another target's"
+            )
+
+
+def flatten(params: Params) -> dict[str, Any]:
+    """The parameters by name, as `HeadsConfig.param_shapes` names them."""
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.traversals.flatten_mapping(params).items()}
+
+
+def unflatten(named: dict[str, Any]) -> Params:
+    """The inverse of `flatten`."""
+    paths = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): a for name, a in named.items()}
+    return dict(nnx.traversals.unflatten_mapping(paths))

@@ -1,0 +1,190 @@
+"""The drafter "medusa": heads on any fixed tree, by any rule, and what does not fit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+import jaxspec
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.records import Advance, Context
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import branching, chain, dynamic, from_paths
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Weights
+from jaxspec.drafters.medusa import Medusa
+from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
+from jaxspec.models.heads import DraftHeads, HeadsConfig, flatten, init_params, unflatten
+from jaxspec.registry import RULES, find
+
+TARGET = toys.transformer()
+PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
+MODEL = jaxspec.Model(TARGET, PARAMS)
+IDS = np.arange(0, 60, 3)
+CONFIGS = {
+    "hidden": HeadsConfig(64, 61, 3),
+    "hidden, own, reduced": HeadsConfig(64, 61, 3, 2, projection="own", draft_vocab_size=20),
+    "path": HeadsConfig(64, 61, 3, 2, inputs="path"),
+    "path, reduced": HeadsConfig(64, 61, 3, inputs="path", bias=False, draft_vocab_size=20),
+}
+
+
+@functools.cache
+def heads(name: str) -> DraftHeads:
+    """With noise on every block."""
+    config = CONFIGS[name]
+    params = init_params(config, TARGET.unembedding(PARAMS), IDS if config.draft_vocab_size else None)
+    rng = np.random.default_rng(1)
+    noisy = {
+        key: leaf if key == "tokens" else leaf + 0.3 * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        for key, leaf in flatten(params).items()
+    }
+    return DraftHeads(config, unflatten(noisy))
+
+
+def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
+    """The logits of the node at the end of a path (the root first), over the whole vocabulary, in numpy."""
+    config, params = CONFIGS[name], {k: np.asarray(v, np.float64) for k, v in flatten(heads(name).params).items()}
+    table, embed = (np.asarray(a, np.float64) for a in (TARGET.unembedding(PARAMS), PARAMS["embed"]))
+    head, x = len(path) - 1, feature.astype(np.float64)
+    read = x
+    if config.inputs == "path":
+        words = [embed[token] / np.sqrt(np.mean(embed[token] ** 2)) for token in path]
+        read = np.concatenate([x, *words])
+    for layer in range(config.num_layers):
+        inner = (read if layer == 0 else x) @ params[f"blocks.{head}.{layer}.kernel"]
+        inner = inner + params.get(f"blocks.{head}.{layer}.bias", 0)
+        x = x + inner / (1 + np.exp(-inner))
+    ids = IDS if config.draft_vocab_size else np.arange(61)
+    rows = params[f"projections.{head}"] if config.projection == "own" else table[ids]
+    logits = np.full(61, -np.inf)
+    logits[ids] = rows @ x
+    return logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", Noise)
+def test_proposals_are_those_computed_by_hand(name, kind):
+    """Every node's children are the likeliest of its head's law under the noise of the rule; and the law is that law."""
+    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+    drafter, params = Medusa.build(jaxspec.core.protocols.Setting(MODEL, tree=tree, heads=heads(name)))
+    rng = np.random.default_rng(0)
+    features = jnp.asarray(rng.normal(size=(2, 4, 64)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 61, (2, 8)), jnp.int32)
+    length, count = jnp.array([3, 4]), jnp.array([3, 4])
+    state = drafter.init(params, 2, 8)
+    state = drafter.absorb(params, state, Advance(tokens[:, :4], features, count, None, tokens, jnp.zeros(2, int)))
+    still = drafter.absorb(params, state, Advance(tokens[:, :4], features, 0 * count, None, tokens, length))
+    np.testing.assert_array_equal(state.feature, still.feature)
+    temperature = 0.7 if kind is not Noise.NONE else 0.0
+    keys, sampling = jax.random.split(jax.random.key(0), 2), Sampling(temperature=temperature).rows(2, 61)
+    draw = Draw(kind, keys, length, sampling, jnp.asarray(temperature > 0), 61)
+    context = Context(tokens, length, None, PARAMS)
+    proposal, _ = jax.jit(lambda params: drafter.propose(params, state, context, draw))(params)
+    from jaxspec.core import noise
+
+    ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(61)
+    shared = np.asarray(noise.gumbel(keys, length[:, None] + jnp.arange(3), 61))
+    own = np.asarray(noise.fresh(keys, length, jnp.arange(tree.shape.nodes), ids.size))
+    fresh = np.full((*own.shape[:2], 61), 0.0)
+    fresh[..., ids] = own
+    for row in range(2):
+        feature = np.asarray(features)[row, int(count[row]) - 1]
+        for node in range(tree.shape.nodes):
+            below = [child for child in tree.tree.children[node] if child >= 0]
+            if not below:
+                continue
+            path = [int(proposal.tokens[row, at]) for at in tree.tree.paths[node] if at >= 0]
+            path[0] = int(tokens[row, length[row] - 1])
+            score = by_hand(name, feature, path) / (temperature or 1)
+            if kind is Noise.FRESH:
+                law = score - np.logaddexp.reduce(score)
+                np.testing.assert_allclose(proposal.law[row, node], law, atol=1e-4)
+            depth = len(path) - 1
+            extra = {Noise.SHARED: shared[row, depth], Noise.FRESH: fresh[row, node], Noise.NONE: 0}[kind]
+            wanted = np.argsort(-(score + extra), kind="stable")[: len(below)]
+            assert [int(proposal.tokens[row, child]) for child in below] == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_is_that_of_plain_decoding(name):
+    prompts, key = [[1, 2, 3], [4, 5, 6, 7, 8]], jax.random.key(3)
+    for temperature in (0.0, 0.8):
+        options = {"key": key, "sampling": Sampling(temperature=temperature), "max_new_tokens": 24}
+        options |= {"tree": branching(3, 2, 1), "width_matched": True}
+        plain = jaxspec.generate(MODEL, prompts, drafter="none", **options)
+        drafted = jaxspec.generate(MODEL, prompts, drafter="medusa", heads=heads(name), **options)
+        assert [row.tokens for row in drafted] == [row.tokens for row in plain]
+        assert drafted.stats.drafted > 0
+        assert drafted.stats.accepted > 0
+
+
+def test_every_rule_takes_them():
+    for name in RULES:
+        tree = chain(3) if name == "block" else branching(2, 1)
+        out = jaxspec.generate(
+            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name, tree=tree,
+            sampling=Sampling(temperature=1.0), max_new_tokens=8,
+        )  # fmt: skip
+        assert len(out[0].tokens) == 8
+        assert out.stats.drafted > 0
+
+
+def test_heads_untrained_are_the_targets_own():
+    """Every head starts as the target's: it drafts again what the target said last time."""
+    config = HeadsConfig(64, 61, 2)
+    drafter, params = Medusa.build(
+        jaxspec.core.protocols.Setting(MODEL, tree=chain(2), heads=DraftHeads(config, init_params(config)))
+    )
+    feature = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64)), jnp.float32)
+    draw = Draw(
+        Noise.NONE,
+        jax.random.split(jax.random.key(0), 1),
+        jnp.array([1]),
+        Sampling().rows(1, 61),
+        jnp.asarray(False),
+        61,
+    )
+    context = Context(jnp.zeros((1, 4), jnp.int32), jnp.array([1]), None, PARAMS)
+    proposal, _ = drafter.propose(params, drafter.init(params, 1, 4)._replace(feature=feature), context, draw)
+    own = int(TARGET.head(PARAMS, feature[None])[0, 0].argmax())
+    assert proposal.tokens[0, 1:].tolist() == [own, own]
+
+
+def test_what_does_not_fit_is_refused():
+    made = heads("hidden")
+    say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="medusa")
+    with pytest.raises(MissingDraft, match="needs heads"):
+        say()
+    with pytest.raises(InvalidConfig, match="makes no use of heads"):
+        jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)
+    with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
+        say(heads=made, tree=4)
+    with pytest.raises(InvalidConfig, match="fixed trees"):
+        say(heads=made, tree=dynamic(2, 2, 4))
+    with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
+        say(heads=heads("path, reduced"), tree=branching(21))
+    for name, other in (("features of 32", {"hidden_size": 32}), ("a vocabulary of 9", {"vocab_size": 9})):
+        config = dataclasses.replace(made.config, **other)
+        with pytest.raises(ShapeMismatch, match=f"heads are for {name}"):
+            say(heads=DraftHeads(config, init_params(config)))
+    function = jaxspec.Model(jaxspec.FunctionLM(lambda p, t, n: jnp.zeros((t.shape[0], 61)), 61), ())
+    with pytest.raises(InvalidConfig, match="which FunctionLM does not give"):
+        jaxspec.generate(function, [[1]], drafter="medusa", heads=heads("path"))
+    for wrong in ({"num_heads": 0}, {"inputs": "all"}, {"draft_vocab_size": 99}, {"inputs": "path", "num_layers": 0}):
+        with pytest.raises(InvalidConfig):
+            dataclasses.replace(made.config, **wrong)
+
+
+def test_decoding_heads_compile_once_per_configuration():
+    drafter, params = Medusa.build(jaxspec.core.protocols.Setting(MODEL, tree=chain(2), heads=heads("hidden")))
+    again, _ = Medusa.build(jaxspec.core.protocols.Setting(MODEL, tree=chain(2), heads=heads("hidden")))
+    assert drafter == again
+    assert hash(drafter) == hash(again)
+    one, other = (Decoder(TARGET, d, find("rule", "coupled")()) for d in (drafter, again))
+    assert one == other
+    assert Weights(PARAMS, params) is not None
