@@ -69,7 +69,7 @@ def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", Noise)
 def test_proposals_are_those_computed_by_hand(name, kind):
-    """Every node's children are the likeliest of its head's law under the noise of the rule; and the law is that law."""
+    """Every node's children are the likeliest of its head's law under the noise of the rule; and so is the law."""
     tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
     drafter, params = Medusa.build(jaxspec.core.protocols.Setting(MODEL, tree=tree, heads=heads(name)))
     rng = np.random.default_rng(0)

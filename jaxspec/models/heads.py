@@ -148,7 +148,7 @@ class Heads(nnx.Module):
     def features(
         self, head: int, hidden: Float[Array, "B T E"], path: Float[Array, "B T J E"] | None = None
     ) -> Float[Array, "B T E"]:
-        """What a head's projection reads. `path` are the normed embeddings of the J = head + 1 tokens after `hidden`'s."""
+        """What a head's projection reads. `path`: normed embeddings of the J = head + 1 tokens after it."""
         x, read = hidden, hidden
         if self.config.inputs == "path":
             assert path is not None
@@ -207,10 +207,10 @@ def init_params(
         if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
             got = None if projection is None else projection.shape
             raise InvalidConfig(
-                f"own projections start from the target's, of shape {(config.vocab_size, config.hidden_size)}; got {got}"
+                f"own projections start from the target's [{config.vocab_size}, {config.hidden_size}]; got {got}"
             )
         rows = jnp.asarray(projection if tokens is None else projection[tokens], jnp.float32)
-        params["projections"] = {i: rows for i in range(config.num_heads)}
+        params["projections"] = dict.fromkeys(range(config.num_heads), rows)
     return params
 
 
@@ -225,8 +225,8 @@ def check_target(config: HeadsConfig, target: Any) -> None:
     reads_tables = config.inputs == "path" or config.draft_vocab_size is not None
     if reads_tables and not (hasattr(lm, "embed") and hasattr(lm, "unembedding")):
         raise InvalidConfig(
-            f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use heads "
-            'with inputs "hidden" and the whole vocabulary'
+            f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use "
+            'heads with inputs "hidden" and the whole vocabulary'
         )
     width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
     table = lm.unembedding(target.params).shape[0] if hasattr(lm, "unembedding") else lm.vocab
