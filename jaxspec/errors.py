@@ -70,5 +70,9 @@ class TuningError(JaxspecError):
     """A file of `jaxspec tune` cannot be read, or the measurement found nothing to go by."""
 
 
+class TrainingError(JaxspecError):
+    """Training data cannot be read or are too few, a run cannot go on, or goes on with other settings."""
+
+
 class MissingPackage(JaxspecError):
     """A package that only some commands use is not installed."""

@@ -22,6 +22,8 @@ COMMANDS = {
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",
+    "train": "train Medusa heads for a target, and fit a tree to them",
+    "fingerprint": "print the sha256 of everything in a training run",
     "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
 }
 

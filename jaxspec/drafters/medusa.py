@@ -20,7 +20,7 @@ from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.models.heads import HeadsConfig, check_target, module, normed
-from jaxspec.models.transformer import matmul
+from jaxspec.models.transformer import look_up, matmul
 
 
 class MedusaState(NamedTuple):
@@ -131,7 +131,8 @@ class Medusa:
         def read() -> Array:
             batch, count = tokens.shape[0], len(paths)
             words = jnp.maximum(tokens[:, paths.reshape(-1)], 0)
-            path = normed(self.target.embed(context.params, words)).reshape(batch, count, depth + 1, -1)  # pyright: ignore
+            table = self.target.embedding(context.params)  # pyright: ignore
+            path = normed(look_up(table, words)).reshape(batch, count, depth + 1, -1)
             hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
             features = module(self.config, params["heads"]).features(depth, hidden, path)
             if self.config.projection == "own":

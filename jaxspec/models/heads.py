@@ -223,7 +223,7 @@ def check_target(config: HeadsConfig, target: Any) -> None:
     """
     lm = target.lm
     reads_tables = config.inputs == "path" or config.draft_vocab_size is not None
-    if reads_tables and not (hasattr(lm, "embed") and hasattr(lm, "unembedding")):
+    if reads_tables and not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
         raise InvalidConfig(
             f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use "
             'heads with inputs "hidden" and the whole vocabulary'

@@ -235,9 +235,9 @@ class TransformerLM:
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         return self._module(params).logits(features)[..., : self.vocab]
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """The embeddings of tokens, unscaled."""
-        return look_up(params["embed"], tokens)
+    def embedding(self, params: Params) -> Float[Array, "V E"]:
+        """The table of the tokens' embeddings, unscaled."""
+        return params["embed"]
 
     def unembedding(self, params: Params) -> Float[Array, "V E"]:
         """The table whose rows `head` multiplies features with; padded tokens included."""

@@ -1,0 +1,40 @@
+"""Prints the sha256 of every tree of arrays of a training run: two runs that print the same are the same to the bit."""
+
+import argparse
+import hashlib
+import pathlib
+
+from jaxspec.cli.options import Parser
+from jaxspec.errors import TrainingError
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    parser.add_argument("folder", type=pathlib.Path, metavar="DIR", help="of 'jaxspec train', or of heads")
+
+
+def run(args: argparse.Namespace) -> int:
+    """One line per tree: its sha256 and its name."""
+    lines = list(prints(args.folder))
+    if not lines:
+        raise TrainingError(f"{args.folder}: holds no run and no heads")
+    for digest, name in lines:
+        print(f"{digest}  {name}")
+    return 0
+
+
+def prints(folder: pathlib.Path):
+    """(sha256, name) of the log, of every checkpoint's state and of the heads."""
+    import json
+
+    from jaxspec.models.head_files import MANIFEST, load_heads
+    from jaxspec.train.disk import fingerprint
+    from jaxspec.train.loop import CHECKPOINTS, LOG
+
+    if (folder / LOG).exists():
+        yield hashlib.sha256((folder / LOG).read_bytes()).hexdigest(), LOG
+    for about in sorted((folder / CHECKPOINTS).glob("step-*/about.json")):
+        yield json.loads(about.read_text())["sha256"], f"{CHECKPOINTS}/{about.parent.name}"
+    for place in (folder, folder / "heads"):
+        if (place / MANIFEST).exists():
+            yield fingerprint(load_heads(place).params), str((place / MANIFEST).parent.relative_to(folder.parent))

@@ -1,0 +1,103 @@
+"""Trains draft heads for a target: 'jaxspec train medusa --target TARGET --prompts FILE --out DIR'.
+
+The folder keeps all that was made, and the same command goes on where it was ended. At its end DIR/heads holds the
+heads with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter medusa --heads DIR/heads'.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+from jaxspec.cli import options
+from jaxspec.cli.options import Parser, UsageError, one_of, whole
+from jaxspec.errors import InvalidConfig
+
+KINDS = ("medusa",)
+
+
+def add_options(parser: Parser) -> None:
+    """All but --debug, which every command has."""
+    from jaxspec.train.settings import Settings
+
+    parser.add_argument("kind", type=one_of("kind of heads", KINDS), metavar="|".join(KINDS))
+    add = parser.add_argument_group("what is trained on what").add_argument
+    add(
+        "--target",
+        default=options.TARGET,
+        metavar="NAME_OR_PATH",
+        help=f"{options.SOURCES} (default: {options.TARGET})",
+    )
+    options.add_dtype(add)
+    add(
+        "--prompts",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .json of prompts or conversations (prompt, messages, ShareGPT's), or .txt of texts",
+    )
+    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="the run's folder")
+    add(
+        "--fit-prompts",
+        type=whole(0),
+        default=6,
+        metavar="N",
+        help="held-out prompts to choose the tree on (default: 6)",
+    )
+    add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
+        help="besides log.jsonl; needs the package tensorboardX")  # fmt: skip
+    add = parser.add_argument_group("settings").add_argument
+    for field in dataclasses.fields(Settings):
+        flag, about = f"--{field.name.replace('_', '-')}", field.metadata["about"]
+        if isinstance(field.default, bool):
+            add(
+                flag,
+                action=argparse.BooleanOptionalAction,
+                default=field.default,
+                help=f"{about} (default: {field.default})",
+            )
+            continue
+        kind: dict = {"type": type(field.default), "metavar": "N" if isinstance(field.default, int) else "X"}
+        if choices := field.metadata["choices"]:
+            kind = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
+        add(flag, default=field.default, help=f"{about} (default: {field.default})", **kind)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains as told."""
+    from jaxspec.train.settings import Settings
+
+    try:
+        settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
+    except InvalidConfig as error:
+        raise UsageError(str(error)) from None
+
+    from jaxspec.cli import show
+    from jaxspec.models.head_files import save_heads
+    from jaxspec.train import card, evaluate
+    from jaxspec.train.loop import train
+    from jaxspec.train.monitor import Monitor
+
+    target = show.load(args.target, args.dtype)
+    if settings.medusa2:
+        show.say("Medusa-2 trains the target, too: text will be lossless against the new one, not against the original")
+    with Monitor(args.out, args.log_to) as monitor:
+        trained = train(target, args.prompts, args.out, settings, monitor.watch)
+    folder, heads, trees = args.out / "heads", trained.heads, []
+    found = evaluate.ranks(trained.target, heads, trained.data.answered, settings.row_tokens)
+    if args.fit_prompts:
+        prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
+        with show.Bar("measuring trees", parts=10) as bar:
+            trees = evaluate.measure_trees(trained.target, heads, found.acceptance(), prompts, progress=bar)
+        drafting = [one for one in trees if one.tree.shape.depth]
+        heads = dataclasses.replace(heads, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
+    for name in ("heads.json", "heads.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    save_heads(heads, folder)
+    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees))
+    if settings.medusa2 and not (args.out / "target").exists():
+        import jaxspec
+
+        jaxspec.save(trained.target, args.out / "target")
+    print((folder / card.CARD).read_text())
+    show.say(f"written: {folder}")
+    return 0

@@ -1,0 +1,1 @@
+"""Training draft heads against a frozen target: texts, the target's own answers, losses, the loop, checkpoints."""

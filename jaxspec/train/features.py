@@ -1,0 +1,80 @@
+"""The target's features of packed rows: computed on the fly, or once for all on disk."""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.records import Params
+from jaxspec.errors import TrainingError
+from jaxspec.train.answers import claim
+from jaxspec.train.disk import fingerprint, write_whole
+from jaxspec.train.step import read
+from jaxspec.train.texts import Rows
+
+SHARD = 64
+"""Rows of a file."""
+
+
+class Reader:
+    """Reads rows with the target, in batches of one size."""
+
+    def __init__(self, lm: LanguageModel, params: Params, batch: int):
+        self._params, self._batch = params, batch
+        self._read = _compiled(lm)
+
+    def __call__(self, tokens: np.ndarray, segments: np.ndarray) -> Any:
+        """`[B, T, E]`; fewer rows than a batch are padded, so that they compile nothing."""
+        missing = -len(tokens) % self._batch
+        padded = [np.pad(a, ((0, missing), (0, 0))) for a in (tokens, segments)]
+        parts = [
+            self._read(self._params, *(a[at : at + self._batch] for a in padded))
+            for at in range(0, len(padded[0]), self._batch)
+        ]
+        return (
+            parts[0][: len(tokens)] if len(parts) == 1 else np.concatenate(list(map(np.asarray, parts)))[: len(tokens)]
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(lm: LanguageModel) -> Callable:
+    return jax.jit(functools.partial(read, lm))
+
+
+class Cached:
+    """Features on disk, float16, in files of `SHARD` rows; missing ones are made, damaged ones are refused."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        target_print: str,
+        rows: Rows,
+        folder: pathlib.Path,
+        progress: Callable[[int, int], Any] | None = None,
+    ):
+        claim(folder / "features.json", {"target": target_print, "rows": fingerprint(rows._asdict())}, "features")
+        self._files: list[np.ndarray] = []
+        for at in range(0, len(rows.tokens), SHARD):
+            path = folder / f"{at // SHARD:05d}.npy"
+            part = rows.tokens[at : at + SHARD], rows.segments[at : at + SHARD]
+            if not path.exists():
+                with np.errstate(over="ignore"):
+                    made = np.asarray(reader(*part), np.float16)
+                if not np.isfinite(made).all():
+                    raise TrainingError("the target's features do not fit float16; set cache_features to false")
+                write_whole(path, lambda file, made=made: np.save(file, made))
+            try:
+                self._files.append(np.load(path, mmap_mode="r"))
+                if self._files[-1].shape[:2] != part[0].shape:
+                    raise ValueError(f"shape {self._files[-1].shape}")
+            except (OSError, ValueError, EOFError) as error:
+                raise TrainingError(f"{path}: is damaged ({error}); remove it, and it will be made again") from None
+            if progress:
+                progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        return np.stack([self._files[row // SHARD][row % SHARD] for row in rows])

