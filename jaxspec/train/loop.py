@@ -161,7 +161,7 @@ def train(
         if int(state.bad) >= settings.max_bad_steps:
             raise TrainingError(
                 f"step {now}: the loss was not finite {settings.max_bad_steps} times in a row; lower the learning "
-                f"rate, and begin anew in another folder (the checkpoint of step {max(store.steps(), default=0)} is sound)"
+                f"rate, and begin anew in another folder (the checkpoint of step {max(store.steps() or [0])} is sound)"
             )
         last = now == settings.steps
         if now % settings.log_every == 0 or last:
