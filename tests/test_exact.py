@@ -188,7 +188,7 @@ def test_the_enumeration_sees_each_known_mistake():
     """The measured total variations of algorithms that are wrong are far from 0: what a pass is worth."""
     from jaxspec.core.records import Ends
     from jaxspec.rules.rejection import Rejection
-    from jaxspec.rules.siblings import children, trial, walk
+    from jaxspec.rules.siblings import children, rejected, walk
 
     class KeepsTheTarget(Rejection):
         """Draws from the target, not from what is left of it, after a rejection."""
@@ -209,10 +209,10 @@ def test_the_enumeration_sees_each_known_mistake():
 
         def __call__(self, law, proposal):
             tokens, draft = children(proposal), proposal.law
-            firsts = jax.vmap(lambda p, q, t: trial(p, q, t[:1]))(law, draft, tokens)
-            seconds = jax.vmap(lambda p, q, t: trial(p, q, t[1:]))(firsts[1], draft, tokens)
-            kept = jnp.concatenate([firsts[0], seconds[0]], axis=1)
-            return Ends(walk(kept, proposal.tree), lambda node: seconds[1][node])
+            first, _, law = jax.vmap(lambda p, q, t: rejected(p, q, t[:1]))(jnp.exp(law), draft, tokens)
+            second, _, law = jax.vmap(lambda p, q, t: rejected(p, q, t[1:]))(law, draft, tokens)
+            kept = jnp.exp(jnp.concatenate([first, second], axis=1))
+            return Ends(walk(kept, proposal.tree), lambda node: jnp.log(law[node]))
 
     target, draft = random_laws(5, 4), random_laws(6, 4)
     assert bias(KeepsTheTarget(), chain(2), target, draft) > 0.05

@@ -48,13 +48,13 @@ class Block:
         def rest(node: Array) -> Array:
             """What the target's law, as far as it is kept, has more than the draft's."""
             point = jnp.where(jnp.arange(law.shape[1]) == following[node], 0.0, -jnp.inf)
-            return excess(weight[node] + law[node], point if proposal.law is None else proposal.law[node])
+            return excess(jnp.exp(weight[node] + law[node]), point if proposal.law is None else proposal.law[node])
 
         def after(node: Array) -> Array:
             left = rest(node)
-            return jnp.where(last[node] | (left.max() == -jnp.inf), law[node], left)
+            return jnp.where(last[node] | (left.max() == 0), law[node], jnp.log(left))
 
-        left = jnp.exp(jax.vmap(lambda node: jax.nn.logsumexp(rest(node)))(jnp.arange(law.shape[0])))
+        left = jax.vmap(lambda node: rest(node).sum())(jnp.arange(law.shape[0]))
         spent = left - jnp.expm1(weight)  # left + (1 - weight)
         kept = jnp.where(spent > 0, left / jnp.where(spent > 0, spent, 1.0), 1.0)
         kept = jnp.where(last, jnp.exp(weight), kept).at[0].set(1.0)
