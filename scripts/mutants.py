@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         "broken-logits-go-on",
         "logits that are not finite are drawn from (vLLM #45060, #50183, #53029)",
-        "decode/loop.py",
+        "decode/commit.py",
         "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
         "sound = reached + 1",
         ("tests/test_invariants.py::test_logits_that_are_not_finite_end_the_row",),
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "stop-token-within-the-draft",
         "a stop token inside an accepted draft is passed over (transformers' prompt lookup, #31301)",
-        "decode/loop.py",
+        "decode/commit.py",
         "& (steps < sound[:, None]))",
         "& (steps == reached[:, None]))",
         (

@@ -6,39 +6,28 @@ target's token are committed. Plain autoregression is the tree of one node.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_feature
-from jaxspec.core.records import KV, Advance, Context, Played, Proposal, Status, Window
+from jaxspec.core.records import Advance, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Tree
+from jaxspec.decode.commit import Outcome, commit
+from jaxspec.decode.proposal import first_nodes, rooted
 from jaxspec.decode.state import Request, Result, State, Weights
-from jaxspec.decode.verdict import first_nodes, judge
+from jaxspec.decode.verdict import judge
 from jaxspec.errors import InvalidConfig
 
 FOREVER = np.iinfo(np.int32).max
-
-
-class _Outcome(NamedTuple):
-    """What a target call and the rule made of a window, per row, whatever its width."""
-
-    node: Int[Array, "B"]
-    token: Int[Array, "B"]
-    healthy: Bool[Array, "B D1"]  # the target's logits were finite along the path
-    entries: KV  # of the path, [L, B, H, D1, K]
-    features: Float[Array, "B D1 E"]  # of the path
-    logits: Float[Array, "B D1 V"] | None  # of the path, where log-probabilities are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,19 +189,19 @@ class Decoder:
         )
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
-        proposal = self._rooted(proposal, state, limit)
+        proposal = rooted(proposal, state.tokens, state.length, limit, self.target.vocab)
 
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
         wished = {*self.widths, *self.schedule.widths} if self.widths else set()
         widths = (*sorted(width for width in wished if width < shape.nodes), shape.nodes)
 
-        def verify(width: int) -> _Outcome:
+        def verify(width: int) -> Outcome:
             return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted)
 
         calls = [functools.partial(verify, width) for width in widths]
         outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
-        return self._commit(weights, state._replace(draft=draft), proposal, outcome, drafted)
+        return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
     def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
         """Rounds until every row stands still, `max_rounds` (traced) at most."""
@@ -230,22 +219,7 @@ class Decoder:
             return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
         return _batched(self, capacity)(weights, request)
 
-    def _rooted(self, proposal: Proposal, state: State, limit: Int[Array, "B"]) -> Proposal:
-        """The proposal with the root in place, nothing deeper than the rows' limits, and its tree per row."""
-        batch = state.length.shape[0]
-        root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-        tokens = proposal.tokens.astype(jnp.int32).at[:, :1].set(root)
-        tokens = jnp.where((tokens < 0) | (tokens >= self.target.vocab), -1, tokens)
-
-        def per_row(leaf: Array, rank: int) -> Array:
-            leaf = jnp.asarray(leaf)
-            return leaf if leaf.ndim > rank else jnp.broadcast_to(leaf, (batch, *leaf.shape))
-
-        tree = Tree(*(per_row(leaf, rank) for leaf, rank in zip(proposal.tree, (1, 1, 1, 2, 2, 2))))
-        tokens = jnp.where(tree.depths > limit[:, None], -1, tokens)
-        return Proposal(tokens, tree, proposal.law)
-
-    def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> _Outcome:
+    def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> Outcome:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
@@ -259,7 +233,7 @@ class Decoder:
         path = jnp.take_along_axis(tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
         path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
         at = jnp.maximum(path, 0)
-        return _Outcome(
+        return Outcome(
             verdict.node,
             verdict.token,
             jnp.take_along_axis(finite, at, 1),
@@ -267,75 +241,6 @@ class Decoder:
             jnp.take_along_axis(features, at[:, :, None], 1),
             jnp.take_along_axis(logits, at[:, :, None], 1) if self.logprobs else None,
         )
-
-    def _commit(
-        self,
-        weights: Weights,
-        state: State,
-        proposal: Proposal,
-        outcome: _Outcome,
-        drafted: Bool[Array, "B N"],
-    ) -> State:
-        """Cuts what the round brought at the stop token and the budget, and writes it down."""
-        tree = proposal.tree
-        steps = jnp.arange(self.drafter.shape.depth + 1)
-        path = jnp.take_along_axis(tree.paths, outcome.node[:, None, None], axis=1)[:, 0]
-        reached = jnp.take_along_axis(tree.depths, outcome.node[:, None], axis=1)[:, 0]
-        below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-        tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
-        tokens = jnp.where(steps < reached[:, None], tokens, outcome.token[:, None])
-
-        def first(marks: Array) -> Array:
-            return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
-
-        sound = jnp.minimum(reached + 1, first(~outcome.healthy))
-        stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
-        budget = state.limit - state.length
-        running = state.status == Status.RUNNING
-        count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
-        status = jnp.where(sound <= reached, Status.ERROR, Status.RUNNING)
-        status = jnp.where(count >= budget, Status.LENGTH, status)
-        status = jnp.where(stop < count, Status.STOP, status)
-        status = jnp.where(running, status, state.status).astype(jnp.int32)
-
-        emitted = steps < count[:, None]
-        children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
-        tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
-        tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
-        record = jnp.stack([count, jnp.minimum(reached, count), drafted.sum(-1)], axis=-1)
-        record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
-
-        cache = caches.commit(state.cache, outcome.entries, count, outcome.token)
-        nodes = jnp.where(steps < reached[:, None], below, -1)
-        text = _write(state.tokens, tokens, state.length)
-        advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
-        played = Played(jnp.where(drafted, tree.depths, 0).max(-1), reached)
-        schedule = jax.tree.map(
-            lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-            self.schedule.update(state.schedule, played),
-            state.schedule,
-        )
-        logprobs = state.logprobs
-        if logprobs is not None and outcome.logits is not None:
-            law = jax.nn.log_softmax(outcome.logits)
-            logprobs = _write(logprobs, jnp.take_along_axis(law, tokens[:, :, None], axis=2)[:, :, 0], state.length)
-        return state._replace(
-            tokens=text,
-            length=state.length + count,
-            status=status,
-            cache=cache,
-            absorbed=state.absorbed + count,
-            draft=self.drafter.absorb(weights.draft, state.draft, advance),
-            schedule=schedule,
-            log=lax.dynamic_update_index_in_dim(state.log, record.astype(jnp.int32), state.round, 0),
-            round=state.round + 1,
-            logprobs=logprobs,
-        )
-
-
-def _write(rows: Array, new: Array, start: Array) -> Array:
-    """Each row with `new` put in at its own start."""
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(rows, new, start)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.sampling import GREEDY, Sampling, log_law
-from jaxspec.core.tree import Tree
+from jaxspec.decode.proposal import distinct
 
 
 def judge(
@@ -68,35 +68,3 @@ def pick(chances: Float[Array, "N"], number: Float[Array, ""]) -> Int[Array, ""]
     """The entry that a number of [0, 1) draws; never one whose chance is 0."""
     sums = jnp.cumsum(chances)
     return jnp.argmax(sums > jnp.minimum(number * sums[-1], jnp.nextafter(sums[-1], 0.0))).astype(jnp.int32)
-
-
-def distinct(proposal: Proposal) -> Proposal:
-    """The proposal without children that can never be kept.
-
-    Those repeat the token of an elder sibling, or are no draw from their law, which excludes them or is NaN.
-    """
-    tree, tokens = proposal.tree, proposal.tokens
-    siblings = (tree.parents[..., :, None] == tree.parents[..., None, :]) & (
-        tree.ranks[..., None, :] < tree.ranks[..., :, None]
-    )
-    dropped = (siblings & (tokens[..., :, None] == tokens[..., None, :])).any(-1)
-    if proposal.law is not None:
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        own = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
-        dropped |= ~(own > -jnp.inf)
-    return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
-
-
-def first_nodes(proposal: Proposal, width: int) -> Proposal:
-    """The tree of the first nodes alone; in level order they are one."""
-    tree, depths = proposal.tree, min(width, proposal.tree.paths.shape[-1])
-    below = tree.children[:, :width]
-    kept = Tree(
-        tree.parents[:, :width],
-        tree.depths[:, :width],
-        tree.ranks[:, :width],
-        tree.ancestors[:, :width, :width],
-        jnp.where(below < width, below, -1),
-        tree.paths[:, :width, :depths],
-    )
-    return Proposal(proposal.tokens[:, :width], kept, None if proposal.law is None else proposal.law[:, :width])

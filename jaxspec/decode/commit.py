@@ -1,0 +1,95 @@
+"""The end of a round: what it brought is cut, written down, and told to drafter and schedule."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core.protocols import Drafter, Schedule
+from jaxspec.core.records import KV, Advance, Played, Proposal, Status
+from jaxspec.decode.state import State, Weights
+
+
+class Outcome(NamedTuple):
+    """What a target call and the rule made of a window, per row, whatever its width."""
+
+    node: Int[Array, "B"]
+    token: Int[Array, "B"]
+    healthy: Bool[Array, "B D1"]  # the target's logits were finite along the path
+    entries: KV  # of the path, [L, B, H, D1, K]
+    features: Float[Array, "B D1 E"]  # of the path
+    logits: Float[Array, "B D1 V"] | None  # of the path, where log-probabilities are asked for
+
+
+def commit(
+    drafter: Drafter,
+    schedule: Schedule,
+    weights: Weights,
+    state: State,
+    proposal: Proposal,
+    outcome: Outcome,
+    drafted: Bool[Array, "B N"],
+) -> State:
+    """The state after the round: its tokens, cut at the stop token and the budget, and what follows from them."""
+    tree = proposal.tree
+    steps = jnp.arange(drafter.shape.depth + 1)
+    path = jnp.take_along_axis(tree.paths, outcome.node[:, None, None], axis=1)[:, 0]
+    reached = jnp.take_along_axis(tree.depths, outcome.node[:, None], axis=1)[:, 0]
+    below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
+    tokens = jnp.where(steps < reached[:, None], tokens, outcome.token[:, None])
+
+    def first(marks: Array) -> Array:
+        return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
+
+    sound = jnp.minimum(reached + 1, first(~outcome.healthy))
+    stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
+    budget = state.limit - state.length
+    running = state.status == Status.RUNNING
+    count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
+    status = jnp.where(sound <= reached, Status.ERROR, Status.RUNNING)
+    status = jnp.where(count >= budget, Status.LENGTH, status)
+    status = jnp.where(stop < count, Status.STOP, status)
+    status = jnp.where(running, status, state.status).astype(jnp.int32)
+
+    emitted = steps < count[:, None]
+    children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
+    tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
+    tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
+    record = jnp.stack([count, jnp.minimum(reached, count), drafted.sum(-1)], axis=-1)
+    record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
+
+    cache = caches.commit(state.cache, outcome.entries, count, outcome.token)
+    nodes = jnp.where(steps < reached[:, None], below, -1)
+    text = _write(state.tokens, tokens, state.length)
+    advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
+    played = Played(jnp.where(drafted, tree.depths, 0).max(-1), reached)
+    learned = jax.tree.map(
+        lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),
+        schedule.update(state.schedule, played),
+        state.schedule,
+    )
+    logprobs = state.logprobs
+    if logprobs is not None and outcome.logits is not None:
+        law = jax.nn.log_softmax(outcome.logits)
+        logprobs = _write(logprobs, jnp.take_along_axis(law, tokens[:, :, None], axis=2)[:, :, 0], state.length)
+    return state._replace(
+        tokens=text,
+        length=state.length + count,
+        status=status,
+        cache=cache,
+        absorbed=state.absorbed + count,
+        draft=drafter.absorb(weights.draft, state.draft, advance),
+        schedule=learned,
+        log=lax.dynamic_update_index_in_dim(state.log, record.astype(jnp.int32), state.round, 0),
+        round=state.round + 1,
+        logprobs=logprobs,
+    )
+
+
+def _write(rows: Array, new: Array, start: Array) -> Array:
+    """Each row with `new` put in at its own start."""
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(rows, new, start)

@@ -1,0 +1,57 @@
+"""What the loop makes of a drafter's proposal before a rule sees it."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.core.records import Proposal
+from jaxspec.core.tree import Tree
+
+
+def rooted(
+    proposal: Proposal, text: Int[Array, "B S"], length: Int[Array, "B"], limit: Int[Array, "B"], vocab: int
+) -> Proposal:
+    """The proposal with the root in place, nothing deeper than the rows' limits, and its tree per row."""
+    batch = length.shape[0]
+    root = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
+    tokens = proposal.tokens.astype(jnp.int32).at[:, :1].set(root)
+    tokens = jnp.where((tokens < 0) | (tokens >= vocab), -1, tokens)
+
+    def per_row(leaf: Array, rank: int) -> Array:
+        leaf = jnp.asarray(leaf)
+        return leaf if leaf.ndim > rank else jnp.broadcast_to(leaf, (batch, *leaf.shape))
+
+    tree = Tree(*(per_row(leaf, rank) for leaf, rank in zip(proposal.tree, (1, 1, 1, 2, 2, 2))))
+    tokens = jnp.where(tree.depths > limit[:, None], -1, tokens)
+    return Proposal(tokens, tree, proposal.law)
+
+
+def distinct(proposal: Proposal) -> Proposal:
+    """The proposal without children that can never be kept.
+
+    Those repeat the token of an elder sibling, or are no draw from their law, which excludes them or is NaN.
+    """
+    tree, tokens = proposal.tree, proposal.tokens
+    siblings = (tree.parents[..., :, None] == tree.parents[..., None, :]) & (
+        tree.ranks[..., None, :] < tree.ranks[..., :, None]
+    )
+    dropped = (siblings & (tokens[..., :, None] == tokens[..., None, :])).any(-1)
+    if proposal.law is not None:
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        own = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
+        dropped |= ~(own > -jnp.inf)
+    return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
+
+
+def first_nodes(proposal: Proposal, width: int) -> Proposal:
+    """The tree of the first nodes alone; in level order they are one."""
+    tree, depths = proposal.tree, min(width, proposal.tree.paths.shape[-1])
+    below = tree.children[:, :width]
+    kept = Tree(
+        tree.parents[:, :width],
+        tree.depths[:, :width],
+        tree.ranks[:, :width],
+        tree.ancestors[:, :width, :width],
+        jnp.where(below < width, below, -1),
+        tree.paths[:, :width, :depths],
+    )
+    return Proposal(proposal.tokens[:, :width], kept, None if proposal.law is None else proposal.law[:, :width])
