@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import prepare
+from jaxspec.core.best import expected_tokens
 from jaxspec.core.protocols import Setting
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.schedule import Constant
-from jaxspec.core.theory import expected_tokens
 from jaxspec.core.tree import Dynamic, Topology, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
@@ -181,7 +181,7 @@ def conclude(
     for tried, kept in zip(stats.tested_at, stats.accepted_at):
         acceptance.append(kept / tried if tried else (acceptance or [0.0])[-1])
     costs = rounds / rounds[0]
-    speedups = np.asarray(expected_tokens(jnp.asarray(acceptance))) / costs
+    speedups = np.array([expected_tokens(chain(d), np.array(acceptance)[:, None]) for d in depths]) / costs
     best = int(speedups.argmax())
     resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
     # Texts differ, and within one its parts: where more is accepted than on average, deeper pays.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxspec.core.theory import kept
 from jaxspec.core.tree import Topology, from_paths
 from jaxspec.errors import InvalidConfig
 
@@ -73,10 +74,7 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
             f"the tree has {shape.depth} depths of up to {shape.width} ranks, the acceptance is given for "
             f"{table.shape[0]} of {table.shape[1]}"
         )
-    worth = np.ones(shape.nodes)
-    for node in range(1, shape.nodes):
-        worth[node] = worth[topology.parents[node]] * table[topology.tree.depths[node] - 1, topology.tree.ranks[node]]
-    return float(worth.sum())
+    return float(kept(topology.tree, table, np).sum())
 
 
 def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft_cost: float) -> Topology:

@@ -1,20 +1,33 @@
 """What a draft is worth, by the acceptance of its tokens and its costs (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from jaxspec.core.tree import Tree
 from jaxspec.errors import InvalidConfig
 
 
-def expected_tokens(acceptance: Float[Array, "*b D"]) -> Float[Array, "*b D1"]:
-    """Tokens of a round that drafts to depth 0, 1, ..., D, the target's own included; section 3.1.
+def kept(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"], xp: Any = jnp) -> Any:
+    """The probability that each node of a tree is kept; their sum is the expected tokens of a round.
 
-    `acceptance` is that of each depth, where the one before was accepted.
+    The root counts for the target's own token. Summed node by node along a chain they are the tokens of its shorter
+    drafts (section 3.1).
+
+    Args:
+        tree: of one topology, for all rows.
+        acceptance: that of the child of each depth and rank, where its parent was kept.
+        xp: `jax.numpy` or `numpy`, which keeps float64.
+
+    Returns:
+        `[*b, N]`.
     """
-    reached = jnp.cumprod(jnp.asarray(acceptance), -1)
-    return 1 + jnp.concatenate([jnp.zeros_like(reached, shape=(*reached.shape[:-1], 1)), jnp.cumsum(reached, -1)], -1)
+    share = acceptance[..., tree.depths[1:] - 1, tree.ranks[1:]]
+    share = xp.concatenate([xp.ones_like(share, shape=(*share.shape[:-1], 1)), share], -1)
+    return xp.where(tree.ancestors, share[..., None, :], 1.0).prod(-1)
 
 
 def best_length(acceptance: float, cost: float, longest: int) -> int:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Played
 from jaxspec.core.schedule import check_widths
-from jaxspec.core.theory import expected_tokens
-from jaxspec.core.tree import TreeShape
+from jaxspec.core.theory import kept
+from jaxspec.core.tree import TreeShape, chain
 from jaxspec.errors import InvalidConfig
 
 RISKED = 4
@@ -97,7 +97,8 @@ class Adaptive:
 
     def _choose(self, state: Account) -> Account:
         extra = jnp.asarray(self.extra(state.tried.shape[1]), jnp.float32)
-        score = expected_tokens(self.acceptance(state)) / (1 + extra)
+        tokens = jnp.cumsum(kept(chain(state.tried.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
+        score = tokens / (1 + extra)
         afford = (self._bill(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
         score = jnp.where(afford, score, 0.0)
         now = jnp.take_along_axis(score, state.depth[:, None], 1)[:, 0]
