@@ -8,9 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxspec.api import Chunk as Chunk
-    from jaxspec.api import Generation as Generation
-    from jaxspec.api import Output as Output
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
     from jaxspec.core.best import best_tree as best_tree
@@ -34,12 +31,15 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model as Model
     from jaxspec.models.model import load as load
     from jaxspec.models.saved import save as save
+    from jaxspec.output import Chunk as Chunk
+    from jaxspec.output import Generation as Generation
+    from jaxspec.output import Output as Output
     from jaxspec.tuned import Tuned as Tuned
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "jaxspec.api": ("Chunk", "Generation", "Output", "generate", "stream"),
+    "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
@@ -51,6 +51,7 @@ _HOME = {
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.models.model": ("Model", "load"),
     "jaxspec.models.saved": ("save",),
+    "jaxspec.output": ("Chunk", "Generation", "Output"),
     "jaxspec.tuned": ("Tuned",),
 }
 

@@ -5,7 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from jaxspec import prepare
-from jaxspec.api import Generation, generate
+from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN, Method, Prompt
 from jaxspec.core.protocols import Rule, Setting
 from jaxspec.decode.loop import Decoder
@@ -13,6 +13,7 @@ from jaxspec.decode.session import Timing
 from jaxspec.decode.state import Weights
 from jaxspec.errors import CapacityError
 from jaxspec.models.model import Model
+from jaxspec.output import Generation
 from jaxspec.registry import find
 
 CALL_PROMPTS = 3

@@ -17,9 +17,9 @@ from jaxspec.cli.options import Parser, whole
 from jaxspec.errors import CapacityError, MissingTokenizer
 
 if TYPE_CHECKING:
-    from jaxspec.api import Generation
     from jaxspec.decode.session import Session
     from jaxspec.models.model import Model
+    from jaxspec.output import Generation
 
 LENGTH = 4096
 DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"

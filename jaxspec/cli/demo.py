@@ -13,8 +13,8 @@ from jaxspec.registry import DRAFTERS, find
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxspec.api import Output
     from jaxspec.models.model import Model
+    from jaxspec.output import Output
 
 PLAIN, QUICK = "none", "prompt-lookup"
 LENGTHS = {"early-exit": 2, "model": 4}  # drafts that cost here more than they bring are kept short

@@ -11,7 +11,7 @@ from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, whole
 
 if TYPE_CHECKING:
-    from jaxspec.api import Chunk, Output
+    from jaxspec.output import Chunk, Output
 
 
 def add_options(parser: Parser) -> None:
