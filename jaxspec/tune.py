@@ -2,6 +2,9 @@
 
 The rounds are those of decoding: one executable, whose limit is set from outside, plays every depth by turns. So a
 cost holds all that a round of that depth does, and drifts of the machine hit all depths alike.
+
+If a chain was asked for and the drafter has a law, trees are looked at too: from the chain's costs, and the acceptance
+by rank on the same prompts, follows the best static tree. It is measured as the chain was, and taken if it was faster.
 """
 
 import dataclasses
@@ -14,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import prepare
-from jaxspec.core.best import expected_tokens
+from jaxspec.bench import acceptance
+from jaxspec.core.best import expected_tokens, fastest_tree
 from jaxspec.core.protocols import Setting
-from jaxspec.core.sampling import Sampling
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, chain
+from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
+from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, TuningError
 from jaxspec.models.model import Model
@@ -33,6 +39,10 @@ IDLE = 24
 """Rounds without a draft, after which the time of catching up is measured."""
 TURN = 3
 """Rounds of one depth in a turn; the first follows another depth, and is not timed."""
+CHILDREN = 4
+"""Of a node of the trees that are looked at, at most."""
+RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "rejection", "traversal": "rejection"}
+"""The rules that trees are looked at for, and whose acceptance by rank they have: traversal keeps no less."""
 
 
 def tune(
@@ -50,15 +60,15 @@ def tune(
     chat: bool = False,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Tuned:
-    """The schedule "adaptive" with measured costs, on a chain no deeper than pays, and the window widths for it.
+    """The schedule "adaptive" with measured costs and window widths, on a chain no deeper than pays, or on a tree.
 
     Args:
         target: the model that decides.
         prompts: like those it will be used on; each is decoded alone, beyond its stop tokens.
         drafter: a registered name.
         draft: the draft model of the drafter "model".
-        tree: what is tried at most: a chain's length, or a topology, which is then kept. None: a chain of 8, or the
-            drafter's own if that is deeper.
+        tree: what is tried at most: a chain's length, or a tree with branches, which is then kept. None: a chain of 8,
+            or the drafter's own if that is deeper.
         exit_layers: layers of the drafter "early-exit".
         rule: a registered name.
         sampling: settings, as numbers.
@@ -81,18 +91,59 @@ def tune(
         given = chain(max(own, DEPTH))
     if not isinstance(given, Topology):
         raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
-    setting = Setting(target, draft, given, exit_layers)
-    widths = some_widths(given)
-    decoder, weights = prepare.make_decoder(target, drafter, rule, setting, schedule=Constant(widths=widths))
     ids = prepare.encode_prompts(target, prompts, chat)
     keys = prepare.row_keys(key, len(ids), 1, sampling)
     settings = prepare.with_padding_masked(target, sampling, 1)
-    stops = jnp.full((1, 8), -1, jnp.int32)
-    slots = prepare.fit_capacity(decoder, weights, max(map(len, ids)) + max_new_tokens, 1, None)
 
+    def measured(tree: Topology) -> tuple[Tuned, np.ndarray, Decoder, Weights]:
+        """Also the seconds of a round by its depth, and what played."""
+        setting = Setting(target, draft, tree, exit_layers)
+        schedule = Constant(widths=some_widths(tree))
+        decoder, weights = prepare.make_decoder(target, drafter, rule, setting, schedule=schedule)
+        seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
+        tuned = conclude(drafter, tree, exit_layers, seconds, resumed, stats)
+        return tuned, by_depth(seconds, tree.shape.depth), decoder, weights
+
+    tuned, rounds, decoder, weights = measured(given)
+    more: dict[str, Any] = {"target": target.name} | ({} if draft is None else {"draft": draft.name})
+    costs = call_costs(given, rounds) if given.is_chain else None
+    network = getattr(decoder.drafter, "model", None)  # whose laws it draws from, if it has any
+    if costs and network and rule in RANKED:
+        kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
+        texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
+        found = acceptance.measure(
+            target, network, target.params if weights.draft is None else weights.draft, texts,
+            sampling=sampling, children=min(CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens, ignore_eos=True,
+        )  # fmt: skip
+        ranks = acceptance.by_rank(found)[kind]
+        more["acceptance_by_rank"] = [round(share, 4) for share in ranks]
+        tree = fastest_tree(ranks, *costs)
+        if not tree.is_chain:
+            other = measured(tree)[0]
+            more["speedups"] = {"chain": _speedup(tuned), "tree": _speedup(other)}
+            tuned = max(tuned, other, key=_speedup)
+    return dataclasses.replace(tuned, measured=more | tuned.measured)
+
+
+def _speedup(tuned: Tuned) -> float:
+    return max(tuned.measured["speedup_by_depth"])
+
+
+def _play(
+    decoder: Decoder,
+    weights: Weights,
+    prompts: list[list[int]],
+    keys: jax.Array,
+    settings: Sampling,
+    max_new_tokens: int,
+    progress: Callable[[int, int], Any] | None,
+) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
+    """Seconds by depth, seconds of the rounds that caught up, and statistics, of all prompts; see `conclude`."""
+    stops = jnp.full((1, 8), -1, jnp.int32)
+    slots = prepare.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
     seconds: dict[int, list[float]] = {}
     resumed, stats = [], []
-    for i, prompt in enumerate(ids):
+    for i, prompt in enumerate(prompts):
         request = prepare.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, 1, stops, slots)
         session = _Rounds(decoder, weights, request, slots)
         if not i:
@@ -101,10 +152,8 @@ def tune(
         resumed += session.resumed
         stats.append(session.stats())
         if progress:
-            progress(i + 1, len(ids))
-    tuned = conclude(drafter, given, exit_layers, seconds, resumed, Stats.total(stats))
-    models = {"target": target.name} | ({} if draft is None else {"draft": draft.name})
-    return dataclasses.replace(tuned, measured=models | tuned.measured)
+            progress(i + 1, len(prompts))
+    return seconds, resumed, Stats.total(stats)
 
 
 class _Rounds(Session):
@@ -149,6 +198,27 @@ def some_widths(tree: Topology) -> tuple[int, ...]:
     return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
 
 
+def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
+    """Seconds of a round that drafts to depth 0, 1, ...: medians, gaps filled, none less than the one before."""
+    timed = {drafted: statistics.median(took) for drafted, took in sorted(seconds.items()) if took}
+    return np.maximum.accumulate(np.interp(np.arange(depth + 1), list(timed), list(timed.values())))
+
+
+def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
+    """What rounds on a chain say of its calls: the target's by width, and one of the draft; None of a short chain.
+
+    Between rounds whose windows have one width, of which there are two from depth 4 on, the difference is the draft's.
+    """
+    widths = sorted({1, *some_widths(tree), tree.shape.nodes})
+    at = [next(width for width in widths if width > depth) for depth in range(tree.shape.nodes)]
+    steps = [rounds[d + 1] - rounds[d] for d in range(tree.shape.depth) if at[d] == at[d + 1]]
+    if not steps:
+        return None
+    draft = statistics.median(steps)
+    target = {width: rounds[at.index(width)] - at.index(width) * draft for width in widths}
+    return {width: float(max(cost, rounds[0])) for width, cost in target.items()}, float(draft)
+
+
 def conclude(
     drafter: str,
     tree: Topology,
@@ -170,18 +240,17 @@ def conclude(
     Raises:
         TuningError: no round drafted.
     """
-    timed = {depth: statistics.median(took) for depth, took in sorted(seconds.items()) if took}
+    timed = {depth: took for depth, took in sorted(seconds.items()) if took}
     if 0 not in timed or len(timed) < 2:
         raise TuningError(
             f"the drafter {drafter!r} drafted too little on these prompts to measure; give other ones, or longer texts"
         )
-    depths = np.arange(tree.shape.depth + 1)
-    rounds = np.maximum.accumulate(np.interp(depths, list(timed), list(timed.values())))
-    acceptance: list[float] = []
+    rounds = by_depth(timed, tree.shape.depth)
+    accepted: list[float] = []
     for tried, kept in zip(stats.tested_at, stats.accepted_at):
-        acceptance.append(kept / tried if tried else (acceptance or [0.0])[-1])
+        accepted.append(kept / tried if tried else (accepted or [0.0])[-1])
     costs = rounds / rounds[0]
-    speedups = np.array([expected_tokens(chain(d), np.array(acceptance)[:, None]) for d in depths]) / costs
+    speedups = np.array([expected_tokens(chain(d), np.array(accepted)[:, None]) for d in range(costs.size)]) / costs
     best = int(speedups.argmax())
     resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
     # Texts differ, and within one its parts: where more is accepted than on average, deeper pays.
@@ -189,13 +258,13 @@ def conclude(
     schedule = Adaptive(
         costs=tuple(round(float(cost), 4) for cost in costs[: kept.shape.depth + 1]),
         resume=round(float(resume / rounds[0]), 4),
-        hope=round(float(np.clip(acceptance[0], 0.05, 0.95)), 4),
+        hope=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
         widths=some_widths(kept),
     )
     measured = {
-        "round_s": {str(depth): round(took, 6) for depth, took in timed.items()},
-        "rounds_timed": {str(depth): len(took) for depth, took in sorted(seconds.items())},
-        "acceptance_by_depth": [round(share, 4) for share in acceptance],
+        "round_s": {str(depth): round(statistics.median(took), 6) for depth, took in timed.items()},
+        "rounds_timed": {str(depth): len(took) for depth, took in timed.items()},
+        "acceptance_by_depth": [round(share, 4) for share in accepted],
         "speedup_by_depth": [round(float(speedup), 4) for speedup in speedups],
         "best_depth": best,
         "device": jax.devices()[0].device_kind,

@@ -10,6 +10,7 @@ from toys import noisy
 
 import jaxspec
 from jaxspec import prepare
+from jaxspec import tune as tuning
 from jaxspec.bench.records import Method
 from jaxspec.bench.setup import Setup
 from jaxspec.cli import bench, main
@@ -25,7 +26,7 @@ from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
-from jaxspec.tune import conclude, some_widths, tune
+from jaxspec.tune import call_costs, conclude, some_widths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
@@ -197,6 +198,51 @@ def test_rounds_are_timed_by_their_depth(monkeypatch):
     tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
     assert tuned.measured["round_s"] == {"0": 2.0, "1": 3.0, "2": 4.0}
     assert tuned.schedule.costs == (1.0, 1.5, 2.0)[: tuned.tree.shape.depth + 1]
+
+
+def test_costs_of_calls_by_hand():
+    """A draft's call is what rounds of one width differ by; the target's is what is left, never below a plain round."""
+    costs, draft = call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75]))
+    assert costs == pytest.approx({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.25, 9: 1.75})
+    assert draft == pytest.approx(0.25)
+    assert call_costs(chain(4), np.array([1.0, 1.0, 1.0, 1.5, 2.0])) == ({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.0}, 0.5)
+    assert call_costs(chain(3), np.ones(4)) is None
+
+
+def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
+    """A draft's call costs half a plain round, a wide window nothing: the best tree has branches, and is played too.
+
+    It is taken if those rounds were faster. Where the first child is always right, or rules take no tree, none is.
+    """
+    played = []
+
+    def play(decoder, *_):
+        tree, share = decoder.drafter.tree, 60 if decoder.drafter.tree.is_chain else accepted
+        played.append(tree)
+        depth = tree.shape.depth
+        stats = Stats(tested_at=(100,) * depth, accepted_at=(share,) * depth)
+        return {drafted: [2.0 + drafted] * 2 for drafted in range(depth + 1)}, [], stats
+
+    monkeypatch.setattr(tuning, "_play", play)
+    asking = {"drafter": "model", "tree": 4, "max_new_tokens": 20, **SAMPLED}
+    accepted = 90
+    tuned = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
+    ranks = tuned.measured["acceptance_by_rank"]
+    best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5), 2.0), 1.0)
+    assert best.shape.nodes == 5
+    assert best.shape.width > 1
+    assert played == [chain(4), best]
+    assert tuned.tree == best
+    assert tuned.measured["acceptance_by_depth"] == [0.9] * best.shape.depth
+    assert tuned.measured["speedups"]["tree"] == max(tuned.measured["speedup_by_depth"])
+    assert tuned.schedule.costs == (1.0, 1.5, 2.0, 2.5)[: best.shape.depth + 1]
+    accepted = 40
+    slow = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
+    assert slow.tree.is_chain
+    assert slow.measured["speedups"]["chain"] > slow.measured["speedups"]["tree"]
+    assert tune(TARGET, PROMPTS, draft=TARGET, **asking).measured["acceptance_by_rank"][0] == 1
+    assert "acceptance_by_rank" not in tune(TARGET, PROMPTS, draft=DRAFT, rule="block", **asking).measured
+    assert played[2:] == [chain(4), best, chain(4), chain(4)]
 
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)

@@ -228,4 +228,5 @@ def by_rank(found: Sequence[Positions]) -> dict[str, list[float]]:
     """By rule, the probability that the child of each rank is the one that is kept: what `best_tree` takes."""
     total = sum(prompt.count for prompt in found)
     sums = {rule: np.sum([prompt.kept[rule] for prompt in found], 0) / total for rule in found[0].kept}
-    return {rule: np.diff(kept, prepend=0.0).clip(0.0).tolist() for rule, kept in sums.items()}
+    rising = {rule: np.maximum.accumulate(kept).clip(max=1.0) for rule, kept in sums.items()}  # samples may fall
+    return {rule: np.diff(kept, prepend=0.0).tolist() for rule, kept in rising.items()}
