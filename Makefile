@@ -2,6 +2,8 @@
 SHELL  := /bin/bash
 PYTHON ?= python3
 ARGS   ?=
+# A process for every core, four at most: each may take 4 GB. A file's tests share what they compile, so one runs them.
+JOBS   ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 VENV    ?= .venv-$(VERSION)
@@ -18,8 +20,8 @@ help: ## show this
 demo: $(VENV)/core.stamp ## write text with a small language model, speculatively, and compare
 	$(RUN) -m jaxspec demo $(ARGS)
 
-test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest)
-	$(RUN) -m pytest --durations=15 $(ARGS)
+test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest, JOBS= for one process)
+	$(RUN) -m pytest --durations=15 $(JOBS) $(ARGS)
 
 slow: $(VENV)/dev.stamp ## run the tests that take minutes
 	$(RUN) -m pytest --durations=15 -m slow $(ARGS)

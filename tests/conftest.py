@@ -1,4 +1,8 @@
-"""The real weights, fetched once; without them their tests are skipped, and the end of the run says so."""
+"""What all tests share, in one process or in several.
+
+The real weights are fetched once (several processes may do so at once); without them their tests are skipped, and the
+end of the run says so.
+"""
 
 import gc
 
@@ -10,11 +14,17 @@ from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
 from jaxspec.models import presets
 
-_MISSING = pytest.StashKey[str]()
+MISSING = "THE REAL WEIGHTS ARE MISSING"
 
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the tests that draw their cases: any must be green")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that run the real model first: of several processes none is left alone with them at the end."""
+    long = {item.path for item in items if item.get_closest_marker("smollm2")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +43,12 @@ def _executables_end_with_their_module():
 
 
 @pytest.fixture(scope="session")
-def smollm2_path(request):
+def smollm2_path():
     """The path of SmolLM2-135M-Instruct's weights."""
     try:
         return presets.fetch("smollm2-135m-instruct")
     except FetchError as error:
-        request.config.stash[_MISSING] = str(error)
-        pytest.skip(f"THE REAL WEIGHTS ARE MISSING: no test of SmolLM2 ran. {error}")
+        pytest.skip(f"{MISSING}: no test of SmolLM2 ran. {error}")
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +57,10 @@ def smollm2(smollm2_path):
     return jaxspec.load(smollm2_path)
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     """Says in red what was skipped for want of the weights, so that nobody takes the run for a full one."""
-    if reason := config.stash.get(_MISSING, None):
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()) if report.longrepr]
+    if reason := next((reason for reason in reasons if MISSING in reason), None):
         terminalreporter.section("THE TESTS OF THE REAL WEIGHTS DID NOT RUN", sep="!", red=True, bold=True)
         terminalreporter.line("This run says nothing about SmolLM2. Its weights could not be fetched:")
-        terminalreporter.line(reason)
+        terminalreporter.line(reason.partition(" ran. ")[2])
