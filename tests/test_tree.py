@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.core.named import NAMES, named_tree
 from jaxspec.core.tree import Topology, TreeShape, branching, build, chain, from_paths
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, UnknownName
 
 
 @st.composite
@@ -142,3 +143,23 @@ def test_branching_refuses(counts):
 def test_from_paths_refuses(paths):
     with pytest.raises(InvalidConfig):
         from_paths(paths)
+
+
+def test_medusas_tree():
+    """The buffers that Medusa makes of its own list, in its own order."""
+    tree = named_tree("mc_sim_7b_63").tree
+    assert np.bincount(tree.depths).tolist() == [1, 10, 28, 23, 2]
+    assert (tree.ancestors.sum(), tree.depths.sum()) == (207, 143)
+    tops = tree.ranks + 10 * (tree.depths - 1) + 1  # places in [root, ten of head 0, ten of head 1, ...]
+    assert tops[1:].sum() == 1029
+    leaves = [node for node in reversed(range(64)) if (tree.children[node] < 0).all()]
+    rows = tree.paths[leaves]
+    assert rows.shape == (42, 5)
+    assert rows[:3].tolist() == [[0, 1, 11, 39, 63], [0, 1, 11, 39, 62], [0, 3, 28, 61, -1]]
+    assert rows[-1].tolist() == [0, 1, 19, -1, -1]
+
+
+def test_named_trees():
+    assert all(named_tree(name).shape.nodes > 1 for name in NAMES)
+    with pytest.raises(UnknownName, match="Did you mean 'mc_sim_7b_63'"):
+        named_tree("mc_sim_7b_64")
