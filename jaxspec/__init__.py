@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxspec.core.best import best_tree as best_tree
     from jaxspec.core.best import expected_tokens as expected_tokens
     from jaxspec.core.best import fastest_tree as fastest_tree
+    from jaxspec.core.named import named_tree as named_tree
     from jaxspec.core.sampling import Sampling as Sampling
     from jaxspec.core.tree import Dynamic as Dynamic
     from jaxspec.core.tree import Topology as Topology
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from jaxspec.errors import JaxspecError as JaxspecError
     from jaxspec.models.functional import FunctionLM as FunctionLM
     from jaxspec.models.functional import from_flax as from_flax
+    from jaxspec.models.head_export import export_heads as export_heads
+    from jaxspec.models.head_files import load_heads as load_heads
+    from jaxspec.models.head_files import save_heads as save_heads
+    from jaxspec.models.heads import DraftHeads as DraftHeads
+    from jaxspec.models.heads import HeadsConfig as HeadsConfig
     from jaxspec.models.model import Model as Model
     from jaxspec.models.model import load as load
     from jaxspec.models.saved import save as save
@@ -41,6 +47,7 @@ __version__ = "0.1.0"
 _HOME = {
     "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
+    "jaxspec.core.named": ("named_tree",),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
     "jaxspec.decode.loop": ("Decoder",),
@@ -49,6 +56,9 @@ _HOME = {
     "jaxspec.decode.stats": ("Stats",),
     "jaxspec.errors": ("JaxspecError",),
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
+    "jaxspec.models.head_export": ("export_heads",),
+    "jaxspec.models.head_files": ("load_heads", "save_heads"),
+    "jaxspec.models.heads": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model", "load"),
     "jaxspec.models.saved": ("save",),
     "jaxspec.output": ("Chunk", "Generation", "Output"),

@@ -149,7 +149,7 @@ def stream(
             raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
         told = as_tuned(tuned)
         drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
-    heads = load_heads(heads) if isinstance(heads, (str, os.PathLike)) else heads
+    heads = load_heads(heads, target=target) if isinstance(heads, (str, os.PathLike)) else heads
     setting = Setting(target, draft, prepare.as_topology(tree), exit_layers, heads)
     widths = () if width_matched else (1,)
     decoder, weights = prepare.make_decoder(

@@ -116,6 +116,8 @@ class Medusa:
         def read() -> Array:
             heads, hidden = module(self.config, params["heads"]), state.feature[:, None]
             each = [heads.features(i, hidden) for i in range(self.shape.depth)]
+            if self.config.projection == "single":
+                return self._own(params, 0, jnp.concatenate(each, axis=1))
             if self.config.projection == "own":
                 return jnp.concatenate([self._own(params, i, features) for i, features in enumerate(each)], axis=1)
             return self._shared(params, context, jnp.concatenate(each, axis=1))
@@ -135,7 +137,7 @@ class Medusa:
             path = normed(look_up(table, words)).reshape(batch, count, depth + 1, -1)
             hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
             features = module(self.config, params["heads"]).features(depth, hidden, path)
-            if self.config.projection == "own":
+            if self.config.num_projections:
                 return self._own(params, depth, features)
             return self._shared(params, context, features)
 

@@ -133,9 +133,15 @@ def open_source(
 
 
 def find_source(
-    source: str | os.PathLike, revision: str | None = None, report: Callable[[str], object] | None = None
+    source: str | os.PathLike,
+    revision: str | None = None,
+    report: Callable[[str], object] | None = None,
+    pickles: bool = False,
 ) -> str:
-    """The path of what a user names, fetched first where it is not here; arguments and errors as `open_source`'s."""
+    """The path of what a user names, fetched first where it is not here; arguments and errors as `open_source`'s.
+
+    `pickles`: Medusa heads are also fetched as the pickles of torch.
+    """
     from jaxspec.models import hub, presets
 
     name = os.fspath(source)
@@ -146,7 +152,8 @@ def find_source(
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
     if named := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
-        return str(hub.fetch_repository(named[1], revision or named[2]))
+        more = {"more": hub.PICKLES} if pickles else {}
+        return str(hub.fetch_repository(named[1], revision or named[2], **more))
     raise UnknownName("model (a preset, a path or a Hub repository)", name, presets.PRESETS)
 
 

@@ -20,7 +20,7 @@ from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.models.transformer import matmul
 
-INPUTS, PROJECTIONS = ("hidden", "path"), ("shared", "own")
+INPUTS, PROJECTIONS = ("hidden", "path"), ("shared", "own", "single")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class HeadsConfig:
         num_layers: residual blocks of each head; 0: the projection alone.
         inputs: "hidden", the target's feature alone (Medusa), or "path", also the embeddings of the tokens between
             it and the guess (Hydra).
-        projection: onto the vocabulary: "shared", the target's, or "own", one for each head.
+        projection: onto the vocabulary: "shared", the target's; "own", one for each head; or "single", one for all
+            heads that is not the target's.
         bias: the blocks' linear maps have one.
         draft_vocab_size: guesses come from so many tokens, listed in the parameters; None: from all.
 
@@ -73,6 +74,11 @@ class HeadsConfig:
         """Tokens that are guessed from: rows of a projection."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
+    @property
+    def num_projections(self) -> int:
+        """Projections among the parameters."""
+        return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
+
     def block_inputs(self, head: int, layer: int) -> int:
         """Width of what a block reads: the first one of a head that reads the path also takes head + 1 embeddings."""
         return self.hidden_size * (2 + head if self.inputs == "path" and layer == 0 else 1)
@@ -85,7 +91,7 @@ class HeadsConfig:
                 shapes[f"blocks.{head}.{layer}.kernel"] = (self.block_inputs(head, layer), self.hidden_size)
                 if self.bias:
                     shapes[f"blocks.{head}.{layer}.bias"] = (self.hidden_size,)
-            if self.projection == "own":
+            if head < self.num_projections:
                 shapes[f"projections.{head}"] = (self.rows, self.hidden_size)
         if self.draft_vocab_size is not None:
             shapes["tokens"] = (self.draft_vocab_size,)
@@ -101,12 +107,14 @@ class DraftHeads:
         params: arrays, named as `HeadsConfig.param_shapes` names them, nested.
         tree: the topology they draft best on, if it is known.
         name: for tables.
+        notes: what the files they come from say that one should know.
     """
 
     config: HeadsConfig
     params: Params
     tree: Topology | None = None
     name: str = "heads"
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -140,7 +148,7 @@ class Heads(nnx.Module):
             nnx.List(ResBlock(c.block_inputs(i, j), c.hidden_size, c.bias) for j in range(c.num_layers))
             for i in range(c.num_heads)
         )
-        own = range(c.num_heads if c.projection == "own" else 0)
+        own = range(c.num_projections)
         self.projections = nnx.List(nnx.Param(jnp.zeros((c.rows, c.hidden_size), jnp.float32)) for _ in own)
         # Ids of the tokens that are guessed from, ascending; row r of a projection is of token tokens[r].
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
@@ -158,8 +166,9 @@ class Heads(nnx.Module):
         return x
 
     def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-        """By an own projection."""
-        return matmul(features, self.projections[head][...], transposed=True)
+        """By an own projection, or the single one."""
+        which = min(head, self.config.num_projections - 1)
+        return matmul(features, self.projections[which][...], transposed=True)
 
 
 def normed(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
@@ -203,14 +212,14 @@ def init_params(
         if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
             raise InvalidConfig(f"token ids go from 0 to {config.vocab_size - 1}")
         params["tokens"] = tokens
-    if config.projection == "own":
+    if config.num_projections:
         if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
             got = None if projection is None else projection.shape
             raise InvalidConfig(
                 f"own projections start from the target's [{config.vocab_size}, {config.hidden_size}]; got {got}"
             )
         rows = jnp.asarray(projection if tokens is None else projection[tokens], jnp.float32)
-        params["projections"] = dict.fromkeys(range(config.num_heads), rows)
+        params["projections"] = dict.fromkeys(range(config.num_projections), rows)
     return params
 
 
@@ -229,12 +238,18 @@ def check_target(config: HeadsConfig, target: Any) -> None:
             'heads with inputs "hidden" and the whole vocabulary'
         )
     width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
-    table = lm.unembedding(target.params).shape[0] if hasattr(lm, "unembedding") else lm.vocab
-    for name, own, other in (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, table)):
+    sizes = (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
+    for name, own, other in sizes:
         if own != other:
             raise ShapeMismatch(
                 f"the heads are for {name} of {own}, {target.name} has {other}; they are another target's"
             )
+
+
+def vocabulary(target: Any) -> int:
+    """Rows of the target's projection, those of padding included: the V of heads for it."""
+    lm = target.lm
+    return lm.unembedding(target.params).shape[0] if hasattr(lm, "unembedding") else lm.vocab
 
 
 def flatten(params: Params) -> dict[str, Any]:

@@ -5,10 +5,11 @@ for what is not public, `HF_HUB_OFFLINE=1` to use the cache alone, `HF_HOME` for
 """
 
 import pathlib
+from collections.abc import Sequence
 
 from jaxspec.errors import FetchError
 
-# What the reader opens, and nothing else: no pickles, no code.
+# What the readers open, and nothing else: no code, and no pickles unless they are asked for.
 _PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -17,15 +18,20 @@ _PATTERNS = [
     "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
+    "medusa_lm_head.safetensors",
+    "heads.json",
+    "heads.safetensors",
 ]
+PICKLES = ("medusa_lm_head.pt",)
 
 
-def fetch_repository(repo_id: str, revision: str | None = None) -> pathlib.Path:
+def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[str] = ()) -> pathlib.Path:
     """Gives the directory of a Hub repository, downloading what is not in the Hub's own cache.
 
     Args:
         repo_id: `organization/name`.
         revision: branch, tag or commit; the default branch when None.
+        more: files to fetch besides what is read of a model.
 
     Raises:
         FetchError: the repository could not be fetched.
@@ -33,7 +39,8 @@ def fetch_repository(repo_id: str, revision: str | None = None) -> pathlib.Path:
     import huggingface_hub
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS))
+        wanted = [*_PATTERNS, *more]
+        return pathlib.Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
     except Exception as error:  # its errors, and those of the HTTP library beneath, share no base class
         raise FetchError(
             f"{repo_id}: no preset, no path here, and it could not be fetched from the Hugging Face Hub: "

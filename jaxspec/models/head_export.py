@@ -1,0 +1,100 @@
+"""Writes draft heads for other systems: see `head_layouts` for the layouts and who reads them."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxspec.errors import InvalidConfig, UnknownName
+from jaxspec.models import folder
+from jaxspec.models.head_files import FILE, write
+from jaxspec.models.head_layouts import Layout
+from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten
+
+FILES = {"v0.1": f"{FILE}.safetensors", "legacy": f"{FILE}.safetensors", "vllm": folder.WHOLE}
+
+
+def export_heads(
+    heads: DraftHeads,
+    directory: str | os.PathLike,
+    layout: str = "v0.1",
+    *,
+    target: Any = None,
+    base: str | None = None,
+) -> pathlib.Path:
+    """Writes heads in a layout that other systems read, in the dtype they have; `load_heads` reads it back.
+
+    Layouts "v0.1" and "vllm" hold projections: heads that share the target's are given a copy of it. Medusa's own
+    trainer keeps one block per head however many it says, so of its files with more only others read every block.
+
+    Args:
+        heads: what is written.
+        directory: must not hold heads yet.
+        layout: "v0.1", "legacy" or "vllm".
+        target: the model they draft for; needed where its projection is to be copied.
+        base: the name by which others know the target; None: the target's own.
+
+    Returns:
+        The directory's path.
+
+    Raises:
+        UnknownName: another layout.
+        InvalidConfig: the layout cannot say what the heads are.
+        ShapeMismatch: they are not for this target.
+        CheckpointError: the directory holds heads already, or cannot be written.
+    """
+    if layout not in FILES:
+        raise UnknownName("layout", layout, FILES)
+    config = heads.config
+    _check(config, layout)
+    if target is not None:
+        check_target(config, target)
+    params = flatten(heads.params)
+    config, params = _with_projections(config, params, layout, target)
+    tensors = {}
+    for ours in config.param_shapes():
+        array = np.asarray(params[ours])
+        array = array.T if ours.endswith("kernel") else array.astype(np.int64) if ours == "tokens" else array
+        tensors[Layout(layout).tensor(config, ours)] = array
+    base = base or (None if target is None else target.name)
+    return write(directory, FILES[layout], tensors, "config.json", Layout(layout).manifest(config, base))
+
+
+def _check(config: HeadsConfig, layout: str) -> None:
+    """Refuses what the layout cannot say."""
+    if config.inputs != "hidden":
+        raise InvalidConfig(
+            f"the layout {layout} has no place for heads that read the path; only save_heads keeps them"
+        )
+    if layout == "vllm":
+        return
+    if config.draft_vocab_size is not None:
+        raise InvalidConfig(f"the layout {layout} has no place for a reduced vocabulary; vllm has")
+    if not config.bias:
+        raise InvalidConfig(f"the layout {layout} has a bias in every block, these heads have none; export to vllm")
+    if layout == "legacy" and config.projection != "shared":
+        raise InvalidConfig("the layout legacy shares the target's projection, these heads have their own; use v0.1")
+    if layout == "legacy" and config.num_layers != 1:
+        raise InvalidConfig(f"the layout legacy has one block per head, these have {config.num_layers}")
+
+
+def _with_projections(
+    config: HeadsConfig, params: dict[str, Any], layout: str, target: Any
+) -> tuple[HeadsConfig, dict[str, Any]]:
+    """The heads with the projections that the layout needs."""
+    if layout == "legacy" or config.projection == "own" or (layout == "vllm" and config.projection == "single"):
+        return config, params
+    if config.projection == "single":
+        one = params["projections.0"]
+    elif target is None:
+        raise InvalidConfig(
+            f"the layout {layout} holds projections, and these heads share the target's; give the target (target=..., "
+            "or --target) for a copy of it, or use the layout legacy"
+        )
+    else:
+        one = target.lm.unembedding(target.params)
+        one = one if config.draft_vocab_size is None else one[params["tokens"]]
+    config = dataclasses.replace(config, projection="single" if layout == "vllm" else "own")
+    return config, params | {f"projections.{i}": one for i in range(config.num_projections)}
