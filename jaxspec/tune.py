@@ -28,6 +28,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import find
 from jaxspec.schedules.adaptive import Adaptive
@@ -53,6 +54,7 @@ def tune(
     draft: Model | None = None,
     tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
+    heads: DraftHeads | None = None,
     rule: str = "coupled",
     sampling: Sampling = Sampling(),
     key: jax.Array | None = None,
@@ -70,6 +72,7 @@ def tune(
         tree: what is tried at most: a chain's length, or a tree with branches, which is then kept. None: a chain of 8,
             or the drafter's own if that is deeper.
         exit_layers: layers of the drafter "early-exit".
+        heads: of the drafter "medusa", whose trees are no deeper than there are heads.
         rule: a registered name.
         sampling: settings, as numbers.
         key: as in `generate`.
@@ -87,8 +90,8 @@ def tune(
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
     given = prepare.as_topology(tree)
     if given is None:
-        own = find("drafter", drafter).build(Setting(target, draft, None, exit_layers))[0].shape.depth
-        given = chain(max(own, DEPTH))
+        own = find("drafter", drafter).build(Setting(target, draft, None, exit_layers, heads))[0].shape.depth
+        given = chain(max(own, DEPTH) if heads is None else own)
     if not isinstance(given, Topology):
         raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
     ids = prepare.encode_prompts(target, prompts, chat)
@@ -97,7 +100,7 @@ def tune(
 
     def measured(tree: Topology) -> tuple[Tuned, np.ndarray, Decoder, Weights]:
         """Also the seconds of a round by its depth, and what played."""
-        setting = Setting(target, draft, tree, exit_layers)
+        setting = Setting(target, draft, tree, exit_layers, heads)
         schedule = Constant(widths=some_widths(tree))
         decoder, weights = prepare.make_decoder(target, drafter, rule, setting, schedule=schedule)
         seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)

@@ -19,17 +19,19 @@ from jaxspec.bench.tasks import Task, Turn
 from jaxspec.core.protocols import Rule, Setting
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
+from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTERS, find
 
 
-def buildable(target: Model, draft: Model | None) -> list[Method]:
+def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = None) -> list[Method]:
     """Every registered drafter that these models allow, with its default tree."""
     methods = []
     for name in DRAFTERS:
-        given = draft if "draft" in find("drafter", name).takes else None
+        takes = find("drafter", name).takes
+        given = {"draft": draft if "draft" in takes else None, "heads": heads if "heads" in takes else None}
         try:
-            find("drafter", name).build(Setting(target, given))
+            find("drafter", name).build(Setting(target, **given))
         except JaxspecError:
             continue
         methods.append(Method(name, name))
@@ -43,6 +45,7 @@ def measure(
     *,
     draft: Model | None = None,
     exit_layers: int | None = None,
+    heads: DraftHeads | None = None,
     rule: str | Rule = "coupled",
     sampling: Sampling = Sampling(),
     seed: int = 0,
@@ -62,6 +65,7 @@ def measure(
         tasks: the prompts.
         draft: the draft model of the drafter "model".
         exit_layers: layers of the drafter "early-exit".
+        heads: of the drafter "medusa".
         rule: of the methods; plain decoding has nothing to accept.
         sampling: settings, as numbers.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
@@ -88,7 +92,7 @@ def measure(
     everyone = [Method(PLAIN, PLAIN), *methods]
     chat = target.chat_template is not None if chat is None else chat
     common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-    setup = Setup(target, draft, exit_layers, rule, common)
+    setup = Setup(target, draft, exit_layers, rule, common, heads=heads)
     decoders = {method.label: setup.decoder(method) for method in everyone}
     report = report or (lambda line: None)
 

@@ -12,6 +12,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
 from jaxspec.decode.state import Weights
 from jaxspec.errors import CapacityError
+from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.output import Generation
 from jaxspec.registry import find
@@ -34,6 +35,7 @@ class Setup:
     Attributes:
         common: arguments of `generate` that are the same for everyone.
         capacity: cache slots; None for as many as each prompt needs.
+        heads: of the drafter "medusa".
     """
 
     target: Model
@@ -42,11 +44,13 @@ class Setup:
     rule: str | Rule
     common: dict[str, Any]
     capacity: int | None = None
+    heads: DraftHeads | None = None
 
     def decoder(self, method: Method) -> tuple[Decoder, Weights]:
         """What `generate` will make of the method; raises what it would raise."""
         given = self._given(method)
-        setting = Setting(self.target, given["draft"], prepare.as_topology(given["tree"]), given["exit_layers"])
+        tree = prepare.as_topology(given["tree"])
+        setting = Setting(self.target, given["draft"], tree, given["exit_layers"], given["heads"])
         return prepare.make_decoder(self.target, method.drafter, given["rule"], setting, method.params, method.schedule)
 
     def decode(self, method: Method, prompt: Prompt, **options: Any) -> Decoded:
@@ -76,6 +80,7 @@ class Setup:
         return {
             "draft": self.draft if "draft" in takes else None,
             "exit_layers": self.exit_layers if "exit_layers" in takes else None,
+            "heads": self.heads if "heads" in takes else None,
             "tree": method.tree,
             "rule": "coupled" if method.label == PLAIN else self.rule,
         }

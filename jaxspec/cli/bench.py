@@ -17,8 +17,10 @@ from jaxspec.cli.options import (
     Parser,
     UsageError,
     add_chat,
+    add_heads,
     add_limits,
     add_models,
+    load_heads,
     load_models,
     one_of,
     own_draft,
@@ -47,6 +49,7 @@ def add_options(parser: Parser) -> None:
     )
     add("--tuned", metavar="FILE", help="measure also what 'jaxspec tune' found best")
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add_heads(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
 
     add = parser.add_argument_group("on what").add_argument
@@ -88,17 +91,18 @@ def run(args: argparse.Namespace) -> int:
     tasks = [load(source, args.limit, args.seed, show.say) for source in args.tasks.split(",")]
     samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
     target, draft = load_models(args)
+    heads = load_heads(args, target)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:
-        methods = buildable(target, draft)
+        methods = buildable(target, draft, heads)
     runs = []
     for sampling in samplings:
         with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=10) as bar:
             measured = measure(
-                target, methods, tasks, draft=draft, exit_layers=args.exit_layers, rule=args.rule, sampling=sampling,
-                seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats, turns=args.turns,
-                chat=args.chat, ignore_eos=args.ignore_eos, report=show.say, progress=bar,
+                target, methods, tasks, draft=draft, exit_layers=args.exit_layers, heads=heads, rule=args.rule,
+                sampling=sampling, seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
+                turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, report=show.say, progress=bar,
             )  # fmt: skip
         runs.append(measured)
     show_tables(runs)
@@ -177,13 +181,16 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     if args.tuned is not None:
         methods.append(_tuned(args))
     takes = set().union(*(find("drafter", str(method.drafter)).takes for method in methods))
-    for option, field, drafter in (("draft_model", "draft", "model"), ("exit_layers", "exit_layers", "early-exit")):
+    early = ("exit_layers", "exit_layers", "early-exit")
+    for option, field, drafter in (("draft_model", "draft", "model"), early, ("heads", "heads", "medusa")):
         if getattr(args, option) is not None and field not in takes:
             raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
     if "draft" in takes:
         args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
         raise UsageError("the drafter model needs --draft-model SOURCE")
+    if "heads" in takes and args.heads is None:
+        raise UsageError("the drafter medusa needs --heads SOURCE")
     return methods
 
 

@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.cli import show
 
     target, draft = options.load_models(args)
-    chat = Chat(target, options.stream_options(args, draft, tree), args.system, args.length)
+    heads = options.load_heads(args, target)
+    chat = Chat(target, options.stream_options(args, draft, tree, heads), args.system, args.length)
     commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told())}
     for line in lines():
         if line == "/exit":
@@ -157,7 +158,8 @@ class Chat:
         self.length = length or min(LENGTH, context)
         if self.length > context:
             raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
-        setting = Setting(target, settings["draft"], prepare.as_topology(settings["tree"]), settings["exit_layers"])
+        tree, heads = prepare.as_topology(settings["tree"]), settings["heads"]
+        setting = Setting(target, settings["draft"], tree, settings["exit_layers"], heads)
         decoder, _ = prepare.make_decoder(target, settings["drafter"], settings["rule"], setting)
         self._settings = settings | {"capacity": decoder.slots(self.length)}
         self._target, self._system, self._compiled = target, system, False

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.cli import show
 
     target, draft = options.load_models(args)
+    heads = options.load_heads(args, target)
     with show.busy("compiling, reading the prompt"):
         running = jaxspec.stream(
             target,
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             samples=args.samples,
             chat=target.chat_template is not None if args.chat is None else args.chat,
             logprobs=args.logprobs,
-            **options.stream_options(args, draft, tree),
+            **options.stream_options(args, draft, tree, heads),
         )
         first = list(itertools.islice(running, 1))  # the first step compiles, too
     chunks, rows = itertools.chain(first, running), len(prompts) * args.samples

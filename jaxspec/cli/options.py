@@ -13,6 +13,7 @@ from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
 
 if TYPE_CHECKING:
     from jaxspec.core.tree import Dynamic, Topology
+    from jaxspec.models.heads import DraftHeads
     from jaxspec.models.model import Model
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
@@ -26,7 +27,7 @@ TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
     "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
     "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
-    "expanded)"
+    "expanded), or a name (mc_sim_7b_63: Medusa's, of 64 nodes)"
 )
 MAX_NODES = 1024
 
@@ -95,6 +96,16 @@ def add_models(parser: Parser) -> Callable:
     return add
 
 
+def add_heads(add: Callable) -> None:
+    """`--heads` and `--allow-pickle`."""
+    add(
+        "--heads",
+        metavar="SOURCE",
+        help="heads of the drafter 'medusa': a directory, a file or a repository of the Hub",
+    )
+    add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
+
+
 def add_chat(add: Callable) -> None:
     """`--chat` and `--no-chat`."""
     add(
@@ -118,6 +129,7 @@ def add_drafting(parser: Parser) -> Callable:
     add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
     add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add_heads(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
     schedules = "|".join(SCHEDULES)
     add(
@@ -167,11 +179,13 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)
-    for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit")):
+    for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit"), ("heads", "medusa")):
         if getattr(args, option) is not None and args.drafter != drafter:
             raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
     if args.drafter == "model" and args.draft_model is None:
         raise UsageError("--drafter model needs --draft-model SOURCE")
+    if args.drafter == "medusa" and args.heads is None:
+        raise UsageError("--drafter medusa needs --heads SOURCE")
     if tuned is not None:
         return tuned
     return args.draft_length if args.tree is None else parse_tree(args.tree)
@@ -212,8 +226,24 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     return target, target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
 
 
+def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None":
+    """The heads that `--heads` names, if it names some; what one should know of them is told."""
+    if args.heads is None:
+        return None
+    from jaxspec.cli import show
+    from jaxspec.models.head_files import load_heads
+
+    heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
+    for note in heads.notes:
+        show.say(f"{args.heads}: {note}")
+    return heads
+
+
 def stream_options(
-    args: argparse.Namespace, draft: "Model | None", tree: "Topology | Dynamic | int | None"
+    args: argparse.Namespace,
+    draft: "Model | None",
+    tree: "Topology | Dynamic | int | None",
+    heads: "DraftHeads | None" = None,
 ) -> dict[str, Any]:
     """The keywords of `jaxspec.stream` that the options of drafting, sampling and ending stand for."""
     import jax
@@ -229,6 +259,7 @@ def stream_options(
         "draft": draft,
         "tree": tree,
         "exit_layers": args.exit_layers,
+        "heads": heads,
         "schedule": args.schedule,
         "stop": args.stop,
         "ignore_eos": args.ignore_eos,
@@ -241,8 +272,11 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
     Raises:
         UsageError: saying how to write one.
     """
+    from jaxspec.core.named import NAMES, named_tree
     from jaxspec.core.tree import branching, dynamic, from_paths
 
+    if spec in NAMES:
+        return named_tree(spec)
     reason = "this is no tree"
     if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
         counts = [int(count) for count in spec.split("x")]

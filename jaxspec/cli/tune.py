@@ -26,6 +26,7 @@ def add_options(parser: Parser) -> None:
     add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl files")
     add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
+    options.add_heads(add)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for source in args.tasks.split(",") if args.tasks else ():
         prompts += [question.turns[0] for question in load(source, args.limit, args.seed, show.say).questions]
     target, draft = options.load_models(args)
+    heads = options.load_heads(args, target)
     with show.Bar("measuring", parts=10) as bar:
         tuned = tune(
             target,
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             draft=draft,
             tree=tree,
             exit_layers=args.exit_layers,
+            heads=heads,
             rule=args.rule,
             sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
             key=jax.random.key(args.seed),
