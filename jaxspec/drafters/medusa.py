@@ -7,7 +7,7 @@ Cartesian tree, or what was pruned from it). Heads that read the path (Hydra, ar
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +69,8 @@ class Medusa:
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of the rows that are guessed from: far fewer bytes a round than all of them.
             params["rows"] = lm.unembedding(setting.target.params)[heads.params["tokens"]]
-        return cls(config, lm, setting.tree or heads.tree or chain(config.num_heads)), params
+        tree: Any = setting.tree or heads.tree or chain(config.num_heads)
+        return cls(config, lm, tree), params
 
     @property
     def shape(self) -> TreeShape:

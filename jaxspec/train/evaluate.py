@@ -84,7 +84,7 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     for at in range(0, len(rows.tokens), batch):
         part = [np.pad(a[at : at + batch], ((0, max(0, at + batch - len(a))), (0, 0))) for a in rows]
         features = reader(part[0], part[1])
-        found = np.asarray(rank(frozen, heads.params, losses.Batch(*map(jnp.asarray, part), features)))
+        found = np.asarray(rank(frozen, heads.params, losses.Batch(*(jnp.asarray(a) for a in (*part, features)))))
         places.append(found.reshape(-1, heads.config.num_heads))
     every = np.concatenate(places)
     return Ranks(every[every[:, 0] >= 0])

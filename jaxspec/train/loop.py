@@ -53,7 +53,7 @@ class Data(NamedTuple):
 
     rows: texts.Rows
     held: texts.Rows
-    ids: np.ndarray | None  # the drafted tokens, where not all are
+    ids: Any  # [R] the drafted tokens, where not all are
     bad: list[BadRow]
     prompts: list[list[int]]  # held out, for decoding
     answered: list[texts.Text]  # held out
@@ -168,7 +168,7 @@ def train(
             record = {
                 "step": now,
                 "loss": _number(report.loss),
-                "learning_rate": float(learning_rate(settings)(now - 1)),
+                "learning_rate": _number(learning_rate(settings)(now - 1)),
                 "gradient": _number(report.gradient),
                 **shares(state.window),
                 "skipped": int(state.skipped),
@@ -269,7 +269,7 @@ def evaluate(
     total = None
     for at in range(0, len(rows.tokens), size):
         part = [np.pad(a[at : at + size], ((0, max(0, at + size - len(a))), (0, 0))) for a in rows]
-        found = judge(state.params.heads, losses.Batch(*map(jnp.asarray, part), reader(part[0], part[1])))
+        found = judge(state.params.heads, losses.Batch(*(jnp.asarray(a) for a in (*part, reader(part[0], part[1])))))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     assert total is not None
     return shares(total)
@@ -281,7 +281,7 @@ def _order(rows: int, settings: Settings) -> Any:
         import grain
     except ImportError:
         raise MissingPackage("training needs the package grain: pip install grain") from None
-    source = grain.MapDataset.source(np.arange(rows)).seed(settings.seed).shuffle().repeat()
+    source = grain.MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
     return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())
 
 

@@ -119,9 +119,7 @@ def guesses(config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch, h
         words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(head + 1)]
         path = jnp.stack(words, axis=-2)
     features = heads.features(head, batch.features.astype(jnp.float32), path)
-    return (
-        heads.logits(head, features) if config.projection == "own" else matmul(features, frozen.rows, transposed=True)
-    )
+    return heads.logits(head, features) if config.num_projections else matmul(features, frozen.rows, transposed=True)
 
 
 def wanted(batch: Batch, head: int) -> Bool[Array, "B T"]:

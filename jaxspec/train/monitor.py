@@ -85,7 +85,7 @@ def _shown(record: dict) -> str:
 
 def _tensorboard(folder: pathlib.Path) -> Any:
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingPackage("--log-to tensorboard needs the package tensorboardX: pip install tensorboardX") from None
     return SummaryWriter(str(folder / "tensorboard"))

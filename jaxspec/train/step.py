@@ -64,10 +64,8 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
             jax.tree.map(lambda leaf: leaf.ndim > 1, params.heads), jax.tree.map(lambda _: False, params.target)
         )
 
-    groups = {
-        name: optax.adamw(schedule, weight_decay=settings.weight_decay)
-        for name, schedule in (("heads", rate), ("target", of_target))
-    }
+    schedules: dict[Any, Any] = {"heads": rate, "target": of_target}
+    groups = {name: optax.adamw(one, weight_decay=settings.weight_decay) for name, one in schedules.items()}
     labels = Trainable("heads", "target")
 
     def label(params: Trainable) -> Trainable:
