@@ -29,16 +29,20 @@ class Traversal:
         """Takes every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
-        tree, tokens, places = proposal.tree, children(proposal), proposal.tree.children
+        tree, tokens = proposal.tree, children(proposal)
+        inner = (tokens >= 0).any(-1)
+        order = jnp.argsort(~inner, stable=True)  # those that have children come first, a parent before its own
 
-        def down(weights: Array, node: Array) -> tuple[Array, Array]:
+        def down(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            weights, node = carry[0], order[i]
             draft = None if proposal.law is None else proposal.law[node]
             below, own, _ = rejected(jnp.exp(law[node]), draft, tokens[node], weights[node])
-            below_at = jnp.where(places[node] >= 0, places[node], weights.size)
-            return weights.at[below_at].set(below, mode="drop"), own
+            places = jnp.where(tree.children[node] >= 0, tree.children[node], weights.size)
+            return weights.at[places].set(below, mode="drop"), carry[1].at[node].set(own)
 
         start = jnp.full_like(law[:, 0], -jnp.inf).at[0].set(0.0)
-        weights, kept = lax.scan(down, start, jnp.arange(law.shape[0]))
+        weights, kept = lax.fori_loop(0, inner.sum(), down, (start, start))
+        kept = jnp.where(inner, kept, weights)
         kept = jnp.exp(kept).at[0].set(1.0)
         earlier = jnp.where(post_order(tree), 1 - kept[None, :], 1.0).prod(-1)
         return Ends(kept * earlier, lambda node: after(law, proposal, node, weights[node]))
