@@ -1,4 +1,8 @@
-"""Shows what a checkpoint holds, and the memory it would take. No weight is read."""
+"""Shows what a checkpoint holds, and the memory it would take. No weight is read.
+
+Of draft heads it shows the layout, the sizes, and what is odd; with --target also whether they fit, and, by decoding a
+few prompts with them, whether they work.
+"""
 
 import argparse
 import collections
@@ -10,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli.options import SOURCES, Parser, add_dtype, whole
+from jaxspec.cli.options import SOURCES, Parser, UsageError, add_dtype, whole
 from jaxspec.core import sizes
 from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
 
@@ -31,19 +35,48 @@ def add_options(parser: Parser) -> None:
     add("--batch", type=whole(1), default=1, metavar="N", help="rows decoded together (default: 1)")
     add("--length", type=whole(1), metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
     add_dtype(add)
+    add("--target", metavar="SOURCE", help="of heads: the model they are to draft for")
+    add("--prompt", action="append", metavar="TEXT", help="to try heads on, with --target; repeatable")
+    add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
     add("--json", action="store_true", help="a JSON object; what ends in _bytes is in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows it, then raises what would keep the model from being loaded, if anything would."""
     from jaxspec.cli import show
-    from jaxspec.models.checkpoint import find_source, open_checkpoint, read_headers
+    from jaxspec.models.checkpoint import find_source
+    from jaxspec.models.head_layouts import FILES, find_layout
 
-    place = pathlib.Path(find_source(args.source, args.revision, show.say)).expanduser()
+    place = pathlib.Path(find_source(args.source, args.revision, show.say, args.allow_pickle)).expanduser()
+    layout = find_layout(place)
+    if layout is None and (args.target or args.prompt or args.allow_pickle):
+        raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    files = files or [place / name for name in FILES if (place / name).is_file()]
     report: dict[str, Any] = {"source": args.source, "path": str(place)}
     report |= {"files": len(files), "file_size_bytes": sum(file.stat().st_size for file in files)}
     refused: list[JaxspecError] = []
+    if layout in (None, "v1.0"):
+        report |= checkpoint_sections(place, args, refused)
+    if layout is not None:
+        from jaxspec.cli.inspect_heads import heads_sections
+
+        report |= heads_sections(place, args, refused)
+    if args.json:
+        report["refused"] = [str(error) for error in refused]
+        print(json.dumps(report, indent=2, allow_nan=False))
+    else:
+        print("\n".join(as_lines(report)))
+    if refused:
+        raise refused[0]
+    return 0
+
+
+def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
+    """What is to be said of a model. What would keep it from being loaded goes to `refused`."""
+    from jaxspec.models.checkpoint import open_checkpoint, read_headers
+
+    report: dict[str, Any] = {}
     try:
         checkpoint = open_checkpoint(place)
     except CheckpointError as error:
@@ -63,14 +96,7 @@ def run(args: argparse.Namespace) -> int:
         report |= {"memory": memory_section(config, args.dtype, args.batch, length)}
         if length > config.max_position:
             refused.append(CapacityError(f"--length {length} is more than the context, {config.max_position} tokens"))
-    if args.json:
-        report["refused"] = [str(error) for error in refused]
-        print(json.dumps(report, indent=2, allow_nan=False))
-    else:
-        print("\n".join(as_lines(report)))
-    if refused:
-        raise refused[0]
-    return 0
+    return report
 
 
 def model_section(config: "ModelConfig") -> dict[str, Any]:
@@ -94,7 +120,9 @@ def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
 
 def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
     """The tensors, those of a kind together: the number of the layer stands as N."""
-    kinds = collections.Counter((re.sub(r"\.\d+\.", ".N.", name), t.type, t.shape) for name, t in stored.items())
+    kinds = collections.Counter(
+        (re.sub(r"(^|\.)\d+(?=\.)", r"\1N", name), t.type, t.shape) for name, t in stored.items()
+    )
     table: dict[str, Any] = {}
     for (name, kind, shape), count in kinds.items():
         table.setdefault(name, []).append(f"{kind} {'x'.join(map(str, shape))}, {count} of them")

@@ -9,11 +9,12 @@ import numpy as np
 
 from jaxspec.errors import InvalidConfig, UnknownName
 from jaxspec.models import folder
-from jaxspec.models.head_files import FILE, write
+from jaxspec.models.head_files import write
+from jaxspec.models.head_layouts import FILES as HEADS
 from jaxspec.models.head_layouts import Layout
 from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten
 
-FILES = {"v0.1": f"{FILE}.safetensors", "legacy": f"{FILE}.safetensors", "vllm": folder.WHOLE}
+FILES = {"v0.1": HEADS[0], "legacy": HEADS[0], "vllm": folder.WHOLE}
 
 
 def export_heads(

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,12 +20,10 @@ from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import folder, torch_file
 from jaxspec.models.checkpoint import DTYPES, StoredTensor, check_shape, find_source, finite, refuse_difference
 from jaxspec.models.folder import HeldTensor
-from jaxspec.models.head_layouts import FIRST, Layout, recognise
+from jaxspec.models.head_layouts import FILES, FIRST, MANIFEST, PICKLES, Layout, recognise
 from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten, unflatten, vocabulary
 
-MANIFEST, TENSORS, VERSION, OURS = "heads.json", "heads.safetensors", 1, "jaxspec"
-FILE = "medusa_lm_head"
-PICKLES = (".pt", ".pth", ".bin")
+TENSORS, VERSION, OURS = "heads.safetensors", 1, "jaxspec"
 _IDS = ("I64", "I32")
 WHOLE_MODEL = (
     "the heads lie in a model that was trained with them: they draft for that model, and keep its text, not the text "
@@ -146,36 +144,14 @@ def open_heads(
     return _open_theirs(place, where, layout, tensors, settings)
 
 
-def holds_heads(place: pathlib.Path) -> bool:
-    """Whether a path is one of heads: a directory of ours or a file of theirs, not a model that also has some."""
-    if place.is_dir():
-        names = (MANIFEST, f"{FILE}.safetensors", *(FILE + suffix for suffix in PICKLES))
-        if any(os.path.exists(place / name) for name in names):
-            return True
-    elif place.suffix in PICKLES:
-        return True
-    layout = recognise(_names(place))
-    return layout is not None and layout.name != "v1.0"
-
-
-def _names(place: pathlib.Path) -> Iterable[str]:
-    """Of the tensors of a directory or file, of which perhaps nothing can be read."""
-    try:
-        if place.is_dir():
-            return folder.open_tensors(place)
-        return folder.open_shard(place.parent, place.name) if place.suffix == ".safetensors" else ()
-    except CheckpointError:
-        return ()
-
-
 def _file(directory: pathlib.Path) -> str:
     """The file of a directory that holds its heads."""
-    for name in (f"{FILE}.safetensors", *(FILE + suffix for suffix in PICKLES)):
+    for name in FILES:
         if os.path.exists(directory / name):
             return name
     if not any(os.path.exists(directory / name) for name in (folder.WHOLE, folder.INDEX)):
         raise CheckpointError(
-            f"{directory}: holds no heads; expected {MANIFEST}, {FILE}.safetensors, {FILE}.pt or {folder.WHOLE}"
+            f"{directory}: holds no heads; expected {MANIFEST}, {FILES[0]}, {FILES[1]} or {folder.WHOLE}"
         )
     return folder.WHOLE
 
@@ -225,8 +201,8 @@ def _open_theirs(
     names = {ours: layout.tensor(config, ours) for ours in config.param_shapes()}
     if rows.tokens is not None and layout.tokens not in tensors:
         del names["tokens"]
-    if config.projection == "single" and layout.prefix + FIRST in tensors:  # as vLLM takes it
-        names["projections.0"] = layout.prefix + FIRST
+    if config.projection == "single" and names["projections.0"] not in tensors and layout.prefix + FIRST in tensors:
+        names["projections.0"] = layout.prefix + FIRST  # as vLLM takes it
     shapes = {ours: shape[::-1] if ours.endswith("kernel") else shape for ours, shape in config.param_shapes().items()}
     shapes |= {ours: (rows.held, config.hidden_size) for ours in shapes if ours.startswith("projections")}
     _check(where, {theirs: shapes[ours] for ours, theirs in names.items()}, tensors, layout.tokens)

@@ -12,15 +12,22 @@ Head i, block j. Torch's linear maps are stored [out, in], ours [in, out]; proje
 
 import collections
 import dataclasses
+import os
+import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import CheckpointError
+from jaxspec.models import folder
 
 if TYPE_CHECKING:
     from jaxspec.models.checkpoint import StoredTensor
     from jaxspec.models.heads import HeadsConfig
+
+MANIFEST = "heads.json"
+PICKLES = (".pt", ".pth", ".bin")
+FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLES))
 
 _N = r"(\d{1,4})"
 _BLOCK = {"vllm": rf"blocks\.{_N}\.layers\.{_N}\.(weight|bias)", "": rf"{_N}\.{_N}\.linear\.(weight|bias)"}
@@ -134,6 +141,29 @@ class Layout:
             return key
         renamed = {r"num\w*heads": "num_heads", r"num\w*layers": "num_hidden_layers"}
         return next((name for pattern, name in renamed.items() if re.search(pattern, key)), key)
+
+
+def find_layout(place: pathlib.Path) -> str | None:
+    """The name of the layout in which a directory or a file holds heads, "pickle" of what is not looked into.
+
+    "v1.0" is that of a model that also has heads; None: there are none, or nothing can be read.
+    """
+    if place.is_dir():
+        if os.path.exists(place / MANIFEST):
+            return "jaxspec"
+        name = next((name for name in FILES if os.path.exists(place / name)), None)
+        place = place if name is None else place / name
+    if place.suffix in PICKLES:
+        return "pickle"
+    try:
+        if place.is_dir():
+            layout = recognise(folder.open_tensors(place))
+        else:
+            whole = place.suffix == ".safetensors"
+            layout = recognise(folder.open_shard(place.parent, place.name)) if whole else None
+    except CheckpointError:
+        return "v0.1" if place.name in FILES else None
+    return None if layout is None else layout.name
 
 
 def recognise(names: Iterable[str]) -> Layout | None:

@@ -1,0 +1,93 @@
+"""What `jaxspec inspect` says of draft heads."""
+
+import argparse
+import pathlib
+from typing import Any
+
+from jaxspec.errors import JaxspecError
+from jaxspec.models.checkpoint import StoredTensor
+
+PROMPTS = (
+    "The capital of France is",
+    "Write a short story about a robot who learns to paint.",
+    "def fibonacci(n):",
+)
+TOKENS = 32
+FLOOR = 0.1
+"""Less than this of a first head's guesses accepted: heads that work have three times as much and more."""
+READERS = {
+    "jaxspec": "this library",
+    "v0.1": "Medusa 0.1, TensorRT-LLM, TGI",
+    "legacy": "Medusa's legacy trainer, TGI",
+    "v1.0": "Medusa 1.0, in the model they were trained with",
+    "vllm": "vLLM",
+}
+
+
+def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
+    """The heads, whether they fit `--target`, and how much of what they draft it accepts.
+
+    What would keep them from being loaded goes to `refused`.
+    """
+    from jaxspec.cli import show
+    from jaxspec.cli.inspect import brief, by_name, by_type
+    from jaxspec.models.head_files import load_heads, open_heads
+
+    report: dict[str, Any] = {}
+    try:
+        found = open_heads(place, allow_pickle=args.allow_pickle)
+    except JaxspecError as error:
+        refused.append(error)
+        stored = _stored(place)
+        return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
+    stored = found.stored.values()
+    heads = {"layout": found.layout, "read_by": READERS[found.layout]} | dict(found.sizes)
+    heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
+    if isinstance(base := found.settings.get("base_model_name_or_path"), str):
+        heads["made_for"] = brief(base)
+    report["heads"] = heads
+    if args.target is None:
+        return report
+    try:
+        target = show.load(args.target, args.dtype)
+        loaded = load_heads(place, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
+        report["probe"] = probe(target, loaded, args.prompt or PROMPTS)
+    except JaxspecError as error:
+        refused.append(error)
+    return report
+
+
+def probe(target: Any, heads: Any, prompts: Any) -> dict[str, Any]:
+    """Decodes prompts greedily with a chain of all heads: how much of what each head says is accepted."""
+    import jaxspec
+
+    chat = target.chat_template is not None
+    texts = jaxspec.generate(
+        target, list(prompts), drafter="medusa", heads=heads, tree=heads.config.num_heads, chat=chat,
+        max_new_tokens=TOKENS, ignore_eos=True,
+    )  # fmt: skip
+    stats = texts.stats
+    first = stats.acceptance_by_position[0]
+    return {
+        "target": target.name,
+        "prompts": len(texts),
+        "tokens": stats.committed,
+        "tokens_per_round": round(stats.tokens_per_round, 4),
+        "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position],
+        "conditional_acceptance": [round(share, 4) for share in stats.conditional_acceptance],
+        "verdict": "they work" if first >= FLOOR else "they do not work with this target, or are not trained",
+    }
+
+
+def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:
+    """The tensors of heads that are refused, as far as they can be seen."""
+    from jaxspec.models import folder
+
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    found = {}
+    for file in files:
+        try:
+            found |= {name: held.stored for name, held in folder.open_shard(file.parent, file.name).items()}
+        except JaxspecError:
+            continue
+    return found
