@@ -14,7 +14,7 @@ import pytest
 from checkpoints import random_params, tiny_config, write_bytes, write_hf
 
 import jaxspec
-from jaxspec.api import Chunk
+from jaxspec.output import Chunk
 from jaxspec.bench import texts
 from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
