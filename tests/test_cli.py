@@ -14,12 +14,12 @@ import pytest
 from checkpoints import random_params, tiny_config, write_bytes, write_hf
 
 import jaxspec
-from jaxspec.output import Chunk
 from jaxspec.bench import texts
 from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError, parse_tree
 from jaxspec.decode.session import Session
+from jaxspec.output import Chunk
 from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)

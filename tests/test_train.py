@@ -2,16 +2,21 @@
 
 import json
 import pathlib
+import resource
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import trainees
 
 import jaxspec
 from jaxspec.errors import TrainingError
+from jaxspec.models.heads import HeadsConfig, init_params
+from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.disk import fingerprint
 from jaxspec.train.loop import LOG, Watch, train
+from jaxspec.train.step import Trainable, start
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +60,6 @@ def test_heads_draft_what_they_learnt(run):
 
 def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     """Every array of the optimizer's state is a scalar or shaped like a head's."""
-    from jaxspec.train.step import Trainable, start
-
     trained = run[0]
     heads = trained.heads
     state = start(trainees.settings(), heads.config, Trainable(heads.params))
@@ -91,6 +94,17 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, s
     assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
 
 
+def test_runs_may_share_answers_and_features(run, prompts, tmp_path):
+    """Another loss on what is there: nothing is answered or read again."""
+    before = {path: path.stat().st_mtime_ns for name in ("answers", "features") for path in (run[1] / name).iterdir()}
+    settings = trainees.settings(steps=3, loss="lk-lambda", draft_vocab=20, head_weights="acceptance")
+    trained = train(trainees.target(), [prompts], tmp_path, settings, data=run[1])
+    assert trained.heads.config.rows == 20
+    assert {path.name for path in tmp_path.iterdir()} >= {"settings.json", "log.jsonl", "checkpoints"}
+    assert not (tmp_path / "answers").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
 def test_another_runs_folder_is_refused(run, prompts):
     with pytest.raises(TrainingError, match=r"holds a run made with another learning_rate; name a new directory"):
         train(trainees.target(), [prompts], run[1], trainees.settings(steps=60, learning_rate=1.0))
@@ -114,6 +128,29 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
         train(trainees.target(), [prompts], tmp_path, settings)
     for line in (tmp_path / LOG).read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+    """No file may grow past two kilobytes: the cause in one line, and what was saved is whole."""
+    config = HeadsConfig(64, 61, 2)
+    begun = start(trainees.settings(), config, Trainable(init_params(config)))
+    store = Checkpoints(tmp_path)
+    store.save(Checkpoint(begun, {"next_index": 0}, None, None))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"step-00000001: cannot be written: .*are whole") as error:
+            store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None, None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(error.value)
+    assert store.steps() == [0]
+    found, wrong = store.newest(begun)
+    assert not wrong
+    assert fingerprint(found.state.params) == fingerprint(begun.params)
+    store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None, None))
+    assert store.steps() == [0, 1]
+    assert not list(tmp_path.glob(".part-*"))
 
 
 def test_an_unwritable_folder_is_a_one_line_error(prompts, tmp_path):

@@ -37,6 +37,9 @@ def add_options(parser: Parser) -> None:
     )
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="the run's folder")
     add(
+        "--data", type=pathlib.Path, metavar="DIR", help="keeps answers and features, for several runs (default: --out)"
+    )
+    add(
         "--fit-prompts",
         type=whole(0),
         default=6,
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.medusa2:
         show.say("Medusa-2 trains the target, too: text will be lossless against the new one, not against the original")
     with Monitor(args.out, args.log_to) as monitor:
-        trained = train(target, args.prompts, args.out, settings, monitor.watch)
+        trained = train(target, args.prompts, args.out, settings, monitor.watch, args.data)
     folder, heads, trees = args.out / "heads", trained.heads, []
     found = evaluate.ranks(trained.target, heads, trained.data.answered, settings.row_tokens)
     if args.fit_prompts:

@@ -76,6 +76,7 @@ def train(
     out: str | os.PathLike,
     settings: Settings = DEFAULTS,
     watch: Watch | None = None,
+    data: str | os.PathLike | None = None,
 ) -> Trained:
     """Trains heads for a target, or goes on with a run that was ended.
 
@@ -85,12 +86,14 @@ def train(
         out: the run's folder.
         settings: all else.
         watch: who is told how it goes.
+        data: where answers and features are kept, for several runs to share; None for the run's folder.
 
     Raises:
         TrainingError: the data, or a folder of another run, or a disk that is full; what is there stays whole.
         InvalidConfig: settings that do not go with the target or with the machine.
     """
     watch, folder = watch or Watch(), pathlib.Path(out).expanduser()
+    shelf = folder if data is None else pathlib.Path(data).expanduser()
     lm: Any = target.lm
     if not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
         raise InvalidConfig(f"heads are trained on a transformer of this library, got {type(target.lm).__name__}")
@@ -101,7 +104,7 @@ def train(
     print_of_target = fingerprint(target.params)
     about = {"target": print_of_target, "prompts": list(map(_digest, prompts)), **dataclasses.asdict(settings)}
     claim(folder / "settings.json", about, "a run")
-    data = prepare(target, print_of_target, prompts, folder, settings, watch)
+    used = prepare(target, print_of_target, prompts, shelf, settings, watch)
     table = lm.unembedding(target.params)
     config = HeadsConfig(
         hidden_size=table.shape[1],
@@ -110,41 +113,41 @@ def train(
         num_layers=settings.layers,
         inputs=settings.inputs,
         projection=settings.projection,
-        draft_vocab_size=None if data.ids is None else len(data.ids),
+        draft_vocab_size=None if used.ids is None else len(used.ids),
     )
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
-    frozen = losses.freeze(config, lm, target.params, data.ids, settings.loss != "ce", settings.precision)
+    frozen = losses.freeze(config, lm, target.params, used.ids, settings.loss != "ce", settings.precision)
     frozen = jax.device_put(frozen, whole)
     reader = Reader(lm, target.params, max(1, settings.batch // settings.accumulate))
     told = functools.partial(watch.phase, "reading with the target")
     cached = None
     if settings.cache_features:
-        cached = Cached(reader, print_of_target, data.rows, folder / FEATURES, told)
+        cached = Cached(reader, print_of_target, used.rows, shelf / FEATURES, told)
 
-    heads = init_params(config, table, data.ids)
+    heads = init_params(config, table, used.ids)
     heads.pop("tokens", None)
     begun = start(settings, config, Trainable(heads, target.params if settings.medusa2 else None))
     store = Checkpoints(folder / CHECKPOINTS)
     found, wrong = store.newest(begun)
     for line in wrong:
         watch.say(line)
-    order = _order(len(data.rows.tokens), settings)
+    order = _order(len(used.rows.tokens), settings)
     if found is None:
         found = Checkpoint(begun, order.get_state(), None, None)
     else:
         order.set_state(found.order)
         watch.say(f"goes on after step {int(found.state.step)}")
-    ids = None if data.ids is None else jnp.asarray(data.ids)
+    ids = None if used.ids is None else jnp.asarray(used.ids)
     state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
     best, score = found.best, found.score
     log = _Log(folder, int(state.step))
     step, judge = _compiled(settings, config, lm)
-    evaluated = functools.partial(evaluate, functools.partial(judge, ids, frozen), reader, data.held, settings)
+    evaluated = functools.partial(evaluate, functools.partial(judge, ids, frozen), reader, used.held, settings)
 
     def batch_of(index: np.ndarray) -> losses.Batch:
         shape = (settings.accumulate, len(index) // settings.accumulate)
-        rows = [a[index] for a in data.rows]
+        rows = [a[index] for a in used.rows]
         if settings.medusa2:
             features: Any = np.zeros((*rows[0].shape, 0), np.float32)
         else:
@@ -180,7 +183,7 @@ def train(
             since = now
             log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
             watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
-        if len(data.held.tokens) and (now % settings.eval_every == 0 or last):
+        if len(used.held.tokens) and (now % settings.eval_every == 0 or last):
             record = {"step": now, "held_out": evaluated(state)}
             log.add(record)
             score = record["held_out"]["accepted_length"]
@@ -192,10 +195,10 @@ def train(
     params = state.params
     if best is not None and best[0] in store.steps():  # evaluated where it was saved
         params = store.load(best[0], begun).state.params
-    final = params.heads if data.ids is None else params.heads | {"tokens": ids}
+    final = params.heads if used.ids is None else params.heads | {"tokens": ids}
     own = target if params.target is None else dataclasses.replace(target, params=params.target)
     made = DraftHeads(config, jax.tree.map(jnp.asarray, final), name=f"{target.name}-medusa")
-    return Trained(made, own, data, log.records, int(state.step), int(state.skipped))
+    return Trained(made, own, used, log.records, int(state.step), int(state.skipped))
 
 
 def prepare(

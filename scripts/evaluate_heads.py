@@ -1,0 +1,107 @@
+"""What trained heads are worth on MT-bench, which they were not trained on.
+
+    python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--json OUT]
+
+The target answers the first turn of every question greedily; each head's accuracy on those answers stands beside
+Medusa's published ones. Then tokens per round on the heads' own tree: greedily, where every text is compared with plain
+decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS` measures the time.
+"""
+
+import argparse
+import json
+import sys
+
+import jax
+import numpy as np
+
+import jaxspec
+from jaxspec.bench import tasks
+from jaxspec.decode.stats import Stats
+from jaxspec.registry import find
+from jaxspec.train.evaluate import ranks
+from jaxspec.train.texts import Text
+
+PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
+"""Of Medusa on Vicuna 7B (the project's assets/medusa_acc.csv)."""
+RULES = ("coupled", "deterministic", "rejection", "traversal", "lossy-typical")
+
+
+def decode(target, prompts, keys, batch: int, **options) -> list[jaxspec.Generation]:
+    """All prompts, those of like length together."""
+    rows = []
+    for at in range(0, len(prompts), batch):
+        rows += jaxspec.generate(target, prompts[at : at + batch], key=keys[at : at + batch], **options)
+    return rows
+
+
+def interval(rows) -> tuple[float, float]:
+    """The 95 % interval of the tokens per round, by resampling prompts 10,000 times."""
+    counts = np.array([(row.stats.committed, row.stats.rounds) for row in rows])
+    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
+    committed, rounds = counts[drawn].sum(1).T
+    low, high = np.percentile(committed / rounds, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads")
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--limit", type=int, default=80)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=384)
+    parser.add_argument("--rules", nargs="*", default=list(RULES))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    target = jaxspec.load(given.target, dtype=given.dtype)
+    heads = jaxspec.load_heads(given.heads)
+    questions = [q.turns[0] for q in tasks.load("mt-bench", given.limit).questions]
+    prompts = sorted((target.encode_chat([{"role": "user", "content": q}]) for q in questions), key=len)
+    prompts = [prompt for prompt in prompts if len(prompt) <= given.longest]
+    keys = jax.random.split(jax.random.key(0), len(prompts))
+    capacity = -(-(len(prompts[-1]) + given.tokens + 160) // 128) * 128
+    common = {"max_new_tokens": given.tokens, "capacity": capacity}
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {len(prompts)} questions", flush=True)
+
+    plain = decode(target, prompts, keys, given.batch, drafter="none", **common)
+    texts = [
+        Text(np.array(prompt + row.tokens, np.int32), np.arange(len(prompt) + len(row.tokens)) >= len(prompt))
+        for prompt, row in zip(prompts, plain)
+    ]
+    found = ranks(target, heads, texts, 512)
+    report: dict = {"positions": len(found.at), "top1": found.top1, "top5": found.top5, "rounds": []}
+    for name in ("top1", "top5"):
+        shown = " ".join(f"{share:.3f}" for share in report[name])
+        print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)
+
+    failed = 0
+    tree = heads.tree or jaxspec.chain(heads.config.num_heads)
+    print(f"tree of {tree.shape.nodes} nodes, {tree.shape.depth} deep")
+    for temperature, rule in [(0.0, "coupled"), *((0.7, rule) for rule in given.rules)]:
+        sampling = jaxspec.Sampling(temperature=temperature)
+        member = find("rule", rule)()
+        options = {"rule": rule, "sampling": sampling, "tree": tree, **common}
+        try:
+            member.check(tree.shape)
+        except jaxspec.errors.InvalidConfig as error:
+            print(f"T {temperature} {rule}: {error}")
+            continue
+        rows = decode(target, prompts, keys, given.batch, drafter="medusa", heads=heads, **options)
+        stats, (low, high) = Stats.total(row.stats for row in rows), interval(rows)
+        line = f"T {temperature} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) tokens per round"
+        if temperature == 0:
+            same = sum(a.tokens == b.tokens for a, b in zip(plain, rows))
+            line += f", {same} of {len(rows)} texts those of plain decoding"
+            failed += same < 0.9 * len(rows)  # the others may be ties, see scripts/identity.py
+        print(line, flush=True)
+        report["rounds"].append({"temperature": temperature, "rule": rule, "interval": (low, high)} | stats.as_dict())
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump(report, file)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
