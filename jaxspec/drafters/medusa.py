@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -65,7 +66,8 @@ class Medusa:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
         config: HeadsConfig = heads.config
         check_target(config, setting.target)
-        params = {"heads": heads.params}
+        dtype = getattr(lm, "dtype", None)  # matrices are multiplied in the target's
+        params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of the rows that are guessed from: far fewer bytes a round than all of them.
             params["rows"] = lm.unembedding(setting.target.params)[heads.params["tokens"]]
