@@ -19,6 +19,7 @@ from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError, parse_tree
 from jaxspec.decode.session import Session
+from jaxspec.models.heads import init_params
 from jaxspec.output import Chunk
 from jaxspec.registry import DRAFTERS
 
@@ -53,8 +54,12 @@ def errors(err: str) -> list[str]:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_writes_the_plain_text(generate, directory, drafter):
+def test_every_drafter_writes_the_plain_text(generate, directory, drafter, tmp_path):
     extra = EXTRA.get(drafter, []) + ([str(directory)] if drafter == "model" else [])
+    if drafter == "medusa":
+        heads = jaxspec.HeadsConfig(CONFIG.hidden_size, CONFIG.vocab_size, 2)
+        heads = jaxspec.DraftHeads(heads, init_params(heads))
+        extra = ["--heads", str(jaxspec.save_heads(heads, tmp_path / "heads"))]
     for sampling in ([], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]):
         plain = json.loads(generate(PROMPT, "--json", "--drafter", "none", *sampling)[1])
         status, out, _ = generate(PROMPT, "--json", "--drafter", drafter, *extra, *sampling)

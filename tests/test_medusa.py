@@ -28,6 +28,7 @@ IDS = np.arange(0, 60, 3)
 CONFIGS = {
     "hidden": HeadsConfig(64, 61, 3),
     "hidden, own, reduced": HeadsConfig(64, 61, 3, 2, projection="own", draft_vocab_size=20),
+    "hidden, single": HeadsConfig(64, 61, 3, projection="single"),
     "path": HeadsConfig(64, 61, 3, 2, inputs="path"),
     "path, reduced": HeadsConfig(64, 61, 3, inputs="path", bias=False, draft_vocab_size=20),
 }
@@ -60,7 +61,8 @@ def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
         inner = inner + params.get(f"blocks.{head}.{layer}.bias", 0)
         x = x + inner / (1 + np.exp(-inner))
     ids = IDS if config.draft_vocab_size else np.arange(61)
-    rows = params[f"projections.{head}"] if config.projection == "own" else table[ids]
+    rows = {"shared": lambda: table[ids], "single": lambda: params["projections.0"]}
+    rows = rows.get(config.projection, lambda: params[f"projections.{head}"])()
     logits = np.full(61, -np.inf)
     logits[ids] = rows @ x
     return logits
