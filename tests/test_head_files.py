@@ -1,5 +1,6 @@
 """Medusa heads in files: every layout read and written to the bit, and every fault of one refused by name."""
 
+import contextlib
 import json
 
 import jax
@@ -8,7 +9,7 @@ import medusa_files as files
 import numpy as np
 import pytest
 import toys
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
@@ -236,6 +237,46 @@ def test_prefixes(tmp_path):
     assert prefixed.config == plain.config
     for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(prefixed.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# --- our own directory ----------------------------------------------------------------------------------------------
+
+ODD_VALUES = (None, "x", "", -1, 0, 10**30, 1e308, True, False, [], [[1]], {}, {"a": 1}, 2.5, "drop")
+
+
+def test_every_value_of_our_manifest(tmp_path):
+    """Each gives the heads, or an error that names the file; and at once."""
+    config = HeadsConfig(64, 61, 2, projection="own", draft_vocab_size=20)
+    heads = DraftHeads(config, init_params(config, TARGET.unembedding(PARAMS), np.arange(20)), jaxspec.chain(2))
+    place = save_heads(heads, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"has a heads\.json already"):
+        save_heads(heads, place)
+    good = (place / "heads.json").read_text()
+    for path in [(key,) for key in json.loads(good)] + [("config", key) for key in json.loads(good)["config"]]:
+        for value in ODD_VALUES:
+            changed = json.loads(good)
+            inner = changed if len(path) == 1 else changed["config"]
+            inner.pop(path[-1]) if value == "drop" else inner.update({path[-1]: value})
+            (place / "heads.json").write_text(json.dumps(changed))
+            with contextlib.suppress(CheckpointError):
+                assert open_heads(place).config().num_heads == 2
+    (place / "heads.json").write_text(good)
+    assert open_heads(place).tree == jaxspec.chain(2)
+    held = load_file(place / "heads.safetensors")
+    for what, tensors, word in damaged(held):
+        if what == "not a number" and word == "tokens":
+            continue
+        tensors = {name: np.ascontiguousarray(a, a.dtype if a.dtype != float else "f4") for name, a in tensors.items()}
+        save_file(tensors, place / "heads.safetensors")
+        with pytest.raises(CheckpointError, match=word.replace(".", r"\.")):
+            load_heads(place)
+    save_file(held | {"tokens": held["tokens"][::-1].copy()}, place / "heads.safetensors")
+    with pytest.raises(CheckpointError, match="tokens is not ascending"):
+        load_heads(place)
+    (place / "heads.safetensors").rename(tmp_path / "outside")
+    (place / "heads.safetensors").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="leads to"):
+        load_heads(place)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

@@ -167,6 +167,8 @@ def _open_ours(place: pathlib.Path) -> HeadFile:
     except (InvalidConfig, KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from None
     tensors = folder.open_shard(place, TENSORS)
+    if config.num_heads * max(config.num_layers, 1) > max(len(tensors), 64):  # before anything is made per block
+        raise CheckpointError(f"{where}: {config.num_heads} heads and only {len(tensors)} tensors")
     _check(str(place / TENSORS), config.param_shapes(), tensors, "tokens")
     if (
         config.draft_vocab_size is not None
@@ -299,6 +301,7 @@ def write(
     directory: str | os.PathLike, file: str, tensors: Mapping[str, Any], manifest: str, settings: Mapping[str, Any]
 ) -> pathlib.Path:
     """Writes tensors and then their settings, each beside its place first; gives the directory's path."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     place = pathlib.Path(directory).expanduser()
@@ -313,6 +316,6 @@ def write(
         part = place / f".{manifest}"
         part.write_text(json.dumps(settings, indent=1) + "\n")
         os.replace(part, place / manifest)
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{place}: cannot be written: {error}") from None
     return place
