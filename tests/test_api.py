@@ -28,6 +28,7 @@ from jaxspec.errors import (
     UnknownName,
     VocabMismatch,
 )
+from jaxspec.models.heads import init_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import DRAFTERS
 from jaxspec.testing import TableLM
@@ -280,10 +281,11 @@ def fresh_law(text):
 def test_logprobs_are_those_of_a_fresh_forward(drafter):
     """Of the raw logits, whatever the sampling; and the tokens are those of plain decoding."""
     options = {"logprobs": True, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}
-    plain, drafted = (
-        go(**options),
-        go(drafter=drafter, **options, **({} if drafter == "none" else {"tree": 2})),
-    )
+    drafting: dict = {} if drafter == "none" else {"tree": 2}
+    if drafter == "medusa":
+        config = jaxspec.HeadsConfig(TINY_LM.config.hidden_size, TINY_LM.vocab, 2)
+        drafting["heads"] = jaxspec.DraftHeads(config, init_params(config))
+    plain, drafted = go(**options), go(drafter=drafter, **options, **drafting)
     assert tokens(drafted) == tokens(plain)
     for row in drafted:
         text = row.prompt_tokens + row.tokens

@@ -15,9 +15,11 @@ from jaxspec.core.tree import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
+from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.models.heads import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.registry import DRAFTERS, RULES, find
 from jaxspec.rules.block import Block
 from jaxspec.rules.lenient import Lenient
@@ -145,12 +147,23 @@ def test_the_lines_of_contributing(capsys):
 TARGET = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=2)
 DRAFT = transformer(vocab_size=7, hidden_size=16, intermediate_size=24, num_layers=1)
 WEIGHTS = Weights(TARGET.init_params(jax.random.key(0)), DRAFT.init_params(jax.random.key(1)))
+HEADS = HeadsConfig(24, 7, 2, inputs="path")
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
+
+
+def uneven(config):
+    """Heads at random: those that training starts from say what the target says."""
+    rng = np.random.default_rng(0)
+    named = flatten(init_params(config))
+    return unflatten({name: jnp.asarray(0.3 * rng.normal(size=a.shape), jnp.float32) for name, a in named.items()})
+
+
 MEMBERS = {
     "none": (NoDraft(chain(2)), None),
     "prompt-lookup": (PromptLookup(chain(3)), None),
     "early-exit": (EarlyExit(TARGET.__class__(TARGET.config, TARGET.dtype, layers=1), branching(2, 1)), None),
     "model": (ModelDraft(DRAFT, branching(2, 1)), WEIGHTS.draft),
+    "medusa": (Medusa(HEADS, TARGET, branching(2, 1)), {"heads": uneven(HEADS)}),
 }
 
 
@@ -166,7 +179,7 @@ def test_drafter(name):
     proposal = check_drafter(drafter, params, TARGET, WEIGHTS.target, [PROMPT, [5], [1, 2], [6, 6, 6, 6, 6, 6, 6]])
     drafted = np.asarray(proposal.tokens)[:, 1:] >= 0
     assert drafted.any() == (name != "none")
-    assert (proposal.law is not None) == (name in ("early-exit", "model"))
+    assert (proposal.law is not None) == (name in ("early-exit", "model", "medusa"))
 
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name != "none"])
