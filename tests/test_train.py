@@ -11,8 +11,10 @@ import pytest
 import trainees
 
 import jaxspec
+from jaxspec.cli import main
 from jaxspec.errors import TrainingError
 from jaxspec.models.heads import HeadsConfig, init_params
+from jaxspec.train import evaluate
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.disk import fingerprint
 from jaxspec.train.loop import LOG, Watch, train
@@ -56,6 +58,36 @@ def test_heads_draft_what_they_learnt(run):
     )
     assert [row.tokens for row in drafted] == [row.tokens for row in plain]
     assert drafted.stats.tokens_per_round > 1.2
+
+
+def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_path, monkeypatch, capsys):
+    """On the whole run's answers; what it writes is loaded, drafted with, and fingerprinted."""
+    monkeypatch.setattr(evaluate, "SIZES", (1, 3))
+    target = jaxspec.save(trainees.target(), tmp_path / "target")
+    words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", str(tmp_path / "run")]
+    words += ["--data", str(run[1]), "--fit-prompts", "1"]
+    for name, value in (trainees.TINY | {"steps": 60}).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "# Medusa heads for target" in out
+    assert "step 60 of 60" in err
+    folder = tmp_path / "run" / "heads"
+    heads = jaxspec.load_heads(folder)
+    assert fingerprint(heads.params) == fingerprint(run[0].heads.params)
+    assert heads.tree.shape.nodes == 3
+    measured = json.loads((folder / "evaluation.json").read_text())
+    assert [tree["nodes"] for tree in measured["trees"]] == [1, 3]
+    assert measured["trees"][0]["tokens_per_round"] == 1 < measured["trees"][1]["tokens_per_round"]
+    held = [record["held_out"] for record in run[0].log if "held_out" in record]
+    best = max(held, key=lambda one: one["accepted_length"])
+    assert measured["top1"] == pytest.approx(best["top1"], abs=1e-6)
+    assert main(["fingerprint", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("  log.jsonl")
+    assert lines[-1] == f"{fingerprint(heads.params)}  run/heads"
+    assert main(["fingerprint", str(target)]) == 1
+    assert "holds no run and no heads" in capsys.readouterr().err
 
 
 def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
