@@ -71,7 +71,7 @@ def main() -> int:
         for prompt, row in zip(prompts, plain)
     ]
     found = ranks(target, heads, texts, 512)
-    report: dict = {"positions": len(found.at), "top1": found.top1, "top5": found.top5, "rounds": []}
+    report: dict = {"positions": found.positions, "top1": found.top1, "top5": found.top5, "rounds": []}
     for name in ("top1", "top5"):
         shown = " ".join(f"{share:.3f}" for share in report[name])
         print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)

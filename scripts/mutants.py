@@ -178,8 +178,8 @@ MUTANTS = (
         "law-before-truncation",
         "the draft is drawn from the truncated law and weighed by the full one (transformers #47932)",
         "core/draw.py",
-        "return self._allowed(*_highest(perturbed, width), doubted, depth)[0], law",
-        "return self._allowed(*_highest(perturbed, width), doubted, depth)[0], None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
+        "return tokens, law",
+        "return tokens, None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
         sampled("rejection-8-near"),
     ),
     Mutant(

@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_passed_over(prompts, tmp_path):
 
 
 def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_path):
-    settings = trainees.settings(learning_rate=1e30, max_bad_steps=2, clip=0.0, warmup=0)
+    settings = trainees.settings(learning_rate=1e38, max_bad_steps=2, clip=0.0, warmup=0)
     with pytest.raises(TrainingError, match="the loss was not finite 2 times in a row"):
         train(trainees.target(), [prompts], tmp_path, settings)
     for line in (tmp_path / LOG).read_text().splitlines():
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
 
 def test_an_unwritable_folder_is_a_one_line_error(prompts, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="cannot be written") as error:
+    with pytest.raises(TrainingError, match=r"cannot be (read|written)") as error:
         train(trainees.target(), [prompts], tmp_path / "file" / "run", trainees.settings())
     assert "\n" not in str(error.value)
     assert pathlib.Path(tmp_path / "file").read_text() == ""

@@ -18,84 +18,8 @@ from jaxspec.core.protocols import no_feature
 from jaxspec.core.records import Params
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.models.head_config import HeadsConfig as HeadsConfig
 from jaxspec.models.transformer import matmul
-
-INPUTS, PROJECTIONS = ("hidden", "path"), ("shared", "own", "single")
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadsConfig:
-    """The sizes of a set of heads; static and hashable.
-
-    Attributes:
-        hidden_size: E, of the target's features.
-        vocab_size: V, of the target.
-        num_heads: how many tokens are guessed.
-        num_layers: residual blocks of each head; 0: the projection alone.
-        inputs: "hidden", the target's feature alone (Medusa), or "path", also the embeddings of the tokens between
-            it and the guess (Hydra).
-        projection: onto the vocabulary: "shared", the target's; "own", one for each head; or "single", one for all
-            heads that is not the target's.
-        bias: the blocks' linear maps have one.
-        draft_vocab_size: guesses come from so many tokens, listed in the parameters; None: from all.
-
-    Raises:
-        InvalidConfig: a value that cannot be.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int = 4
-    num_layers: int = 1
-    inputs: str = "hidden"
-    projection: str = "shared"
-    bias: bool = True
-    draft_vocab_size: int | None = None
-
-    def __post_init__(self):
-        least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InvalidConfig(f"{name} of heads is a whole number from {low}, got {value!r}")
-        for name, known in (("inputs", INPUTS), ("projection", PROJECTIONS)):
-            if getattr(self, name) not in known:
-                raise InvalidConfig(f"{name} of heads is {' or '.join(known)}, got {getattr(self, name)!r}")
-        if self.inputs == "path" and not self.num_layers:
-            raise InvalidConfig("heads that read the path need a block to read it with; set num_layers to 1 or more")
-        rows = self.draft_vocab_size
-        if rows is not None and (
-            isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= self.vocab_size
-        ):
-            raise InvalidConfig(f"draft_vocab_size is a whole number from 1 to {self.vocab_size}, got {rows!r}")
-
-    @property
-    def rows(self) -> int:
-        """Tokens that are guessed from: rows of a projection."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-    @property
-    def num_projections(self) -> int:
-        """Projections among the parameters."""
-        return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
-
-    def block_inputs(self, head: int, layer: int) -> int:
-        """Width of what a block reads: the first one of a head that reads the path also takes head + 1 embeddings."""
-        return self.hidden_size * (2 + head if self.inputs == "path" and layer == 0 else 1)
-
-    def param_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter, under its path's name."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for head in range(self.num_heads):
-            for layer in range(self.num_layers):
-                shapes[f"blocks.{head}.{layer}.kernel"] = (self.block_inputs(head, layer), self.hidden_size)
-                if self.bias:
-                    shapes[f"blocks.{head}.{layer}.bias"] = (self.hidden_size,)
-            if head < self.num_projections:
-                shapes[f"projections.{head}"] = (self.rows, self.hidden_size)
-        if self.draft_vocab_size is not None:
-            shapes["tokens"] = (self.draft_vocab_size,)
-        return shapes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

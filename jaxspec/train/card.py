@@ -23,7 +23,7 @@ CARD, FIGURES = "README.md", "evaluation.json"
 def figures(found: Ranks, trees: Sequence[Candidate]) -> dict[str, Any]:
     """What was measured on the held-out texts."""
     return {
-        "positions": len(found.at),
+        "positions": found.positions,
         "top1": found.top1,
         "top5": found.top5,
         "acceptance_by_rank": np.round(found.acceptance(), 5).tolist(),

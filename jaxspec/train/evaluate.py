@@ -31,6 +31,11 @@ class Ranks(NamedTuple):
     at: np.ndarray  # [positions, n] the rank, RANKS where it is that or more, -1 past the answer
 
     @property
+    def positions(self) -> int:
+        """Where a round could have begun."""
+        return int((self.at[:, 0] >= 0).sum())
+
+    @property
     def top1(self) -> list[float]:
         return self._share(1)
 
@@ -87,7 +92,7 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
         found = np.asarray(rank(frozen, heads.params, losses.Batch(*(jnp.asarray(a) for a in (*part, features)))))
         places.append(found.reshape(-1, heads.config.num_heads))
     every = np.concatenate(places)
-    return Ranks(every[every[:, 0] >= 0])
+    return Ranks(every[(every >= 0).any(1)])
 
 
 class Candidate(NamedTuple):

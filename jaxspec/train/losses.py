@@ -148,6 +148,9 @@ def target_law(frozen: Frozen, features: Float[Array, "B T E"]) -> Float[Array, 
 
 def sums(settings: Settings, config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch) -> Sums:
     """Loss and accuracy of every head on some rows."""
+    # Of padding a feature may be anything, and NaN times zero is NaN in a gradient.
+    features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
+    batch = batch._replace(features=features)
     law = None if settings.loss == "ce" else lax.stop_gradient(target_law(frozen, batch.features))
     found: list[tuple] = []
     reached: Any = True

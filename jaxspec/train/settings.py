@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from jaxspec.errors import InvalidConfig
-from jaxspec.models.heads import INPUTS, PROJECTIONS
+from jaxspec.models.head_config import INPUTS, PROJECTIONS
 
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda")
 WEIGHTS = ("decay", "acceptance")
