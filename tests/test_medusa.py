@@ -125,11 +125,12 @@ def test_text_is_that_of_plain_decoding(name):
         assert drafted.stats.accepted > 0
 
 
-def test_every_rule_takes_them():
-    for name in RULES:
-        tree = chain(3) if name == "block" else branching(2, 1)
+def test_rules_of_every_kind_take_them():
+    names = ("coupled", "traversal", "deterministic")
+    assert {find("rule", name)().noise for name in names} == {find("rule", name)().noise for name in RULES}
+    for name in names:
         out = jaxspec.generate(
-            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name, tree=tree,
+            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name, tree=branching(2, 1),
             sampling=Sampling(temperature=1.0), max_new_tokens=8,
         )  # fmt: skip
         assert len(out[0].tokens) == 8
