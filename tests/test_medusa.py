@@ -130,8 +130,8 @@ def test_rules_of_every_kind_take_them():
     assert {find("rule", name)().noise for name in names} == {find("rule", name)().noise for name in RULES}
     for name in names:
         out = jaxspec.generate(
-            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name, tree=branching(2, 1),
-            sampling=Sampling(temperature=1.0), max_new_tokens=8,
+            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name,
+            tree=branching(2, 1), sampling=Sampling(temperature=1.0), max_new_tokens=8,
         )  # fmt: skip
         assert len(out[0].tokens) == 8
         assert out.stats.drafted > 0
