@@ -10,6 +10,7 @@ import pytest
 import toys
 
 import jaxspec
+from jaxspec.core import noise
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Advance, Context
 from jaxspec.core.sampling import Sampling
@@ -19,12 +20,14 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
 from jaxspec.models.heads import DraftHeads, HeadsConfig, flatten, init_params, unflatten
-from jaxspec.registry import RULES, find
+from jaxspec.registry import find
 
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
 MODEL = jaxspec.Model(TARGET, PARAMS)
 IDS = np.arange(0, 60, 3)
+LENGTH = jnp.array([3, 4])
+KEYS = jax.random.split(jax.random.key(0), 2)
 CONFIGS = {
     "hidden": HeadsConfig(64, 61, 3),
     "hidden, own, reduced": HeadsConfig(64, 61, 3, 2, projection="own", draft_vocab_size=20),
@@ -68,6 +71,13 @@ def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
     return logits
 
 
+@functools.cache
+def drawn(nodes: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
+    """The noise that positions share with the target, and that of each node."""
+    shared = noise.gumbel(KEYS, LENGTH[:, None] + jnp.arange(3), 61)
+    return np.asarray(shared), np.asarray(noise.fresh(KEYS, LENGTH, jnp.arange(nodes), ids))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", Noise)
 def test_proposals_are_those_computed_by_hand(name, kind):
@@ -77,21 +87,24 @@ def test_proposals_are_those_computed_by_hand(name, kind):
     rng = np.random.default_rng(0)
     features = jnp.asarray(rng.normal(size=(2, 4, 64)), jnp.float32)
     tokens = jnp.asarray(rng.integers(0, 61, (2, 8)), jnp.int32)
-    length, count = jnp.array([3, 4]), jnp.array([3, 4])
+    length, count = LENGTH, LENGTH
     state = drafter.init(params, 2, 8)
     state = drafter.absorb(params, state, Advance(tokens[:, :4], features, count, None, tokens, jnp.zeros(2, int)))
     still = drafter.absorb(params, state, Advance(tokens[:, :4], features, 0 * count, None, tokens, length))
     np.testing.assert_array_equal(state.feature, still.feature)
     temperature = 0.7 if kind is not Noise.NONE else 0.0
-    keys, sampling = jax.random.split(jax.random.key(0), 2), Sampling(temperature=temperature).rows(2, 61)
-    draw = Draw(kind, keys, length, sampling, jnp.asarray(temperature > 0), 61)
+    keys, sampling = KEYS, Sampling(temperature=temperature).rows(2, 61)
     context = Context(tokens, length, None, PARAMS)
-    proposal, _ = jax.jit(lambda params: drafter.propose(params, state, context, draw))(params)
-    from jaxspec.core import noise
 
+    @jax.jit
+    def propose(params, state, context, keys, sampling):
+        return drafter.propose(
+            params, state, context, Draw(kind, keys, context.length, sampling, jnp.asarray(temperature > 0), 61)
+        )[0]
+
+    proposal = propose(params, state, context, keys, sampling)
     ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(61)
-    shared = np.asarray(noise.gumbel(keys, length[:, None] + jnp.arange(3), 61))
-    own = np.asarray(noise.fresh(keys, length, jnp.arange(tree.shape.nodes), ids.size))
+    shared, own = drawn(tree.shape.nodes, ids.size)
     fresh = np.full((*own.shape[:2], 61), 0.0)
     fresh[..., ids] = own
     for row in range(2):
@@ -112,7 +125,7 @@ def test_proposals_are_those_computed_by_hand(name, kind):
             assert [int(proposal.tokens[row, child]) for child in below] == wanted.tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["hidden", "path, reduced"])
 def test_text_is_that_of_plain_decoding(name):
     prompts, key = [[1, 2, 3], [4, 5, 6, 7, 8]], jax.random.key(3)
     for temperature in (0.0, 0.8):
@@ -125,16 +138,13 @@ def test_text_is_that_of_plain_decoding(name):
         assert drafted.stats.accepted > 0
 
 
-def test_rules_of_every_kind_take_them():
-    names = ("coupled", "traversal", "deterministic")
-    assert {find("rule", name)().noise for name in names} == {find("rule", name)().noise for name in RULES}
-    for name in names:
-        out = jaxspec.generate(
-            MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule=name,
-            tree=branching(2, 1), sampling=Sampling(temperature=1.0), max_new_tokens=8,
-        )  # fmt: skip
-        assert len(out[0].tokens) == 8
-        assert out.stats.drafted > 0
+def test_a_rule_that_weighs_the_law_takes_them():
+    out = jaxspec.generate(
+        MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule="traversal",
+        tree=branching(2, 1), sampling=Sampling(temperature=1.0), max_new_tokens=8,
+    )  # fmt: skip
+    assert len(out[0].tokens) == 8
+    assert out.stats.drafted > 0
 
 
 def test_heads_untrained_are_the_targets_own():

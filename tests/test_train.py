@@ -154,6 +154,22 @@ def test_a_damaged_checkpoint_is_passed_over(prompts, tmp_path):
     assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
 
 
+def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):
+    """A target of its own comes out, the given one stays; the log judges the heads with the new one's features."""
+    given, settings = trainees.target(), {"medusa2": True, "cache_features": False, "steps": 4, "medusa2_warmup": 2}
+    settings |= {"log_every": 1, "save_every": 1, "eval_every": 4, "inputs": "hidden", "batch": 2}
+    before = fingerprint(given.params)
+    trained = train(given, [prompts], tmp_path, trainees.settings(**settings), data=run[1])
+    assert fingerprint(given.params) == before != fingerprint(trained.target.params)
+    like = Trainable(init_params(HeadsConfig(64, given.lm.vocab, 3)), given.params)
+    store = Checkpoints(tmp_path / "checkpoints")
+    assert store.steps() == [3, 4]
+    newest = store.load(4, start(trainees.settings(**settings), HeadsConfig(64, given.lm.vocab, 3), like)).state.params
+    assert fingerprint(newest.target) == fingerprint(trained.target.params)
+    found = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
+    assert found.top1 == pytest.approx(trained.log[-1]["held_out"]["top1"], abs=1e-6)
+
+
 def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_path):
     settings = trainees.settings(learning_rate=1e38, max_bad_steps=2, clip=0.0, warmup=0)
     with pytest.raises(TrainingError, match="the loss was not finite 2 times in a row"):
@@ -167,12 +183,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     config = HeadsConfig(64, 61, 2)
     begun = start(trainees.settings(), config, Trainable(init_params(config)))
     store = Checkpoints(tmp_path)
-    store.save(Checkpoint(begun, {"next_index": 0}, None, None))
+    store.save(Checkpoint(begun, {"next_index": 0}, None))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
     try:
         with pytest.raises(TrainingError, match=r"step-00000001: cannot be written: .*are whole") as error:
-            store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None, None))
+            store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(error.value)
@@ -180,7 +196,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     found, wrong = store.newest(begun)
     assert not wrong
     assert fingerprint(found.state.params) == fingerprint(begun.params)
-    store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None, None))
+    store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     assert store.steps() == [0, 1]
     assert not list(tmp_path.glob(".part-*"))
 

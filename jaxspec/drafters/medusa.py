@@ -6,7 +6,7 @@ Cartesian tree, or what was pruned from it). Heads that read the path (Hydra, ar
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -98,19 +98,24 @@ class Medusa:
         tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
         law = jnp.full((*tokens.shape, self.target.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
         apart = self._apart(params, state, context, draw) if self.config.inputs == "hidden" else None
-        for depth, nodes in enumerate(self.tree.parents_by_level):
+
+        def level(depth: int, nodes: np.ndarray, tokens: Array, law: Array | None) -> tuple[Array, Array | None]:
             width = int((tree.children[nodes] >= 0).sum(-1).max())
             if apart is None:
-                logits = self._on_paths(params, state, context, draw, tokens, depth)
+                logits = self._on_paths(params, state, context, tokens, depth)
             else:
                 logits = apart[:, depth : depth + 1]
-            if apart is not None and law is not None:  # each node draws its own
-                logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
-            below, own = draw(
-                logits, jnp.asarray(nodes[: logits.shape[1]]), depth, width, params["heads"].get("tokens")
-            )
+                if law is not None:  # each node draws its own
+                    logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
+            which = jnp.asarray(nodes[: logits.shape[1]])
+            below, own = draw(logits, which, depth, width, params["heads"].get("tokens"))
             tokens = tokens.at[:, children[nodes, :width]].set(below)
-            law = None if law is None or own is None else law.at[:, nodes].set(own)
+            return tokens, None if law is None or own is None else law.at[:, nodes].set(own)
+
+        for depth, nodes in enumerate(self.tree.parents_by_level):
+            # For no one nothing is computed or drawn.
+            filled = functools.partial(level, depth, nodes)
+            tokens, law = lax.cond(draw.below(depth).any(), filled, lambda *drawn: drawn, tokens, law)
         return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
 
     def _apart(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Float[Array, "B D R"]:
@@ -125,26 +130,25 @@ class Medusa:
                 return jnp.concatenate([self._own(params, i, features) for i, features in enumerate(each)], axis=1)
             return self._shared(params, context, jnp.concatenate(each, axis=1))
 
-        return self._if_wanted(read, draw, 0, self.shape.depth)
+        shape = (draw.roots.shape[0], self.shape.depth, self._width)
+        return lax.cond(draw.below(0).any(), read, lambda: jnp.zeros(shape, jnp.float32))
 
     def _on_paths(
-        self, params: Params, state: MedusaState, context: Context, draw: Draw, tokens: Array, depth: int
+        self, params: Params, state: MedusaState, context: Context, tokens: Array, depth: int
     ) -> Float[Array, "B n R"]:
         """The logits after every node of a level that has children."""
         paths = self.tree.tree.paths[self.tree.parents_by_level[depth], : depth + 1]
-
-        def read() -> Array:
-            batch, count = tokens.shape[0], len(paths)
-            words = jnp.maximum(tokens[:, paths.reshape(-1)], 0)
-            table = self.target.embedding(context.params)  # pyright: ignore
-            path = normed(look_up(table, words)).reshape(batch, count, depth + 1, -1)
-            hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
-            features = module(self.config, params["heads"]).features(depth, hidden, path)
-            if self.config.num_projections:
-                return self._own(params, depth, features)
-            return self._shared(params, context, features)
-
-        return self._if_wanted(read, draw, depth, len(paths))
+        batch, count = tokens.shape[0], len(paths)
+        words = jnp.maximum(tokens[:, paths.reshape(-1)], 0)
+        table = self.target.embedding(context.params)  # pyright: ignore
+        path = normed(look_up(table, words)).reshape(batch, count, depth + 1, -1)
+        hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
+        features = module(self.config, params["heads"]).features(depth, hidden, path)
+        return (
+            self._own(params, depth, features)
+            if self.config.num_projections
+            else self._shared(params, context, features)
+        )
 
     def _own(self, params: Params, head: int, features: Array) -> Array:
         return module(self.config, params["heads"]).logits(head, features)[..., : self._width]
@@ -158,8 +162,3 @@ class Medusa:
     def _width(self) -> int:
         """R, of the logits: a padded vocabulary is cut, as the target cuts it."""
         return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows
-
-    def _if_wanted(self, read: Callable[[], Array], draw: Draw, depth: int, nodes: int) -> Float[Array, "B n R"]:
-        """The logits, if any row may draft below `depth`; for no one nothing is computed."""
-        shape = (draw.roots.shape[0], nodes, self._width)
-        return lax.cond(draw.below(depth).any(), read, lambda: jnp.zeros(shape, jnp.float32))

@@ -83,12 +83,17 @@ def attend(
         own_score = jnp.where(real, dot("bhqk,bhqjk->bhqj", flat, keys), -jnp.inf)
 
     # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
-    first_score, first_values = block(first_block)
-    top = jnp.maximum(first_score.max(-1), own_score.max(-1))
-    first, own = jnp.exp(first_score - top[..., None]), jnp.exp(own_score - top[..., None])
-    own_mixed = mix(own, values) if paths is None else dot("bhqj,bhqjk->bhqk", own.astype(values.dtype), values)
-    state = (top, first.sum(-1) + own.sum(-1), mix(first, first_values) + own_mixed)
-    _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
+    top, first_score = own_score.max(-1), None
+    if prefix.keys.shape[3]:
+        first_score, first_values = block(first_block)
+        top = jnp.maximum(first_score.max(-1), top)
+    own = jnp.exp(own_score - top[..., None])
+    total = own.sum(-1)
+    mixed = mix(own, values) if paths is None else dot("bhqj,bhqjk->bhqk", own.astype(values.dtype), values)
+    if first_score is not None:  # without a cache there is no loop either: it has no gradient
+        first = jnp.exp(first_score - top[..., None])
+        state = (top, first.sum(-1) + total, mix(first, first_values) + mixed)
+        _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
 

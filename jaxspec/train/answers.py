@@ -14,7 +14,7 @@ from jaxspec.api import generate
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import TrainingError
 from jaxspec.models.model import Model
-from jaxspec.train.disk import digest_of, write_json, write_whole
+from jaxspec.train.disk import claim, digest_of, write_whole
 from jaxspec.train.settings import Settings
 from jaxspec.train.texts import Text
 
@@ -95,23 +95,3 @@ def _read(path: pathlib.Path, prompts: list[list[int]]) -> list[Text]:
         Text(np.concatenate([prompt, answer]).astype(np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt))
         for prompt, answer in zip(prompts, parts)
     ]
-
-
-def claim(path: pathlib.Path, about: dict, what: str) -> None:
-    """Says of a folder what it is for, once.
-
-    Raises:
-        TrainingError: it is for something else.
-    """
-    import json
-
-    try:
-        there = json.loads(path.read_text())
-    except FileNotFoundError:
-        return write_json(path, about)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{path}: cannot be read: {error}") from None
-    if there != about:
-        odd = sorted(key for key in about.keys() | there.keys() if about.get(key) != there.get(key))
-        raise TrainingError(f"{path.parent} holds {what} made with another {odd[0]}; name a new directory")
-    return None

@@ -23,8 +23,7 @@ class Checkpoint(NamedTuple):
 
     state: Any  # a `TrainState`
     order: dict  # of the rows: the state of the data's iterator
-    score: float | None  # on the held-out texts, of the newest evaluation
-    best: tuple[int, float] | None  # step and score
+    best: tuple[int, float] | None  # step and score of the best evaluation on the held-out texts
 
 
 class Checkpoints:
@@ -53,12 +52,7 @@ class Checkpoints:
         if place.exists():
             return
         leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(checkpoint.state))}
-        about = {
-            "sha256": fingerprint(leaves),
-            "order": checkpoint.order,
-            "score": checkpoint.score,
-            "best": checkpoint.best,
-        }
+        about = {"sha256": fingerprint(leaves), "order": checkpoint.order, "best": checkpoint.best}
         part = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +110,6 @@ class Checkpoints:
                 raise ValueError("its bytes are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])
             state = structure.unflatten([found[name] for name in wanted])
-            return Checkpoint(state, about["order"], about["score"], best)
+            return Checkpoint(state, about["order"], best)
         except Exception as error:  # whatever a damaged file leads to
             raise TrainingError(f"{place}: is damaged: {' '.join(str(error).split())[:200]}") from None

@@ -71,7 +71,7 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     """
     rows, _ = pack(texts, row_tokens)
     frozen = losses.freeze(heads.config, target.lm, target.params, heads.params.get("tokens"))
-    reader = Reader(target.lm, target.params, batch)
+    reader = Reader(target.lm, batch)
 
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
@@ -88,7 +88,7 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     places = []
     for at in range(0, len(rows.tokens), batch):
         part = [np.pad(a[at : at + batch], ((0, max(0, at + batch - len(a))), (0, 0))) for a in rows]
-        features = reader(part[0], part[1])
+        features = reader(target.params, part[0], part[1])
         found = np.asarray(rank(frozen, heads.params, losses.Batch(*(jnp.asarray(a) for a in (*part, features)))))
         places.append(found.reshape(-1, heads.config.num_heads))
     every = np.concatenate(places)

@@ -11,8 +11,7 @@ import numpy as np
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
-from jaxspec.train.answers import claim
-from jaxspec.train.disk import fingerprint, write_whole
+from jaxspec.train.disk import claim, fingerprint, write_whole
 from jaxspec.train.step import read
 from jaxspec.train.texts import Rows
 
@@ -23,17 +22,16 @@ SHARD = 64
 class Reader:
     """Reads rows with the target, in batches of one size."""
 
-    def __init__(self, lm: LanguageModel, params: Params, batch: int):
-        self._params, self._batch = params, batch
-        self._read = _compiled(lm)
+    def __init__(self, lm: LanguageModel, batch: int):
+        self.batch, self._read = batch, _compiled(lm)
 
-    def __call__(self, tokens: np.ndarray, segments: np.ndarray) -> Any:
+    def __call__(self, params: Params, tokens: np.ndarray, segments: np.ndarray) -> Any:
         """`[B, T, E]`; fewer rows than a batch are padded, so that they compile nothing."""
-        missing = -len(tokens) % self._batch
+        missing = -len(tokens) % self.batch
         padded = [np.pad(a, ((0, missing), (0, 0))) for a in (tokens, segments)]
         parts = [
-            self._read(self._params, *(a[at : at + self._batch] for a in padded))
-            for at in range(0, len(padded[0]), self._batch)
+            self._read(params, *(a[at : at + self.batch] for a in padded))
+            for at in range(0, len(padded[0]), self.batch)
         ]
         return (
             parts[0][: len(tokens)] if len(parts) == 1 else np.concatenate(list(map(np.asarray, parts)))[: len(tokens)]
@@ -50,7 +48,7 @@ class Cached:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Callable,
         target_print: str,
         rows: Rows,
         folder: pathlib.Path,

@@ -21,10 +21,10 @@ from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
 from jaxspec.models.model import Model
 from jaxspec.train import losses, texts
-from jaxspec.train.answers import answers, claim
+from jaxspec.train.answers import answers
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.conversations import BadRow, read
-from jaxspec.train.disk import fingerprint
+from jaxspec.train.disk import claim, fingerprint, write_whole
 from jaxspec.train.features import Cached, Reader
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
@@ -119,11 +119,11 @@ def train(
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
     frozen = losses.freeze(config, lm, target.params, used.ids, settings.loss != "ce", settings.precision)
     frozen = jax.device_put(frozen, whole)
-    reader = Reader(lm, target.params, max(1, settings.batch // settings.accumulate))
+    reader = Reader(lm, max(1, settings.batch // settings.accumulate))
     told = functools.partial(watch.phase, "reading with the target")
     cached = None
     if settings.cache_features:
-        cached = Cached(reader, print_of_target, used.rows, shelf / FEATURES, told)
+        cached = Cached(functools.partial(reader, target.params), print_of_target, used.rows, shelf / FEATURES, told)
 
     heads = init_params(config, table, used.ids)
     heads.pop("tokens", None)
@@ -134,16 +134,22 @@ def train(
         watch.say(line)
     order = _order(len(used.rows.tokens), settings)
     if found is None:
-        found = Checkpoint(begun, order.get_state(), None, None)
+        found = Checkpoint(begun, order.get_state(), None)
     else:
         order.set_state(found.order)
         watch.say(f"goes on after step {int(found.state.step)}")
     ids = None if used.ids is None else jnp.asarray(used.ids)
     state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
-    best, score = found.best, found.score
+    best = found.best
     log = _Log(folder, int(state.step))
     step, judge = _compiled(settings, config, lm)
-    evaluated = functools.partial(evaluate, functools.partial(judge, ids, frozen), reader, used.held, settings)
+
+    def evaluated(state: TrainState) -> dict[str, Any]:
+        now, tables = state.params.target, frozen
+        if now is not None:  # trained, too
+            tables = losses.freeze(config, lm, now, dtype=settings.precision)
+        reading = functools.partial(reader, target.params if now is None else now)
+        return evaluate(functools.partial(judge, ids, tables, state.params.heads), reading, used.held, reader.batch)
 
     def batch_of(index: np.ndarray) -> losses.Batch:
         shape = (settings.accumulate, len(index) // settings.accumulate)
@@ -151,12 +157,12 @@ def train(
         if settings.medusa2:
             features: Any = np.zeros((*rows[0].shape, 0), np.float32)
         else:
-            features = cached[index] if cached is not None else reader(rows[0], rows[1])
+            features = cached[index] if cached is not None else reader(target.params, rows[0], rows[1])
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*rows, features))
         return jax.device_put(losses.Batch(*parts), spread)
 
     def save(state: TrainState) -> None:
-        store.save(Checkpoint(jax.device_get(state), order.get_state(), score, best))
+        store.save(Checkpoint(jax.device_get(state), order.get_state(), best))
 
     clock, since = time.perf_counter(), int(state.step)
     for now in range(int(state.step) + 1, settings.steps + 1):
@@ -190,7 +196,7 @@ def train(
             if best is None or score > best[1]:
                 best = (now, score)
             watch.step(now, settings.steps, record)
-        if now % settings.save_every == 0 or last or best == (now, score):
+        if now % settings.save_every == 0 or last or (best is not None and best[0] == now):
             save(state)
     params = state.params
     if best is not None and best[0] in store.steps():  # evaluated where it was saved
@@ -264,15 +270,12 @@ def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callabl
     return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
 
 
-def evaluate(
-    judge: Callable, reader: Reader, rows: texts.Rows, settings: Settings, state: TrainState
-) -> dict[str, Any]:
-    """The heads on the held-out rows; of Medusa-2 with the features the target had before."""
-    size = max(1, settings.batch // settings.accumulate)
+def evaluate(judge: Callable, read: Callable, rows: texts.Rows, size: int) -> dict[str, Any]:
+    """The heads on the held-out rows, so many at a time."""
     total = None
     for at in range(0, len(rows.tokens), size):
         part = [np.pad(a[at : at + size], ((0, max(0, at + size - len(a))), (0, 0))) for a in rows]
-        found = judge(state.params.heads, losses.Batch(*(jnp.asarray(a) for a in (*part, reader(part[0], part[1])))))
+        found = judge(losses.Batch(*(jnp.asarray(a) for a in (*part, read(part[0], part[1])))))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     assert total is not None
     return shares(total)
@@ -316,19 +319,21 @@ class _Log:
                     lines.append(record)
             if path.name == LOG:
                 self.records = lines
-            self._write(path, lines, "w")
+            # Whole or not at all: a run may be killed here, too.
+            text = "".join(json.dumps(record) + "\n" for record in lines)
+            write_whole(path, lambda file, text=text: file.write(text.encode()))
 
     def add(self, record: dict) -> None:
         self.records.append(record)
-        self._write(self._paths[0], [record], "a")
+        self._append(self._paths[0], record)
 
     def speed(self, record: dict) -> None:
-        self._write(self._paths[1], [record], "a")
+        self._append(self._paths[1], record)
 
     @staticmethod
-    def _write(path: pathlib.Path, records: list[dict], mode: str) -> None:
+    def _append(path: pathlib.Path, record: dict) -> None:
         try:
-            with path.open(mode) as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise TrainingError(f"{path}: cannot be written: {error.strerror}") from None

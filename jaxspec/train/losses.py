@@ -26,9 +26,7 @@ class Frozen(NamedTuple):
     """Of the target, what heads are trained against; no gradient goes there."""
 
     rows: Float[Array, "R E"]  # of its projection, those that are drafted from
-    everything: (
-        Float[Array, "V E"] | None
-    )  # all of them, for the mass outside; None where `rows` are all or none is needed
+    everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and laws are wanted
     embed: Float[Array, "V E"] | None  # for heads that read the path
     index: Int[Array, "V"] | None  # each token's row, -1: it is not drafted; None where rows are tokens
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params, Window
 from jaxspec.models.heads import HeadsConfig
-from jaxspec.train.losses import Batch, Frozen, Sums, counted, head_weights, own_loss, sums
+from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import Settings
 
 SMOOTH = 0.98
@@ -42,7 +42,6 @@ class Report(NamedTuple):
 
     loss: Float[Array, ""]
     gradient: Float[Array, ""]  # norm, before clipping
-    sums: Sums
 
 
 def learning_rate(settings: Settings) -> optax.Schedule:
@@ -93,9 +92,7 @@ def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> F
     begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
     positions = steps - lax.cummax(jnp.where(begins, steps, 0), axis=1)
     mask = (segments[:, :, None] == segments[:, None, :]) & (steps[:, None] >= steps)
-    # Behind the barrier XLA does not try to compute, while it compiles, what attention makes of an empty cache.
-    empty = lax.optimization_barrier(lm.init_cache(batch, 1))
-    return lm.apply(params, Window(tokens, positions, mask), empty)[0]
+    return lm.apply(params, Window(tokens, positions, mask), lm.init_cache(batch, 0))[0]
 
 
 def train_step(
@@ -118,7 +115,7 @@ def train_step(
             found = sums(settings, config, heads, frozen, part)
             return (weights * found.loss / positions).sum(), found
         features = read(lm, params.target, part.tokens, part.segments)
-        tables = frozen._replace(rows=lm.unembedding(params.target), embed=lm.embedding(params.target))  # pyright: ignore
+        tables = freeze(config, lm, params.target)
         own = own_loss(tables, part, features)
         found = sums(settings, config, heads, tables, part._replace(features=features))
         return settings.medusa2_heads * (weights * found.loss / positions).sum() + own / positions[0], found
@@ -149,4 +146,4 @@ def train_step(
     )
     bad = jnp.where(sound, 0, state.bad + 1)
     skipped = state.skipped + jnp.where(sound, 0, 1)
-    return TrainState(params, opt, state.step + 1, running, window, skipped, bad), Report(value, norm, found)
+    return TrainState(params, opt, state.step + 1, running, window, skipped, bad), Report(value, norm)
