@@ -17,7 +17,8 @@ from jaxspec.models.heads import HeadsConfig, init_params
 from jaxspec.train import evaluate
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.disk import fingerprint
-from jaxspec.train.loop import LOG, Watch, train
+from jaxspec.train.log import LOG, Watch
+from jaxspec.train.loop import train
 from jaxspec.train.step import Trainable, start
 
 

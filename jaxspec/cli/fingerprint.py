@@ -29,7 +29,8 @@ def prints(folder: pathlib.Path):
 
     from jaxspec.models.head_files import MANIFEST, load_heads
     from jaxspec.train.disk import fingerprint
-    from jaxspec.train.loop import CHECKPOINTS, LOG
+    from jaxspec.train.log import LOG
+    from jaxspec.train.loop import CHECKPOINTS
 
     if (folder / LOG).exists():
         yield hashlib.sha256((folder / LOG).read_bytes()).hexdigest(), LOG

@@ -6,7 +6,6 @@ in every run of the same settings) beside `speed.jsonl` (what is not), and at th
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import time
@@ -21,42 +20,16 @@ from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
 from jaxspec.models.model import Model
 from jaxspec.train import losses, texts
-from jaxspec.train.answers import answers
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
-from jaxspec.train.conversations import BadRow, read
-from jaxspec.train.disk import claim, fingerprint, write_whole
+from jaxspec.train.data import Data, prepare
+from jaxspec.train.disk import claim, fingerprint
 from jaxspec.train.features import Cached, Reader
+from jaxspec.train.log import Log, Watch
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
 
 DEFAULTS = Settings()
-LOG, SPEED, ANSWERS, FEATURES, CHECKPOINTS = "log.jsonl", "speed.jsonl", "answers", "features", "checkpoints"
-
-
-@dataclasses.dataclass
-class Watch:
-    """What is told of a run while it goes; all may be left out.
-
-    Attributes:
-        say: called with a line of text.
-        phase: called with (what, done, total) of what comes before training.
-        step: called with (step, steps, the newest line of the log).
-    """
-
-    say: Callable[[str], Any] = lambda line: None
-    phase: Callable[[str, int, int], Any] = lambda what, done, total: None
-    step: Callable[[int, int, dict], Any] = lambda step, steps, record: None
-
-
-class Data(NamedTuple):
-    """What a run reads."""
-
-    rows: texts.Rows
-    held: texts.Rows
-    ids: Any  # [R] the drafted tokens, where not all are
-    bad: list[BadRow]
-    prompts: list[list[int]]  # held out, for decoding
-    answered: list[texts.Text]  # held out
+FEATURES, CHECKPOINTS = "features", "checkpoints"
 
 
 class Trained(NamedTuple):
@@ -141,7 +114,7 @@ def train(
     ids = None if used.ids is None else jnp.asarray(used.ids)
     state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
     best = found.best
-    log = _Log(folder, int(state.step))
+    log = Log(folder, int(state.step))
     step, judge = _compiled(settings, config, lm)
 
     def evaluated(state: TrainState) -> dict[str, Any]:
@@ -207,42 +180,6 @@ def train(
     return Trained(made, own, used, log.records, int(state.step), int(state.skipped))
 
 
-def prepare(
-    target: Model, target_print: str, files: Sequence, folder: pathlib.Path, settings: Settings, watch: Watch
-) -> Data:
-    """Reads the files, lets the target answer, and packs what is learnt from."""
-    conversations, bad = read(files, settings.bad_rows == "refuse")
-    if settings.distill:
-        prompts, more = texts.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
-        if not prompts:
-            raise TrainingError(f"no prompt can be used; the first: {more[0].where}: {more[0].why}")
-        told = functools.partial(watch.phase, "the target answers")
-        all_texts = answers(target, target_print, prompts, settings, folder / ANSWERS, told)
-    else:
-        all_texts, more = texts.texts_of(target, conversations)
-    bad += more
-    if more and settings.bad_rows == "refuse":
-        raise TrainingError(f"{more[0].where}: {more[0].why}; mend it, or let bad rows be reported")
-    for row in bad[:5]:
-        watch.say(f"left out: {row.where}: {row.why}")
-    if bad:
-        watch.say(f"{len(bad)} of {len(bad) + len(all_texts)} rows left out")
-    learnt, apart = texts.split(len(all_texts), settings.held_out)
-    used, held = [all_texts[i] for i in learnt], [all_texts[i] for i in apart]
-    vocab = target.lm.vocab
-    ids = texts.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
-    (rows, cut), (held_rows, _) = (texts.pack(some, settings.row_tokens) for some in (used, held))
-    if not len(rows.tokens):
-        raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens larger")
-    learnt_tokens = int(rows.mask.sum())
-    watch.say(
-        f"{len(used)} texts, {learnt_tokens} tokens to learn from, in {len(rows.tokens)} rows of "
-        f"{settings.row_tokens}; {len(held)} texts held out" + (f"; {cut} cut" if cut else "")
-    )
-    prompts = [text.ids[: int(text.mask.argmax())].tolist() for text in held]
-    return Data(rows, held_rows, ids, bad, prompts, held)
-
-
 def _number(value: Any) -> float | None:
     """For JSON, which has no NaN."""
     return float(value) if np.isfinite(value) else None
@@ -298,42 +235,3 @@ def _digest(path: str | os.PathLike) -> str:
         return hashlib.sha256(pathlib.Path(path).expanduser().read_bytes()).hexdigest()
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-class _Log:
-    """The lines up to a step, and those that come."""
-
-    def __init__(self, folder: pathlib.Path, step: int):
-        self.records: list[dict] = []
-        self._paths = [folder / name for name in (LOG, SPEED)]
-        for path in self._paths:
-            lines = []
-            if path.exists():
-                for line in path.read_text("utf-8", "replace").splitlines():
-                    try:
-                        record = json.loads(line)
-                    except ValueError:  # cut by a kill
-                        break
-                    if record["step"] > step:
-                        break
-                    lines.append(record)
-            if path.name == LOG:
-                self.records = lines
-            # Whole or not at all: a run may be killed here, too.
-            text = "".join(json.dumps(record) + "\n" for record in lines)
-            write_whole(path, lambda file, text=text: file.write(text.encode()))
-
-    def add(self, record: dict) -> None:
-        self.records.append(record)
-        self._append(self._paths[0], record)
-
-    def speed(self, record: dict) -> None:
-        self._append(self._paths[1], record)
-
-    @staticmethod
-    def _append(path: pathlib.Path, record: dict) -> None:
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise TrainingError(f"{path}: cannot be written: {error.strerror}") from None

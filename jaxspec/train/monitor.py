@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxspec.errors import MissingPackage
-from jaxspec.train.loop import Watch
+from jaxspec.train.log import Watch
 
 PLOT = "plot.png"
 
