@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.bench.summary import interval
 from jaxspec.decode.stats import Stats
 from jaxspec.registry import find
 from jaxspec.train.evaluate import ranks
@@ -32,15 +33,6 @@ def decode(target, prompts, keys, batch: int, **options) -> list[jaxspec.Generat
     for at in range(0, len(prompts), batch):
         rows += jaxspec.generate(target, prompts[at : at + batch], key=keys[at : at + batch], **options)
     return rows
-
-
-def interval(rows) -> tuple[float, float]:
-    """The 95 % interval of the tokens per round, by resampling prompts 10,000 times."""
-    counts = np.array([(row.stats.committed, row.stats.rounds) for row in rows])
-    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
-    committed, rounds = counts[drawn].sum(1).T
-    low, high = np.percentile(committed / rounds, (2.5, 97.5))
-    return float(low), float(high)
 
 
 def main() -> int:
@@ -89,7 +81,8 @@ def main() -> int:
             print(f"T {temperature} {rule}: {error}")
             continue
         rows = decode(target, prompts, keys, given.batch, drafter="medusa", heads=heads, **options)
-        stats, (low, high) = Stats.total(row.stats for row in rows), interval(rows)
+        stats = Stats.total(row.stats for row in rows)
+        low, high = interval([(row.stats.committed, row.stats.rounds) for row in rows])
         line = f"T {temperature} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) tokens per round"
         if temperature == 0:
             same = sum(a.tokens == b.tokens for a, b in zip(plain, rows))

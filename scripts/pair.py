@@ -24,6 +24,7 @@ import numpy as np
 import jaxspec
 from jaxspec import prepare
 from jaxspec.bench import tasks
+from jaxspec.bench.summary import interval
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
@@ -122,15 +123,6 @@ class Reader:
         return prepare.make_request(ids, self.keys[at], settings, self.tokens, 1, stops, self.slots)
 
 
-def interval(rows: list[Row]) -> tuple[float, float]:
-    """The 95 % interval of the tokens per round, by resampling prompts 10,000 times."""
-    counts = np.array([(row.stats.committed, row.stats.rounds) for row in rows])
-    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
-    committed, rounds = counts[drawn].sum(1).T
-    low, high = np.percentile(committed / rounds, (2.5, 97.5))
-    return float(low), float(high)
-
-
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:
     """Rows with another text, and the gap of each."""
     gaps = []
@@ -178,7 +170,7 @@ def main() -> int:
             other, gaps = differences(target, ids, plain, out, reader.keys, sampling) if same else (0, [])
             failed += sum(gap > TIE for gap in gaps)
             stats = Stats.total(row.stats for row in out)
-            low, high = interval(out)
+            low, high = interval([(row.stats.committed, row.stats.rounds) for row in out])
             row = {"temperature": temperature, "top_p": top_p, "tree": name, "rule": rule, "gaps": gaps}
             rows.append(row | {"tokens_per_round_95": (low, high)} | stats.as_dict())
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)

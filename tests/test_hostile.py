@@ -4,16 +4,14 @@ Whatever is done to a checkpoint, opening it gives either a model or a typed err
 seconds and without taking memory for what is not there.
 """
 
-import contextlib
 import json
 import shutil
 import struct
-import time
-import tracemalloc
 
 import numpy as np
 import pytest
 import tokenizers
+from bounds import bounded
 from checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, write_gguf, write_hf
 from safetensors.numpy import load_file, save_file
 
@@ -24,22 +22,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 CONFIG = tiny_config(vocab_size=80, intermediate_size=64)
 PARAMS = random_params(CONFIG)
-SECONDS, BYTES = 5.0, 256 << 20
 ODD = (None, "x", "", -1, 0, 10**30, 1e308, True, False, [], [[1]], {}, {"a": 1}, 2.5)
-
-
-@contextlib.contextmanager
-def bounded():
-    """What runs inside may take neither long nor much memory (of Python and numpy; files are mapped)."""
-    tracemalloc.start()
-    start = time.monotonic()
-    try:
-        yield
-        peak, seconds = tracemalloc.get_traced_memory()[1], time.monotonic() - start
-    finally:
-        tracemalloc.stop()
-    assert seconds < SECONDS
-    assert peak < BYTES
 
 
 def read(path) -> None:

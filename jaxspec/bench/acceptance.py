@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxspec import analysis, prepare
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN
+from jaxspec.bench.summary import interval
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.protocols import LanguageModel, Setting
@@ -28,8 +29,6 @@ from jaxspec.registry import find
 
 POSITIONS = 16
 """Positions whose laws are in memory together."""
-
-RESAMPLES = 2000
 
 EVERY = "every rule"
 """The name under which greedy decoding stands: there all rules keep the target's token if it is a candidate."""
@@ -209,18 +208,15 @@ def _compare(
 def figures(found: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
     """Every rule with each of these numbers of children, mean over the positions."""
     counts = np.array([prompt.count for prompt in found])
-    drawn = np.random.default_rng(seed).integers(0, len(found), (RESAMPLES, len(found)))
     made = []
     for count in children:
         for rule in sorted(found[0].kept):
             kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in found]) for name in
                              ("kept", "optimum"))  # fmt: skip
-            low, high = np.quantile(kept[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
-            sure = len(found) > 1
+            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(found) > 1 else (None, None)
             made.append(
-                Figure(rule, count, float(kept.sum() / counts.sum()), float(low) if sure else None,
-                       float(high) if sure else None, float(optimum.sum() / counts.sum()))
-            )  # fmt: skip
+                Figure(rule, count, float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum()))
+            )
     return made
 
 

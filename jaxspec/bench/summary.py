@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.decode.stats import Stats
@@ -25,6 +26,18 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
         return cls(*np.percentile(list(values), (25, 50, 75)).tolist())
+
+
+RESAMPLES = 5000
+
+
+def interval(pairs: ArrayLike, seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of a ratio of sums, by bootstrap over prompts, each of which gave a (sum, count): `[N, 2]`."""
+    given = np.asarray(pairs)
+    drawn = np.random.default_rng(seed).integers(0, len(given), (RESAMPLES, len(given)))
+    sums, counts = given[drawn].sum(1).T
+    low, high = np.quantile(sums / counts, (0.025, 0.975)).tolist()
+    return low, high
 
 
 @dataclasses.dataclass(frozen=True)
