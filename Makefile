@@ -20,6 +20,10 @@ help: ## show this
 demo: $(VENV)/core.stamp ## write text with a small language model, speculatively, and compare
 	$(RUN) -m jaxspec demo $(ARGS)
 
+# What XLA compiled is kept: the next run takes a third of the time.
+test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/xla
+test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0.2
+test: export JAX_COMPILATION_CACHE_MAX_SIZE = 4000000000
 test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest, JOBS= for one process)
 	$(RUN) -m pytest --durations=15 $(JOBS) $(ARGS)
 

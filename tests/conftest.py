@@ -14,6 +14,9 @@ from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
 from jaxspec.models import presets
 
+OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_bench", "test_one_program"}
+"""Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
+
 MISSING = "THE REAL WEIGHTS ARE MISSING"
 
 
@@ -34,8 +37,9 @@ def seed(request) -> int:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _executables_end_with_their_module():
-    """All of the suite's would take more memory maps than a process may have, and LLVM would abort."""
+def _executables_of_a_module(request):
+    """How they are compiled; and their end: the whole suite's need more memory maps than a process may have."""
+    jax.config.update("jax_disable_most_optimizations", request.path.stem not in OPTIMISED)
     yield
     clear_executables()
     jax.clear_caches()

