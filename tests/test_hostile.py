@@ -4,6 +4,7 @@ Whatever is done to a checkpoint, opening it gives either a model or a typed err
 seconds and without taking memory for what is not there.
 """
 
+import contextlib
 import json
 import shutil
 import struct
