@@ -282,6 +282,35 @@ def test_module_and_closed_pipe():
     left.stderr.close()
 
 
+def test_what_was_compiled_is_kept(directory, tmp_path):
+    """In our folder; a second process compiles nothing anew."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    mine |= {"JAXSPEC_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+    words = [sys.executable, "-m", "jaxspec", "generate", "--target", str(directory), "--max-new-tokens", "4", PROMPT]
+    kept = []
+    for _ in range(2):
+        ran = subprocess.run(words, env=mine, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        assert "Warning" not in ran.stderr
+        kept.append({path.name for path in (tmp_path / "xla").glob("*-cache")})
+    assert kept[0]
+    assert kept[0] == kept[1]
+
+
+def test_a_folder_the_user_named_stays(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxspec", "--version"])
+    for named, used in (("/theirs", "/theirs"), (None, "/ours/xla")):
+        with monkeypatch.context() as patch:
+            patch.setenv("JAXSPEC_CACHE", "/ours")
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", named or "")
+            patch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1")
+            if named is None:
+                patch.delenv("JAX_COMPILATION_CACHE_DIR")
+            assert main() == 0
+            assert os.environ["JAX_COMPILATION_CACHE_DIR"] == used
+    assert capsys.readouterr().out
+
+
 # --- the demo -----------------------------------------------------------------------------------------------
 
 

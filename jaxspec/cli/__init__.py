@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jaxspec
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
+from jaxspec.wheels import cache_directory
 
 COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
@@ -28,6 +29,9 @@ COMMANDS = {
     "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
 }
 
+COMPILED, COMPILED_BYTES = "xla", 2 << 30
+"""The folder of the cache directory that holds what XLA compiled, and how much of it."""
+
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE
 
 
@@ -37,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it failed, for a reason given in one line. 2: the command line is wrong. 130: interrupted.
 
     Args:
-        argv: the words after the program's name; None for the process's own.
+        argv: the words after the program's name; None for the process's own, which then keeps what it compiles.
     """
+    if argv is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_directory() / COMPILED)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(COMPILED_BYTES))
     try:
         status = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
