@@ -14,7 +14,7 @@ from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
 from jaxspec.models import presets
 
-OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_bench", "test_one_program", "test_sampling"}
+OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
 
 MISSING = "THE REAL WEIGHTS ARE MISSING"

@@ -67,7 +67,7 @@ def round_law(
     chances, after = weigh(rule, topology, found, dtype)
     vocab, longest = found.target.shape[-1], topology.shape.depth + 1
     ended = [np.zeros((vocab**depth, vocab)) for depth in range(longest)]
-    for node, depth in enumerate(topology.tree.depths):
+    for node, depth in enumerate(np.asarray(topology.tree.depths).tolist()):
         text = found.tokens[:, topology.tree.paths[node, 1 : depth + 1]]
         mass = found.chances * chances[:, node]
         some = (mass != 0) & (text >= 0).all(-1)
