@@ -76,7 +76,7 @@ def test_drafters_write_the_plain_text(smollm2, rows):
     ):
         output = decode(smollm2, rows, drafter, **options)
         assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
-        assert output.stats.drafted > 0
+        assert (output.stats.drafted if drafter == "early-exit" else output.stats.accepted) > 0
 
 
 def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, rows):

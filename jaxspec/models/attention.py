@@ -25,7 +25,8 @@ def attend(
 
     G queries share a key head. The prefix is read in blocks of fixed size up to the longest row's length, with
     a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867): a step costs what the text's
-    length costs, not the cache's, and a block beyond a row's length adds exactly zero. Float32 inside.
+    length costs, not the cache's, and a block beyond a row's length adds exactly zero. Float32 inside. Of a cache
+    without slots nothing is read; then there is no loop, and a gradient (but `paths` needs slots).
 
     A sum over the prefix and one over the window, added, round otherwise than one over a longer prefix. With
     `paths` the keys are parted by their distance from the query instead, the last D and itself from the rest, so
