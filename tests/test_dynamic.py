@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import decoder, generate, noisy, request, start, texts
+from toys import decoder, eagle2, generate, log_softmax, noisy, request, start, texts
 
 import jaxspec
 from jaxspec.cli.options import UsageError, parse_tree
@@ -27,31 +27,6 @@ from jaxspec.testing import TableLM, g_test
 V, BATCH = 8, 64
 LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0))
-
-
-def eagle2(log_share, beam: int, depth: int, nodes: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Parents and texts of the tree: Li et al. 2024, section 4, with plain lists and stable sorts.
-
-    `log_share(text)`: log-probabilities [V] after the tokens since the root.
-    """
-    pool: list[tuple[float, int, tuple[int, ...]]] = [(0.0, -1, ())]  # worth, parent, text
-    level = [0]
-    for _ in range(depth):
-        below = []
-        for node in level:
-            worth, _, text = pool[node]
-            share = log_share(text)
-            for token in np.argsort(-share, kind="stable")[:beam]:
-                below.append(len(pool))
-                pool.append((worth + share[token], node, (*text, int(token))))
-        level = sorted(below, key=lambda node: -pool[node][0])[:beam]
-    kept = [0, *sorted(sorted(range(1, len(pool)), key=lambda node: -pool[node][0])[: nodes - 1])]
-    return [-1, *(kept.index(pool[node][1]) for node in kept[1:])], [pool[node][2] for node in kept]
-
-
-def log_softmax(logits) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
 def proposals(tree, params, noise: Noise, temperature):

@@ -1,4 +1,4 @@
-"""The drafter "medusa": heads on any fixed tree, by any rule, and what does not fit."""
+"""The drafter "medusa": heads on any tree, by any rule, and what does not fit."""
 
 import dataclasses
 import functools
@@ -78,11 +78,8 @@ def drawn(nodes: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(shared), np.asarray(noise.fresh(KEYS, LENGTH, jnp.arange(nodes), ids))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", Noise)
-def test_proposals_are_those_computed_by_hand(name, kind):
-    """Every node's children are the likeliest of its head's law under the noise of the rule; and so is the law."""
-    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+def proposed(name: str, tree, kind: Noise):
+    """What heads propose below two random texts, which they were told of; the texts, their last features, and T."""
     drafter, params = Medusa.build(jaxspec.core.protocols.Setting(MODEL, tree=tree, heads=heads(name)))
     rng = np.random.default_rng(0)
     features = jnp.asarray(rng.normal(size=(2, 4, 64)), jnp.float32)
@@ -103,19 +100,28 @@ def test_proposals_are_those_computed_by_hand(name, kind):
         )[0]
 
     proposal = propose(params, state, context, keys, sampling)
+    last = np.asarray(features)[np.arange(2), np.asarray(count) - 1]
+    return proposal, np.asarray(tokens)[np.arange(2), np.asarray(length) - 1], last, temperature
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", Noise)
+def test_proposals_are_those_computed_by_hand(name, kind):
+    """Every node's children are the likeliest of its head's law under the noise of the rule; and so is the law."""
+    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+    proposal, roots, features, temperature = proposed(name, tree, kind)
     ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(61)
     shared, own = drawn(tree.shape.nodes, ids.size)
     fresh = np.full((*own.shape[:2], 61), 0.0)
     fresh[..., ids] = own
     for row in range(2):
-        feature = np.asarray(features)[row, int(count[row]) - 1]
         for node in range(tree.shape.nodes):
             below = [child for child in tree.tree.children[node] if child >= 0]
             if not below:
                 continue
             path = [int(proposal.tokens[row, at]) for at in tree.tree.paths[node] if at >= 0]
-            path[0] = int(tokens[row, length[row] - 1])
-            score = by_hand(name, feature, path) / (temperature or 1)
+            path[0] = int(roots[row])
+            score = by_hand(name, features[row], path) / (temperature or 1)
             if kind is Noise.FRESH:
                 law = score - np.logaddexp.reduce(score)
                 np.testing.assert_allclose(proposal.law[row, node], law, atol=1e-4)
@@ -125,12 +131,33 @@ def test_proposals_are_those_computed_by_hand(name, kind):
             assert [int(proposal.tokens[row, child]) for child in below] == wanted.tolist()
 
 
-@pytest.mark.parametrize("name", ["hidden", "path, reduced"])
-def test_text_is_that_of_plain_decoding(name):
+@pytest.mark.parametrize("name", ["hidden, own, reduced", "path", "path, reduced"])
+@pytest.mark.parametrize("kind", [Noise.SHARED, Noise.NONE])
+def test_dynamic_trees_are_eagle2s(name, kind):
+    tree = dynamic(3, 3, 9)
+    proposal, roots, features, temperature = proposed(name, tree, kind)
+    shared = drawn(1, 61)[0]
+    for row in range(2):
+
+        def log_share(text, row=row):
+            score = by_hand(name, features[row], [int(roots[row]), *text]) / (temperature or 1)
+            return toys.log_softmax(score + (shared[row, len(text)] if kind is Noise.SHARED else 0))
+
+        parents, nodes = toys.eagle2(log_share, tree.beam, tree.depth, tree.nodes)
+        assert proposal.tree.parents[row].tolist() == parents
+        assert proposal.tokens[row, 1:].tolist() == [text[-1] for text in nodes[1:]]
+    assert len({tuple(row) for row in proposal.tree.parents.tolist()}) == 2, "rows have trees of their own"
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [("hidden", branching(3, 2, 1)), ("path, reduced", branching(3, 2, 1)), ("path", dynamic(3, 3, 8))],
+)
+def test_text_is_that_of_plain_decoding(name, tree):
     prompts, key = [[1, 2, 3], [4, 5, 6, 7, 8]], jax.random.key(3)
     for temperature in (0.0, 0.8):
         options = {"key": key, "sampling": Sampling(temperature=temperature), "max_new_tokens": 24}
-        options |= {"tree": branching(3, 2, 1), "width_matched": True}
+        options |= {"tree": tree, "width_matched": True}
         plain = jaxspec.generate(MODEL, prompts, drafter="none", **options)
         drafted = jaxspec.generate(MODEL, prompts, drafter="medusa", heads=heads(name), **options)
         assert [row.tokens for row in drafted] == [row.tokens for row in plain]
@@ -177,8 +204,8 @@ def test_what_does_not_fit_is_refused():
         jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)
     with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
         say(heads=made, tree=4)
-    with pytest.raises(InvalidConfig, match="fixed trees"):
-        say(heads=made, tree=dynamic(2, 2, 4))
+    with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
+        say(heads=heads("path, reduced"), tree=dynamic(21, 2, 4))
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
         say(heads=heads("path, reduced"), tree=branching(21))
     for name, other in (("features of 32", {"hidden_size": 32}), ("a vocabulary of 9", {"vocab_size": 9})):

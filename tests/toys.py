@@ -255,3 +255,31 @@ def noisy(params, seed: int, scale: float):
     return structure.unflatten(
         [(a + scale * a.std() * jax.random.normal(k, a.shape)).astype(a.dtype) for a, k in zip(leaves, keys)]
     )
+
+
+# What dynamic trees are checked against.
+
+
+def eagle2(log_share, beam: int, depth: int, nodes: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Parents and texts of the tree: Li et al. 2024, section 4, with plain lists and stable sorts.
+
+    `log_share(text)`: log-probabilities [V] after the tokens since the root.
+    """
+    pool: list[tuple[float, int, tuple[int, ...]]] = [(0.0, -1, ())]  # worth, parent, text
+    level = [0]
+    for _ in range(depth):
+        below = []
+        for node in level:
+            worth, _, text = pool[node]
+            share = log_share(text)
+            for token in np.argsort(-share, kind="stable")[:beam]:
+                below.append(len(pool))
+                pool.append((worth + share[token], node, (*text, int(token))))
+        level = sorted(below, key=lambda node: -pool[node][0])[:beam]
+    kept = [0, *sorted(sorted(range(1, len(pool)), key=lambda node: -pool[node][0])[: nodes - 1])]
+    return [-1, *(kept.index(pool[node][1]) for node in kept[1:])], [pool[node][2] for node in kept]
+
+
+def log_softmax(logits) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())

@@ -93,7 +93,11 @@ class Draw:
         return jnp.where(tokens >= 0, ids[tokens], -1), law
 
     def ranked(
-        self, logits: Float[Array, "B n V"], depth: Array | int, width: int
+        self,
+        logits: Float[Array, "B n R"],
+        depth: Array | int,
+        width: int,
+        ids: Int[Array, "R"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
         """The children as above, where no law is asked for, and how likely each is to be kept, as a logarithm.
 
@@ -101,11 +105,12 @@ class Draw:
         what the models differ by, so the softmax of the perturbed scores is taken: a token may be likely, and still
         be out of the race at this position.
         """
-        perturbed = self._perturbed(logits, depth)
-        doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self.sampling), -1))
+        perturbed = self._perturbed(logits, depth, ids)
+        doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1))
         tokens, best = self._allowed(*_highest(perturbed, width), doubted, depth)
         worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
-        return tokens, jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
+        worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
+        return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), worth
 
     @property
     def _greedy(self) -> Bool[Array, "B 1 1"]:

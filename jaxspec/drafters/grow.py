@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.cache import held
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Proposal, Window
-from jaxspec.core.tree import Dynamic, Topology, build
+from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.drafters.beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
 from jaxspec.errors import InvalidConfig
 
 
@@ -115,22 +116,6 @@ def grow(
     return Grown(Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), entries, slots)
 
 
-class _Found(NamedTuple):
-    """All nodes that were found, level by level, the root first; F of them."""
-
-    tokens: Int[Array, "B F"]
-    worth: Float[Array, "B F"]  # logarithm of the product along the path
-    parents: Int[Array, "B F"]
-    slots: Int[Array, "B F"]
-
-
-class _Beam(NamedTuple):
-    """The nodes of one level that are expanded, the best first."""
-
-    nodes: Int[Array, "B M"]  # among those found; past their end for padding
-    sees: Bool[Array, "B M slots"]  # the slots of each one's ancestors
-
-
 def _grow_dynamic(
     model: LanguageModel,
     params: Params,
@@ -141,76 +126,42 @@ def _grow_dynamic(
     draw: Draw,
     features: Float[Array, "B E"] | None,
 ) -> Grown:
-    """Level by level the best nodes are read; the best of all that were found are the tree.
+    """Level by level the best nodes are read; the best of all that were found are the tree."""
+    width, batch, first = topology.beam, root.shape[0], 0 if features is None else 1
+    found, at = root_alone(topology, root)
+    rows, room = jnp.arange(batch)[:, None], found.tokens.shape[1]
+    sees = jnp.zeros((batch, width, entries.keys.shape[3]), bool)  # the slots of each one's ancestors
+    stands = jnp.full((batch, room), -1, jnp.int32)  # the slot of each one found
 
-    A node is worth no more than its parent, which stands before it, and `top_k` takes the first among equals: so
-    whatever is picked, its ancestors are.
-    """
-    beam, batch, first = topology.beam, root.shape[0], 0 if features is None else 1
-    room = max(topology.found, 1 + beam**2)  # every level is written as if its whole beam had been expanded
-    found = _Found(
-        jnp.full((batch, room), -1, jnp.int32).at[:, 0].set(root),
-        jnp.full((batch, room), -jnp.inf).at[:, 0].set(0.0),
-        jnp.full((batch, room), -1, jnp.int32),
-        jnp.full((batch, room), -1, jnp.int32),
-    )
+    def children(found: Found, nodes: Array, features: Array, depth: Array | int) -> tuple[Found, Beam]:
+        return expand(topology, found, nodes, *draw.ranked(model.head(params, features), depth, width), depth)
 
-    def expand(found: _Found, at: _Beam, features: Array, depth: Array | int) -> tuple[_Found, Array, Array]:
-        """With the children of the beam, `[B, M, E]`; and the children and parents that the next beam is made of."""
-        tokens, worth = draw.ranked(model.head(params, features), depth, beam)
-        worth = worth + jnp.take_along_axis(found.worth, jnp.minimum(at.nodes, room - 1), 1)[:, :, None]
-        worth = jnp.where((at.nodes < room)[:, :, None], worth, -jnp.inf)
-        start = jnp.where(depth == 0, 1, 1 + beam + (depth - 1) * beam**2)  # a padded root's are written over
-
-        def put(old: Array, new: Array) -> Array:
-            return lax.dynamic_update_slice(old, new.reshape(batch, -1).astype(old.dtype), (0, start))
-
-        parents = jnp.broadcast_to(at.nodes[:, :, None], worth.shape)
-        found = found._replace(
-            tokens=put(found.tokens, tokens), worth=put(found.worth, worth), parents=put(found.parents, parents)
-        )
-        best = lax.top_k(worth.reshape(batch, -1), beam)[1]
-        return found, start + best, best // beam
-
-    def level(carry: tuple[_Found, _Beam, KV, Array]) -> tuple[_Found, _Beam, KV, Array]:
-        found, at, entries, i = carry
+    def level(carry: tuple[Found, Beam, Array, Array, KV, Array]) -> tuple[Found, Beam, Array, Array, KV, Array]:
+        found, at, sees, stands, entries, i = carry
         depth = i + first
-        tokens = jnp.take_along_axis(found.tokens, jnp.minimum(at.nodes, room - 1), 1)
-        own = jnp.broadcast_to(jnp.eye(beam, dtype=bool), (batch, beam, beam))
-        positions = jnp.broadcast_to((cache.length - first + depth)[:, None], (batch, beam))
-        window = Window(jnp.maximum(tokens, 0), positions, jnp.concatenate([at.sees, own], axis=2))
+        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        positions = jnp.broadcast_to((cache.length - first + depth)[:, None], (batch, width))
+        window = Window(tokens_of(found, at), positions, jnp.concatenate([sees, own], axis=2))
         features, new = model.apply(params, window, cache, entries)
         new = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), a, 0), new)  # a masked NaN would stay
-        entries = KV(*(lax.dynamic_update_slice_in_dim(a, b, i * beam, 3) for a, b in zip(entries, new)))
-        slots = jnp.broadcast_to(i * beam + jnp.arange(beam), (batch, beam))
-        rows = jnp.arange(batch)[:, None]
-        found = found._replace(slots=found.slots.at[rows, at.nodes].set(slots, mode="drop"))
-        found, nodes, parents = expand(found, at, features, depth)
-        sees = at.sees | (jnp.arange(at.sees.shape[2]) == slots[:, :, None])
-        return found, _Beam(nodes, jnp.take_along_axis(sees, parents[:, :, None], 1)), entries, i + 1
+        entries = KV(*(lax.dynamic_update_slice_in_dim(a, b, i * width, 3) for a, b in zip(entries, new)))
+        slots = jnp.broadcast_to(i * width + jnp.arange(width), (batch, width))
+        stands = stands.at[rows, at.nodes].set(slots, mode="drop")
+        found, at = children(found, at.nodes, features, depth)
+        sees = sees | (jnp.arange(sees.shape[2]) == slots[:, :, None])
+        return found, at, jnp.take_along_axis(sees, at.parents[:, :, None], 1), stands, entries, i + 1
 
-    sees = jnp.zeros((batch, beam, entries.keys.shape[3]), bool)
-    if features is None:
-        at = _Beam(jnp.full((batch, beam), room, jnp.int32).at[:, 0].set(0), sees)
-    else:
-        start = _Beam(jnp.zeros((batch, 1), jnp.int32), sees[:, :1])
-        at_root = features[:, None]
-        nothing = found, jnp.full((batch, beam), room, jnp.int32), jnp.zeros((batch, beam), jnp.int32)
-        found, nodes, _ = lax.cond(draw.below(0).any(), lambda: expand(found, start, at_root, 0), lambda: nothing)
-        at = _Beam(nodes, sees)
+    if features is not None:
+        at_root, only = features[:, None], at.nodes[:, :1]
+        found, at = lax.cond(
+            draw.below(0).any(), lambda: children(found, only, at_root, 0), lambda: (found, padded(found, topology))
+        )
     if topology.depth > first:
 
-        def wanted(carry: tuple[_Found, _Beam, KV, Array]) -> Array:
-            return (carry[3] < topology.depth - first) & draw.below(carry[3] + first).any()
+        def wanted(carry: tuple[Found, Beam, Array, Array, KV, Array]) -> Array:
+            return (carry[5] < topology.depth - first) & draw.below(carry[5] + first).any()
 
-        found, _, entries, _ = lax.while_loop(wanted, level, (found, at, entries, jnp.int32(0)))
-
-    best = lax.top_k(found.worth[:, 1 : topology.found], topology.nodes - 1)[1] + 1
-    kept = jnp.pad(jnp.sort(best, axis=1), ((0, 0), (1, 0)))  # in level order, with the root
-    ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)
-    new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(ids)
-    above = jnp.take_along_axis(found.parents, kept, 1)
-    parents = jnp.where(above >= 0, jnp.take_along_axis(new, jnp.maximum(above, 0), 1), -1)
-    tree = jax.vmap(lambda parents: build(parents, topology.shape))(parents)
-    tokens, slots = (jnp.take_along_axis(a, kept, 1) for a in (found.tokens, found.slots))
-    return Grown(Proposal(tokens, tree), entries, slots)
+        carry = found, at, sees, stands, entries, jnp.int32(0)
+        found, _, _, stands, entries, _ = lax.while_loop(wanted, level, carry)
+    proposal, kept = harvest(topology, found)
+    return Grown(proposal, entries, jnp.take_along_axis(stands, kept, 1))

@@ -1,4 +1,4 @@
-"""Medusa heads as drafter, on any static tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
+"""Medusa heads as drafter, on any tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
 
 All heads read the target's last known feature, which is that of the token before the root. Without a path the heads
 know nothing of one another: one pass gives every level's law, and every node of a level has the same children (the
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.drafters.beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.models.heads import HeadsConfig, check_target, module, normed
 from jaxspec.models.transformer import look_up, matmul
@@ -37,21 +38,18 @@ class Medusa:
     Attributes:
         config: the heads' sizes.
         target: whose features they read, and whose projection and embedding they share.
-        tree: the topology, no deeper than there are heads.
+        tree: the topology, or how to choose one every round; no deeper than there are heads.
     """
 
     config: HeadsConfig
     target: LanguageModel
-    tree: Topology
+    tree: Topology | Dynamic
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads"})
 
     def __post_init__(self):
-        if isinstance(self.tree, Dynamic):
-            raise InvalidConfig(
-                "Medusa heads draft on fixed trees, got a dynamic one; give branching, from_paths or chain"
-            )
-        depth, width = self.tree.shape.depth, self.tree.shape.width
+        depth = self.tree.shape.depth
+        width = self.tree.beam if isinstance(self.tree, Dynamic) else self.tree.shape.width
         if not 1 <= depth <= self.config.num_heads:
             raise InvalidConfig(
                 f"{self.config.num_heads} heads draft trees 1 to {self.config.num_heads} deep, this one is {depth}"
@@ -92,17 +90,19 @@ class Medusa:
         return MedusaState(jnp.where((advance.count > 0)[:, None], feature, state.feature))
 
     def propose(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> tuple[Proposal, MedusaState]:
+        apart = self._apart(params, state, context, draw) if self.config.inputs == "hidden" else None
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+        if isinstance(self.tree, Dynamic):
+            return self._dynamic(self.tree, params, state, context, draw, root, apart), state
         tree, spare = self.tree.tree, self.shape.nodes  # what a node has too many children of is written to `spare`
         children = np.where(tree.children >= 0, tree.children, spare)
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
         tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
         law = jnp.full((*tokens.shape, self.target.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
-        apart = self._apart(params, state, context, draw) if self.config.inputs == "hidden" else None
 
         def level(depth: int, nodes: np.ndarray, tokens: Array, law: Array | None) -> tuple[Array, Array | None]:
             width = int((tree.children[nodes] >= 0).sum(-1).max())
             if apart is None:
-                logits = self._on_paths(params, state, context, tokens, depth)
+                logits = self._after(params, state, context, tokens[:, tree.paths[nodes, : depth + 1]])
             else:
                 logits = apart[:, depth : depth + 1]
                 if law is not None:  # each node draws its own
@@ -117,6 +117,42 @@ class Medusa:
             filled = functools.partial(level, depth, nodes)
             tokens, law = lax.cond(draw.below(depth).any(), filled, lambda *drawn: drawn, tokens, law)
         return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
+
+    def _dynamic(
+        self,
+        topology: Dynamic,
+        params: Params,
+        state: MedusaState,
+        context: Context,
+        draw: Draw,
+        root: Int[Array, "B 1"],
+        apart: Float[Array, "B D R"] | None,
+    ) -> Proposal:
+        """The best of the nodes that are found level by level."""
+        width, ids = topology.beam, params["heads"].get("tokens")
+
+        def level(depth: int, found: Found, at: Beam, paths: Array) -> tuple[Found, Beam, Array]:
+            nodes = at.nodes[:, : 1 if depth == 0 else width]
+            if apart is None:
+                logits = self._after(params, state, context, paths[:, : nodes.shape[1], : depth + 1])
+            else:
+                logits = apart[:, depth : depth + 1]
+            below = draw.ranked(logits, depth, width, ids)
+            tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in below)
+            found, at = expand(topology, found, nodes, tokens, worth, depth)
+            paths = jnp.take_along_axis(paths, at.parents[:, :, None], 1)
+            return found, at, paths.at[:, :, depth + 1].set(tokens_of(found, at))
+
+        found, at = root_alone(topology, root[:, 0])
+        paths = jnp.zeros((root.shape[0], width, topology.depth + 1), jnp.int32).at[:, :, 0].set(root)
+        for depth in range(topology.depth):
+            found, at, paths = lax.cond(
+                draw.below(depth).any(),
+                functools.partial(level, depth),
+                lambda found, at, paths: (found, padded(found, topology), paths),
+                *(found, at, paths),
+            )
+        return harvest(topology, found)[0]
 
     def _apart(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Float[Array, "B D R"]:
         """The logits of every level, by heads that know nothing of one another."""
@@ -133,19 +169,18 @@ class Medusa:
         shape = (draw.roots.shape[0], self.shape.depth, self._width)
         return lax.cond(draw.below(0).any(), read, lambda: jnp.zeros(shape, jnp.float32))
 
-    def _on_paths(
-        self, params: Params, state: MedusaState, context: Context, tokens: Array, depth: int
+    def _after(
+        self, params: Params, state: MedusaState, context: Context, paths: Int[Array, "B n J"]
     ) -> Float[Array, "B n R"]:
-        """The logits after every node of a level that has children."""
-        paths = self.tree.tree.paths[self.tree.parents_by_level[depth], : depth + 1]
-        batch, count = tokens.shape[0], len(paths)
-        words = jnp.maximum(tokens[:, paths.reshape(-1)], 0)
+        """The logits after paths of J tokens, the root's the first."""
+        batch, count, size = paths.shape
         table = self.target.embedding(context.params)  # pyright: ignore
-        path = normed(look_up(table, words)).reshape(batch, count, depth + 1, -1)
+        words = jnp.maximum(paths.reshape(batch, count * size), 0)
+        path = normed(look_up(table, words)).reshape(batch, count, size, -1)
         hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
-        features = module(self.config, params["heads"]).features(depth, hidden, path)
+        features = module(self.config, params["heads"]).features(size - 1, hidden, path)
         return (
-            self._own(params, depth, features)
+            self._own(params, size - 1, features)
             if self.config.num_projections
             else self._shared(params, context, features)
         )
