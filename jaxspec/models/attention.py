@@ -45,7 +45,7 @@ def attend(
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def scores(keys: Array, seen: Array) -> Array:
-        return jnp.where(seen, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
+        return jnp.where(seen, dot("bhsk,bhqk->bhsq", keys, flat).swapaxes(2, 3), -jnp.inf)
 
     def mix(weights: Array, values: Array) -> Array:
         return dot("bhqs,bhsk->bhqk", weights.astype(values.dtype), values)
