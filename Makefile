@@ -12,7 +12,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow mutants lint format clean
+.PHONY: help demo test slow tpu mutants lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to p
 
 slow: $(VENV)/dev.stamp ## run the tests that take minutes
 	$(RUN) -m pytest --durations=15 -m slow $(ARGS)
+
+tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does
+	$(INSTALL) '.[tpu]'
+	$(RUN) -m pytest -m tpu $(ARGS)
+	$(RUN) scripts/tpu.py
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
 	$(RUN) scripts/mutants.py $(ARGS)

@@ -1,0 +1,241 @@
+"""Compiles the decoder for TPUs without one, and says what the compiled loop does: `make tpu`.
+
+    python scripts/tpu.py [--chips v5e,v6e,v5p] [--layers 32] [--json out.json]
+
+The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, at batch 1 and a capacity of 2,048, on one
+device and on a mesh of 2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs
+(package libtpu). What must hold is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or
+fetched from the host, no copy of a cache inside a loop, the caches updated in place. What is printed: the bytes and
+FLOPs of a round by the compiler's own count, which takes the body of every loop once, beside the bytes of the weights
+that it must read, and the time both would take at the chip's published bandwidth and peak. Nothing is run.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import jaxspec
+from jaxspec.core.protocols import Setting
+from jaxspec.decode.spread import Spread
+from jaxspec.decode.state import Request, Weights
+from jaxspec.drafters.early_exit import EarlyExit
+from jaxspec.drafters.medusa import Medusa
+from jaxspec.drafters.model import ModelDraft
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.heads import DraftHeads, HeadsConfig
+from jaxspec.models.sharding import param_shardings
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.coupled import Coupled
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of one chip: HBM bytes per second, bfloat16 FLOPs per second, HBM bytes."""
+
+    topology: str
+    bandwidth: float
+    flops: float
+    memory: float
+
+
+CHIPS = {  # cloud.google.com/tpu/docs, system architecture
+    "v5e": Chip("v5e:2x2", 819e9, 197e12, 16e9),
+    "v6e": Chip("v6e:2x2", 1640e9, 918e12, 32e9),
+    "v5p": Chip("v5p:2x2x1", 2765e9, 459e12, 95e9),
+}
+CAPACITY = 2048
+HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
+
+
+def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
+    """Shapes of Llama 3; of the 8B model unless told otherwise."""
+    config = ModelConfig(
+        vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=hidden // heads, tie_embeddings=False,
+    )  # fmt: skip
+    return TransformerLM(config, "bfloat16")
+
+
+def shapes(lm: TransformerLM) -> Any:
+    return jax.eval_shape(lm.init_params, jax.random.key(0))
+
+
+def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
+    """Each with the shapes of its parameters."""
+    small = llama(max(layers // 2, 1), 2048, 8192, 32, 8)
+    config = HeadsConfig(target.config.hidden_size, target.config.vocab_size, 4)
+    params = {
+        "blocks": {
+            i: {0: {"kernel": jax.ShapeDtypeStruct((4096, 4096), "bfloat16"),
+                    "bias": jax.ShapeDtypeStruct((4096,), "float32")}} for i in range(4)
+        }
+    }  # fmt: skip
+    heads = DraftHeads(config, params, jaxspec.named_tree("mc_sim_7b_63"))
+    model, exit = jaxspec.Model(target, shapes(target)), max(min(4, layers - 1), 1)
+    medusa = Medusa(config, target, heads.tree)
+    return {
+        "none": (NoDraft(), None),
+        "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
+        "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
+        "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
+        "early-exit of 4 layers, chain 2": EarlyExit.build(Setting(model, tree=jaxspec.chain(2), exit_layers=exit)),
+        "medusa, 64 nodes": (medusa, {"heads": params}),
+    }  # fmt: skip
+
+
+def compiled(decoder: jaxspec.Decoder, weights: Weights, devices: Any, split: bool) -> tuple[Any, Any, float]:
+    """The loop compiled for these devices, the shapes of its state, and the seconds it took."""
+    batch, vocab = (2 if split else 1), decoder.target.vocab
+    request = Request(
+        jax.ShapeDtypeStruct((batch, 64), "int32"),
+        jax.ShapeDtypeStruct((batch,), "int32"),
+        jax.ShapeDtypeStruct((batch,), "int32"),
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
+        jax.ShapeDtypeStruct((batch, 8), "int32"),
+        jax.eval_shape(lambda: jaxspec.Sampling(temperature=1.0).rows(batch, vocab)),
+    )
+    state = jax.eval_shape(lambda w, r: decoder.init(w, r, CAPACITY), weights, request)
+    arguments = (weights, state, jax.ShapeDtypeStruct((), "int32"))
+    function = decoder.run
+    if split:
+        decoder = dataclasses.replace(decoder, target=dataclasses.replace(decoder.target, shards=2))
+        mesh = jaxspec.make_mesh(2, 2, devices)
+        spread = Spread(mesh, decoder.row_axes(weights, request, CAPACITY))
+        function = spread.over(decoder.run, arguments)
+        named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), spread.specs(arguments))
+        named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
+        cache = jax.NamedSharding(mesh, jax.P(None, "data", "model"))
+        kv = jax.tree.map(lambda _: cache, state.cache.kv)
+        named = (named[0], named[1]._replace(cache=named[1].cache._replace(kv=kv)), *named[2:])
+    else:
+        named = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
+    placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, named)
+    start = time.perf_counter()
+    done = jax.jit(function, donate_argnums=1).lower(*placed).compile()
+    return done, state, time.perf_counter() - start
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of every computation of an HLO module, the entry's under "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] | None = None
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            lines = found.setdefault("ENTRY" if head[1] else head[2], [])
+        elif line.startswith("}"):
+            lines = None
+        elif lines is not None:
+            lines.append(line.strip())
+    return found
+
+
+def findings(text: str, state: Any) -> list[str]:
+    """What must not be in the program, and is."""
+    wrong, parts = [], computations(text)
+    loops = [line for line in parts["ENTRY"] if re.search(r"\bwhile\(", line)]
+    if len(loops) != 1:
+        wrong.append(f"{len(loops)} loops at the top, expected the one of the rounds")
+    operations = [(name, line) for name, lines in parts.items() for line in lines]
+    for _, line in operations:
+        if found := re.search(rf"\b({'|'.join(HOST)})\(", line):
+            wrong.append(f"it speaks to the host: {found[1]}")
+        if "custom_call_target" in line and "host" in line.lower():
+            wrong.append(f"it calls the host: {line[:120]}")
+    sizes = {leaf.size // share for leaf in jax.tree.leaves(state.cache.kv) for share in (1, 4)}
+    for name, line in operations:
+        shape = re.search(r"= \w+\[([\d,]+)\]\S* (copy|select)\(", line)
+        if name != "ENTRY" and shape and math.prod(map(int, shape[1].split(","))) in sizes:
+            wrong.append(f"a {shape[2]} of the whole cache inside the loop: {line[:120]}")
+    return wrong
+
+
+def report(chip: str, kind: str, name: str, decoder: jaxspec.Decoder, weights: Weights, devices: Any) -> dict:
+    """One line of the table."""
+    split = kind != "one device"
+    row: dict[str, Any] = {"chip": chip, "mesh": kind, "drafter": name}
+    try:
+        done, state, seconds = compiled(decoder, weights, devices, split)
+    except jax.errors.JaxRuntimeError as error:
+        if "memory" not in str(error).lower():
+            raise
+        return row | {"fits": False, "why": " ".join(str(error).split())[:200]}
+    memory, cost = done.memory_analysis(), done.cost_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    share = 4 if split else 1
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
+    read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights.target)) // (2 if split else 1)
+    wrong = findings(done.as_text(), state)
+    if memory.alias_size_in_bytes < caches:
+        wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
+    figures = CHIPS[chip]
+    moved, flops = cost.get("bytes accessed", 0.0), cost.get("flops", 0.0)
+    return row | {
+        "fits": True,
+        "wrong": wrong,
+        "compile_s": round(seconds, 1),
+        "weights_gb": read / 1e9,
+        "moved_gb": moved / 1e9,
+        "gflop": flops / 1e9,
+        "cache_mb": caches / 1e6,
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        "ms_by_bytes": moved / figures.bandwidth * 1e3,
+        "ms_by_flops": flops / figures.flops * 1e3,
+        "ms_weights_alone": read / figures.bandwidth * 1e3,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", default=",".join(CHIPS))
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--drafters", help="only those whose name holds this")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    target = llama(arguments.layers)
+    rows = []
+    for chip in arguments.chips.split(","):
+        topology = topologies.get_topology_desc(CHIPS[chip].topology, "tpu")
+        for kind in ("one device", "2x2"):
+            for name, (drafter, params) in drafters(target, arguments.layers).items():
+                if arguments.drafters and arguments.drafters not in name:
+                    continue
+                decoder = jaxspec.Decoder(target, drafter, Coupled())
+                weights = Weights(shapes(target), params)
+                row = report(chip, kind, name, decoder, weights, topology.devices)
+                rows.append(row)
+                print(line(row), flush=True)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"jax": jax.__version__, "layers": arguments.layers, "rows": rows}, file, indent=1)
+    return int(any(row.get("wrong") for row in rows))
+
+
+def line(row: dict) -> str:
+    head = f"{row['chip']:4} {row['mesh']:10} {row['drafter']:34}"
+    if not row["fits"]:
+        return f"{head} does not fit: {row['why']}"
+    return (
+        f"{head} weights {row['weights_gb']:6.2f} GB, moved {row['moved_gb']:6.2f} GB, {row['gflop']:8.1f} GFLOP, "
+        f"temporaries {row['temporary_mb']:6.1f} MB (cache {row['cache_mb']:.0f}), "
+        f"{row['ms_by_bytes']:.2f} ms by bytes, {row['ms_weights_alone']:.2f} for the weights alone, "
+        f"compiled in {row['compile_s']} s; {'; '.join(row['wrong']) or 'all as it should be'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
