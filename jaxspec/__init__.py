@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxspec.core.best import best_tree as best_tree
     from jaxspec.core.best import expected_tokens as expected_tokens
     from jaxspec.core.best import fastest_tree as fastest_tree
+    from jaxspec.core.mesh import make_mesh as make_mesh
     from jaxspec.core.named import named_tree as named_tree
     from jaxspec.core.sampling import Sampling as Sampling
     from jaxspec.core.tree import Dynamic as Dynamic
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model as Model
     from jaxspec.models.model import load as load
     from jaxspec.models.saved import save as save
+    from jaxspec.models.sharding import shard as shard
     from jaxspec.output import Chunk as Chunk
     from jaxspec.output import Generation as Generation
     from jaxspec.output import Output as Output
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 _HOME = {
     "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
+    "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.named": ("named_tree",),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
@@ -61,6 +64,7 @@ _HOME = {
     "jaxspec.models.heads": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model", "load"),
     "jaxspec.models.saved": ("save",),
+    "jaxspec.models.sharding": ("shard",),
     "jaxspec.output": ("Chunk", "Generation", "Output"),
     "jaxspec.tuned": ("Tuned",),
 }

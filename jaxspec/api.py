@@ -1,37 +1,41 @@
 """What a user calls: `load`, `generate`, and its streaming twin `stream`."""
 
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec import prepare
-from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
+from jaxspec.core.mesh import fetch
+from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.session import Session
 from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.journal import Journal
 from jaxspec.models.head_files import load_heads as load_heads
 from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.models.model import load as load
-from jaxspec.output import Output
+from jaxspec.output import Generation, Output
+from jaxspec.plan import DRAFTER, SCHEDULE, Batch, Plan
+from jaxspec.plan import plan as plan_of
 from jaxspec.prepare import Prompt
 from jaxspec.streaming import Stream
 from jaxspec.text.stops import StopStrings
-from jaxspec.tuned import Tuned, as_tuned
+from jaxspec.tuned import Tuned
 
-DRAFTER = "prompt-lookup"
 STEP = 4
 """Rounds between two looks at the device while streaming."""
 
 
 def generate(
     target: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     *,
     key: jax.Array | None = None,
     drafter: str | Drafter = DRAFTER,
@@ -44,7 +48,7 @@ def generate(
 
     Args:
         target: the model that decides; see `load`.
-        prompts: text, token ids or chat messages, or a list of them; lengths may differ.
+        prompts: text, token ids or chat messages, or any number of them; lengths may differ.
         key: a JAX random key; needed unless every temperature is 0. The same key gives the same text with
             any drafter, tree and batch.
         drafter: a registered name, or a drafter object.
@@ -71,7 +75,7 @@ def generate(
 
 def stream(
     target: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     *,
     key: jax.Array | None = None,
     drafter: str | Drafter = DRAFTER,
@@ -83,7 +87,7 @@ def stream(
     tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
     heads: DraftHeads | str | os.PathLike | None = None,
-    schedule: str | Schedule = "constant",
+    schedule: str | Schedule = SCHEDULE,
     tuned: Tuned | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool = False,
@@ -95,6 +99,10 @@ def stream(
     width_matched: bool = False,
     capacity: int | None = None,
     session: Session | None = None,
+    mesh: Mesh | None = None,
+    batch: int | None = None,
+    out: str | os.PathLike | None = None,
+    progress: Callable[[int, int], Any] | None = None,
     rounds: int = STEP,
 ) -> Stream:
     """The streaming twin of `generate`: iterate over `Chunk`s, then read `.output`.
@@ -119,56 +127,63 @@ def stream(
             then bit for bit that of `drafter="none"` with the same tree and `width_matched=True`.
         capacity: cache slots; None for as many as needed. Give more to continue the session later.
         session: of an earlier `Output` with the same settings: the prompts are appended to its rows.
+        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are spread over its axis "data", the target's matrices
+            over "model".
+        batch: rows decoded at once; a row that has ended gives its place to the next. None: all. A batch holds rows
+            whose caches are of one size, and a text depends neither on it nor on its neighbours.
+        out: a file that every text is written to as it ends, see `Journal`. Texts it holds are not decoded again.
+        progress: called with (texts ended, texts).
         rounds: rounds between two looks at the device.
     """
-    prepare.check_counts(max_new_tokens=max_new_tokens, samples=samples)
-    prepare.need_model("target", target)
-    if draft is not None:
-        prepare.need_model("draft", draft)
-    if not isinstance(sampling, Sampling):
-        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {sampling!r:.80}")
-    if on_token is not None and not callable(on_token):
-        raise InvalidConfig(f"on_token must be callable, got {on_token!r:.80}")
+    given = locals()
+    for name, call in (("on_token", on_token), ("progress", progress)):
+        if call is not None and not callable(call):
+            raise InvalidConfig(f"{name} must be callable, got {call!r:.80}")
     if session is not None and not isinstance(session, Session):
         raise InvalidConfig(f"session must be the session of an earlier output, got {session!r:.80}")
+    if session is not None and not (batch is None and out is None):
+        raise InvalidConfig("a session is one batch, and knows no file; give it without batch= and out=")
+    if batch is not None:
+        prepare.check_counts(batch=batch)
     stops = StopStrings(stop)
-    ids = prepare.encode_prompts(target, prompts, chat)
     if stops.strings or on_token:
         rounds = min(rounds, STEP)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise InvalidConfig(f"rounds must be a whole number from 1, got {rounds!r}")
+    options = set(inspect.signature(plan_of).parameters) - {"target", "prompts"}
+    plan = plan_of(target, prompts, **{name: given[name] for name in options})
     if stops.strings:
         target.decode([])  # a stop string needs a tokenizer
-    batch = len(ids) * samples
-    settings = prepare.with_padding_masked(target, sampling, batch)
-    keys = prepare.row_keys(key, len(ids), samples, sampling)
-    stopping = prepare.stop_array(target, stop_ids, ignore_eos, batch)
-    if tuned is not None:
-        more = any(given is not None for given in (tree, exit_layers, draft_params))
-        if drafter != DRAFTER or schedule != "constant" or more:
-            raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
-        told = as_tuned(tuned)
-        drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
-    heads = load_heads(heads, target=target) if isinstance(heads, (str, os.PathLike)) else heads
-    setting = Setting(target, draft, prepare.as_topology(tree), exit_layers, heads)
-    widths = () if width_matched else (1,)
-    decoder, weights = prepare.make_decoder(
-        target, drafter, rule, setting, draft_params, schedule, widths=widths, logprobs=logprobs
-    )
-    longest = max(map(len, ids)) + max_new_tokens
-    request = (ids, keys, settings, max_new_tokens, samples, stopping)
+    journal = None if out is None else Journal(out, plan, stops.strings)
+    done = {} if journal is None else journal.done
+    ended = len(done)
+
+    def on_end(row: int, text: Generation) -> None:
+        nonlocal ended
+        ended += 1
+        if journal is not None:
+            journal.append(row, text)
+        if progress is not None:
+            progress(ended, plan.rows)
+
     if session is None:
-        slots = prepare.fit_capacity(decoder, weights, longest, batch, capacity)
-        session = Session(decoder, weights, prepare.make_request(*request, slots), slots)
+        batches = plan.batches(batch, capacity, [row for row in range(plan.rows) if row not in done])
     else:
-        if session.decoder != decoder or len(session.state.length) != batch:
-            raise InvalidConfig("a session goes on with the settings and the number of rows it began with")
-        longest += int(np.asarray(session.state.length).max())
-        if decoder.slots(longest) > session.capacity or longest > decoder.target.context:
-            raise CapacityError(
-                f"the session has room for {session.capacity} slots, this turn needs {decoder.slots(longest)}; "
-                "begin with a larger capacity=..."
-            )
-        size = -(-max(map(len, ids)) // 64) * 64
-        session.extend(prepare.make_request(*request, size))
-    return Stream(target, session, ids, samples, stops, on_token, rounds)
+        _extend(session, plan)
+        batches = [Batch(list(range(plan.rows)), plan.rows, session.capacity)]
+    return Stream(
+        plan, batches, stops, rounds=rounds, on_token=on_token, on_end=on_end, session=session, done=done
+    )  # fmt: skip
+
+
+def _extend(session: Session, plan: Plan) -> None:
+    """Appends the prompts to the rows of a session."""
+    if session.decoder != plan.decoder or len(session.state.length) != plan.rows or session.mesh != plan.mesh:
+        raise InvalidConfig("a session goes on with the settings and the number of rows it began with")
+    longest = int(fetch(session.state.length).max()) + max(map(len, plan.ids)) + plan.max_new_tokens
+    if plan.decoder.slots(longest) > session.capacity or longest > plan.decoder.target.context:
+        raise CapacityError(
+            f"the session has room for {session.capacity} slots, this turn needs {plan.decoder.slots(longest)}; "
+            "begin with a larger capacity=..."
+        )
+    session.extend(plan.request(range(plan.rows), -(-max(map(len, plan.ids)) // 64) * 64))

@@ -41,13 +41,14 @@ class Output(Sequence):
     Attributes:
         rows: the generations.
         timing: compile, prefill and decode apart.
-        session: hand it to `generate` to continue every row without reading its text again.
+        session: hand it to `generate` to continue every row without reading its text again; None where rows took
+            turns, or came out of a file.
         noise_version: which noise the keys stood for; the same key gives the same text within a version.
     """
 
     rows: list[Generation]
     timing: Timing
-    session: Session
+    session: Session | None
     noise_version: int = noise.VERSION
 
     def __getitem__(self, index):

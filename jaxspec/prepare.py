@@ -1,7 +1,7 @@
 """From what a user hands in to a `Request`: every check happens here, before anything compiles."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,8 @@ def encode_prompts(target: Model, prompts: Any, chat: bool) -> list[list[int]]:
         isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
     ):
         prompts = [prompts]
+    elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping):
+        prompts = list(prompts)
     if not isinstance(prompts, Sequence) or not len(prompts):
         raise EmptyPrompt(f"expected one prompt or more, got {prompts!r}")
     return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(prompts)]
@@ -129,7 +131,8 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
     if key.shape != ():
         raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
     of_prompt = [jax.random.fold_in(key, i) for i in range(prompts)]
-    return jnp.stack([jax.random.fold_in(k, s) for k in of_prompt for s in range(samples)])
+    data = [np.asarray(jax.random.key_data(jax.random.fold_in(k, s))) for k in of_prompt for s in range(samples)]
+    return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
 
 
 def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampling:
@@ -145,6 +148,22 @@ def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampli
     padding = jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf)
     bias = padding if rows.logit_bias is None else rows.logit_bias + padding
     return Sampling(rows.temperature, rows.top_k, rows.top_p, rows.min_p, jnp.broadcast_to(bias, (batch, vocab)))
+
+
+def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
+    """The values of all rows, without an array of the vocabulary for each.
+
+    Raises:
+        InvalidConfig, TokenOutOfRange: see `Sampling.rows`.
+    """
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {sampling!r:.80}")
+    bias = sampling.logit_bias
+    if not isinstance(bias, Mapping) and np.ndim(bias) == 2:
+        sampling.rows(rows, vocab)
+    else:
+        dataclasses.replace(sampling, logit_bias=None).rows(rows, vocab)
+        Sampling(logit_bias=bias).rows(1, vocab)
 
 
 def check_counts(**counts: Any) -> None:
@@ -191,31 +210,36 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     return slots
 
 
-def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
+    """Memory of what target and drafter remember."""
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+
+
+def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+    size = cache_bytes(decoder, weights, batch, slots)
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
-def pad_prompts(prompts: list[list[int]], samples: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """`[rows, size]` and the counts, every prompt as many times as it has samples."""
-    rows = [prompt for prompt in prompts for _ in range(samples)]
-    tokens = np.zeros((len(rows), size), np.int32)
-    for row, prompt in zip(tokens, rows):
+def pad_prompts(prompts: Sequence[Sequence[int]], size: int) -> tuple[jax.Array, jax.Array]:
+    """`[rows, size]` and the counts."""
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
-    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in rows], jnp.int32)
+    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
 
 
 def make_request(
     prompts: list[list[int]],
     keys: jax.Array,
     sampling: Sampling,
-    max_new_tokens: int,
-    samples: int,
+    max_new_tokens: int | Sequence[int],
     stops: jax.Array,
     size: int,
 ) -> Request:
     """`sampling` as rows, prompts padded to `size`."""
-    tokens, count = pad_prompts(prompts, samples, size)
-    return Request(tokens, count, jnp.full_like(count, max_new_tokens), keys, stops, sampling)
+    tokens, count = pad_prompts(prompts, size)
+    return Request(
+        tokens, count, jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), count.shape), keys, stops, sampling
+    )

@@ -147,7 +147,7 @@ def _play(
     seconds: dict[int, list[float]] = {}
     resumed, stats = [], []
     for i, prompt in enumerate(prompts):
-        request = prepare.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, 1, stops, slots)
+        request = prepare.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, stops, slots)
         session = _Rounds(decoder, weights, request, slots)
         if not i:
             session.play(0)  # compiles
@@ -167,9 +167,9 @@ class _Rounds(Session):
     def play(self, depth: int) -> tuple[float, bool]:
         """One round: its seconds, and whether anything was drafted."""
         self.state = self.state._replace(schedule=jnp.full((1,), depth, jnp.int32))
-        before, at = self.timing.decode_s, int(self.state.round)
+        before, at = self.timing.decode_s, int(self.state.round[0])
         self.run(1)
-        return self.timing.decode_s - before, bool(np.asarray(self.state.log[at, 0, 2]) > 0)
+        return self.timing.decode_s - before, bool(np.asarray(self.state.log[0, at, 2]) > 0)
 
     def by_turns(self, seconds: dict[int, list[float]]) -> None:
         """All depths, the deepest first, until the text ends."""
@@ -192,7 +192,7 @@ class _Rounds(Session):
                     self.resumed += [(IDLE + TURN, took)] * drafted
 
     def stats(self) -> Stats:
-        return Stats.from_log(np.asarray(self.state.log[:, 0]), self.decoder.drafter.calls)
+        return Stats.from_log(np.asarray(self.state.log[0]), self.decoder.drafter.calls)
 
 
 def some_widths(tree: Topology) -> tuple[int, ...]:

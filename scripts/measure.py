@@ -6,6 +6,7 @@
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
     python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
     python scripts/measure.py rules --source S       # what a rule's arithmetic costs beside the target's call
+    python scripts/measure.py batches                # tokens/s by rows at once: plain, and with every drafter it has
 
 Rates are of decoding alone, medians with the quartiles beside them.
 """
@@ -29,7 +30,7 @@ from jaxspec.decode.session import Session, clear_executables
 from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.presets import fetch
+from jaxspec.models.presets import PRESETS, fetch
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.prepare import make_request, row_keys, stop_array
 from jaxspec.registry import RULES, find
@@ -80,7 +81,7 @@ def widths(arguments) -> None:
             sampling = jaxspec.Sampling()
             request = make_request(
                 [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),
-                300, 1, stop_array(model, (), True, 1), capacity,
+                300, stop_array(model, (), True, 1), capacity,
             )  # fmt: skip
             sessions[width, capacity] = Session(decoder, jaxspec.Weights(model.params), request, capacity)
             sessions[width, capacity].run(3)
@@ -288,6 +289,35 @@ def rules(arguments) -> None:
             print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
 
 
+def batches(arguments) -> None:
+    """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts."""
+    for dtype in arguments.dtypes:
+        model = jaxspec.load(MODEL, dtype=dtype)
+        drafters = {"none": {}, "prompt-lookup": {"tree": 4}}
+        if PRESETS[MODEL].heads:
+            drafters["medusa"] = {"heads": jaxspec.load_heads(MODEL, target=model)}
+        for rows in (1, 2, 4, 8, 16, 32):
+            more = "Answer briefly. "
+            prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
+            rates: dict[str, list[float]] = {name: [] for name in drafters}
+            rounds = {}
+            for repeat in range(arguments.repeats + 1):
+                for name, given in drafters.items():
+                    given = given | {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+                    out = jaxspec.generate(model, prompts, drafter=name, **given)
+                    rounds[name] = out.stats.tokens_per_round
+                    if repeat:
+                        rates[name].append(out.timing.tokens_per_s)
+            clear_executables()
+            for name, values in rates.items():
+                ratio = np.median(np.array(values) / np.array(rates["none"]))
+                print(
+                    f"{dtype} {rows:2} rows {name:14} {spread(values)} tokens/s, {ratio:.2f} x plain, "
+                    f"{rounds[name]:.2f} tokens/round, so a round costs {rounds[name] / ratio:.2f} plain ones",
+                    flush=True,
+                )
+
+
 def small(layers: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
@@ -304,6 +334,7 @@ def main() -> None:
         "compile": compile_times,
         "memory": memory,
         "rules": rules,
+        "batches": batches,
     }
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=7)

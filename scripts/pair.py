@@ -109,7 +109,7 @@ class Reader:
             tokens, start, length, log = map(np.asarray, run(weights, self._request(at, sampling), read))
             for b in range(len(length)):
                 emitted = tokens[b, start[b] : length[b]].tolist()
-                rows.append(Row(emitted, Stats.from_log(log[:, b], decoder.drafter.calls, len(emitted))))
+                rows.append(Row(emitted, Stats.from_log(log[b], decoder.drafter.calls, len(emitted))))
         return rows
 
     def _decoder(self, drafter: str, tree, rule: str):
@@ -120,7 +120,7 @@ class Reader:
         ids = self.ids[at]
         settings = prepare.with_padding_masked(self.target, sampling, len(ids))
         stops = prepare.stop_array(self.target, (), False, len(ids))
-        return prepare.make_request(ids, self.keys[at], settings, self.tokens, 1, stops, self.slots)
+        return prepare.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
 
 
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:

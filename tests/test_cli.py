@@ -103,6 +103,31 @@ def test_streamed_text_is_the_text_of_the_json(generate):
     assert re.search(r"24 tokens, [\d.]+ tokens/s of decoding alone, [\d.]+ tokens/round", err)
 
 
+def test_many_prompts_into_a_file(generate, tmp_path):
+    """Two at a time, and gone on with after the file lost its end; the texts are those of each prompt's place."""
+    asked, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    asked.write_text("one\n\ntwo and a half\n\nthree\n\nfour\n\nfive")
+    command = ("--prompts", str(asked), "--out", str(out), "--batch", "2", "--temperature", "1", "--ignore-eos")
+    status, printed, err = generate(*command)
+    assert (status, printed) == (0, "")
+    assert "5 texts, caches of" in err
+    right = json.loads(generate("one", "two and a half", "three", "four", "five", *command[6:], "--json")[1])
+    lines = out.read_bytes().splitlines(keepends=True)
+
+    def texts():
+        records = sorted(map(json.loads, out.read_bytes().splitlines()[1:]), key=lambda record: record["row"])
+        return [(record["prompt"], record["text"], record["tokens"]) for record in records]
+
+    assert texts() == [(i, record["text"], record["tokens"]) for i, record in enumerate(right)]
+    out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    assert generate(*command)[0] == 0
+    assert texts() == [(i, record["text"], record["tokens"]) for i, record in enumerate(right)]
+    assert out.read_bytes().startswith(b"".join(lines[:3]))
+    status, _, err = generate(*command, "--seed", "1")
+    assert status == 1
+    assert "texts of another key; name a new file" in err
+
+
 def test_seeds_differ_and_repeat(generate):
     texts = [generate(PROMPT, "--temperature", "1", "--seed", seed)[1] for seed in ("1", "2", "1")]
     assert texts[0] == texts[2] != texts[1]
@@ -159,6 +184,10 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--draft-model", "a", "x"], "is for --drafter model"),
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
         (["generate", "--logprobs", "x"], "give --json"),
+        (["generate", "--prompts", "a.txt", "x"], "instead of PROMPT"),
+        (["generate", "--out", "a.jsonl", "--json", "x"], "give one of the two"),
+        (["generate", "--out", "no/such/place.jsonl", "x"], "there is no folder"),
+        (["generate", "--batch", "0", "x"], "--batch: expected a whole number from 1"),
         (["generate"], "standard input is empty"),
         (["chat", "--drafter", "model"], "needs --draft-model"),
         (["chat", "--colr"], "did you mean '--color'?"),

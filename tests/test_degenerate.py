@@ -215,7 +215,7 @@ def test_decodes_of_degenerate_laws(name):
     for draft in (broken, impossible):
         for settings in ({"temperature": 0.0}, {"temperature": 1.0}):
             state = decoded(name, TABLE, draft, **settings)
-            log = np.asarray(state.log)[:8]
+            log = np.asarray(state.log)[:, :8]
             assert not log[:, :, 1:].any(), "there is no draft, and nothing is accepted"
             assert (np.asarray(state.status) == Status.LENGTH).all()
             if settings["temperature"] == 0:

@@ -301,7 +301,7 @@ ALLOWED = {
     "decode": ("jaxspec.core", "jaxspec.decode", "jaxspec.errors"),
     "rules": ("jaxspec.core", "jaxspec.rules.siblings", "jaxspec.errors"),
     "schedules": ("jaxspec.core", "jaxspec.errors"),
-    "drafters": ("jaxspec.core", "jaxspec.models", "jaxspec.drafters.grow", "jaxspec.errors"),
+    "drafters": ("jaxspec.core", "jaxspec.models", "jaxspec.drafters.grow", "jaxspec.drafters.beam", "jaxspec.errors"),
 }
 
 

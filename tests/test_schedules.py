@@ -128,15 +128,15 @@ def test_limits_are_obeyed_and_depend_on_no_neighbour():
     batch = whole(config, weights, asking, 128)
     log = np.asarray(batch.log)
     seen = set()
-    for i in range(int(batch.round)):
-        drafted = log[i, log[i, :, 0] > 0, 2]
+    for i in range(int(batch.round.max())):
+        drafted = log[log[:, i, 0] > 0, i, 2]
         assert (drafted <= limits[i % len(limits)]).all()
         seen |= {(limits[i % len(limits)], int(n)) for n in drafted}
     assert {(n, n) for n in limits} <= seen, "fewer only where top-k leaves no more"
     for row in (0, 5, 11):
         alone = whole(config, weights, jax.tree.map(lambda a, row=row: a[row : row + 1], asking), 128)
         assert texts(alone) == [texts(batch)[row]]
-        np.testing.assert_array_equal(alone.log[:, 0], log[:, row])
+        np.testing.assert_array_equal(alone.log[0], log[row])
 
 
 def counted(calls):
@@ -181,7 +181,7 @@ def test_a_short_draft_costs_short_time(tree):
         state, now = play(state, limit)
         widest = max(map(len, tree.parents_by_level[1:]))
         assert now == ([2] * -(-behind // 2) + [widest] * (limit - 1) if limit else [])
-        drafted = int(np.asarray(state.log)[int(state.round) - 1, 0, 2])
+        drafted = int(np.asarray(state.log)[0, int(state.round[0]) - 1, 2])
         assert drafted == (tree.tree.depths <= limit).sum() - 1
     for _ in range(40):
         state, now = play(state, 0)
@@ -385,9 +385,10 @@ def test_adaptive_in_the_loop():
     config = decoder(LM, ModelDraft(LM, chain(6)), schedule=Adaptive((1.0, 1.2), widths=()))
     asking = request([[1, 2]] * 4, 100, vocab=V, temperature=1.0)
     right = np.asarray(whole(config, Weights(PARAMS, PARAMS), asking, 128).log)
-    assert (right[3:14, :, 2] == 6).all()
+    assert (right[:, 3:14, 2] == 6).all()
     wrong = np.asarray(whole(config, Weights(PARAMS, {"table": -4 * PARAMS["table"]}), asking, 128).log)
-    rounds = wrong[wrong[:, :, 0] > 0]
+    rounds = wrong.swapaxes(0, 1)
+    rounds = rounds[rounds[:, :, 0] > 0]  # in the order of the rounds
     assert (rounds[50:, 2] > 0).mean() < 0.2
     assert (0.2 * rounds[:, 2]).sum() - rounds[:, 1].sum() <= 4 * (2.0 + 0.015 * 100) + 1e-3
 

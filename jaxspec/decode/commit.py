@@ -84,12 +84,13 @@ def commit(
         absorbed=state.absorbed + count,
         draft=drafter.absorb(weights.draft, state.draft, advance),
         schedule=learned,
-        log=lax.dynamic_update_index_in_dim(state.log, record.astype(jnp.int32), state.round, 0),
-        round=state.round + 1,
+        log=_write(state.log, record[:, None], state.round),
+        round=state.round + running,
         logprobs=logprobs,
     )
 
 
 def _write(rows: Array, new: Array, start: Array) -> Array:
     """Each row with `new` put in at its own start."""
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new.astype(row.dtype), (at,)))(rows, new, start)
+    put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new.astype(row.dtype), at, 0))
+    return put(rows, new, start)

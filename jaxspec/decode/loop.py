@@ -89,8 +89,8 @@ class Decoder:
             absorbed=zeros,
             draft=self.drafter.init(weights.draft, batch, slots),
             schedule=self.schedule.init(batch, self.drafter.shape),
-            log=jnp.zeros((slots, batch, 3 + self.drafter.shape.depth), jnp.int32),
-            round=jnp.int32(0),
+            log=jnp.zeros((batch, slots, 3 + self.drafter.shape.depth), jnp.int32),
+            round=zeros,
             logprobs=jnp.zeros((batch, slots), jnp.float32) if self.logprobs else None,
         )
 
@@ -113,8 +113,33 @@ class Decoder:
             stop_ids=request.stop_ids,
             sampling=request.sampling,
             log=jnp.zeros_like(state.log),
-            round=jnp.int32(0),
+            round=jnp.zeros_like(state.round),
         )
+
+    def row_axes(self, weights: Weights, request: Request, capacity: int) -> State:
+        """The axis along which each leaf of a state of such requests has its rows; -1: it has none. Shapes will do."""
+
+        def of(batch: int) -> State:
+            rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), request)
+            return jax.eval_shape(lambda weights, rows: self.init(weights, rows, capacity), weights, rows)
+
+        def axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
+            return next((i for i, (m, n) in enumerate(zip(one.shape, two.shape)) if m != n), -1)
+
+        return jax.tree.map(axis, of(1), of(2))
+
+    def replace(self, weights: Weights, state: State, fresh: State, place: Int[Array, "1"]) -> State:
+        """The state with the row at `place` taken by the only row of `fresh`, of the same capacity; -1: by none."""
+        like = Request(fresh.tokens, fresh.length, fresh.limit, fresh.key, fresh.stop_ids, fresh.sampling)
+        at = jnp.maximum(place[0], 0)
+
+        def put(old: Array, new: Array, axis: int) -> Array:
+            if axis < 0:
+                return old
+            new = jnp.where(place[0] < 0, lax.dynamic_slice_in_dim(old, at, 1, axis), new)
+            return lax.dynamic_update_slice_in_dim(old, new, at, axis)
+
+        return jax.tree.map(put, state, fresh, self.row_axes(weights, like, state.tokens.shape[1]))
 
     def truncate(self, weights: Weights, state: State, length: Int[Array, "B"]) -> State:
         """The state with its text cut. What drafters took in cannot be taken back: all is read again."""
@@ -203,14 +228,19 @@ class Decoder:
         outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
-    def run(self, weights: Weights, state: State, max_rounds: Int[Array, ""] | int = FOREVER) -> State:
-        """Rounds until every row stands still, `max_rounds` (traced) at most."""
-        last = jnp.minimum(jnp.asarray(max_rounds, jnp.int32), FOREVER - state.round) + state.round
+    def run(self, weights: Weights, state: State, max_rounds: Array | int = FOREVER, least: Array | int = 1) -> State:
+        """Rounds while at least `least` rows are running, `max_rounds` at most; both may be traced."""
+        least = jnp.maximum(jnp.max(least), 1)
 
-        def going(state: State) -> Array:
-            return jnp.any(state.status == Status.RUNNING) & (state.round < last)
+        def going(carry: tuple[State, Array]) -> Array:
+            state, played = carry
+            return ((state.status == Status.RUNNING).sum() >= least) & (played < max_rounds)
 
-        return lax.while_loop(going, functools.partial(self.step, weights), state)
+        def play(carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, played = carry
+            return self.step(weights, state), played + 1
+
+        return lax.while_loop(going, play, (state, jnp.int32(0)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Prompt to last token, for one prompt or a batch; `jax.vmap` of it runs one batched program."""
@@ -255,7 +285,7 @@ def _batched(decoder: Decoder, capacity: int):
     def generate(weights: Weights, request: Request) -> Result:
         state = decoder.init(weights, request, capacity)
         state = decoder.run(weights, decoder.prefill(weights, state))
-        return Result(state.tokens, state.length, state.start, state.status, state.log.swapaxes(0, 1), state.logprobs)
+        return Result(state.tokens, state.length, state.start, state.status, state.log, state.logprobs)
 
     @generate.def_vmap
     def rule(size, batched, weights, request):

@@ -3,15 +3,18 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
 from jaxspec.decode.loop import FOREVER, Decoder
+from jaxspec.decode.spread import Spread
 from jaxspec.decode.state import Request, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
@@ -53,12 +56,14 @@ class Session:
         weights: parameters of target and drafter.
         state: the current state; the one before was donated.
         timing: seconds so far.
+        mesh: the devices; None for the default one.
     """
 
-    def __init__(self, decoder: Decoder, weights: Weights, request: Request, capacity: int):
+    def __init__(self, decoder: Decoder, weights: Weights, request: Request, capacity: int, mesh: Mesh | None = None):
         self.decoder, self.weights, self.timing = decoder, weights, Timing()
-        self.capacity = capacity
+        self.capacity, self.mesh = capacity, mesh
         self._cut: np.ndarray | None = None
+        self._spread = None if mesh is None else Spread(mesh, decoder.row_axes(weights, request, capacity))
         self.state = self._call("init", (weights, request), donate=(), static=(capacity,))
         self._prefill()
 
@@ -72,28 +77,42 @@ class Session:
         self.state = self._call("extend", (self.state, request))
         self._prefill()
 
-    def run(self, max_rounds: int = FOREVER) -> None:
-        """At most so many rounds more."""
-        before = np.asarray(self.state.length).sum()
-        arguments = (self.weights, self.state, jnp.int32(max_rounds))
+    def replace(self, places: Sequence[int], request: Request) -> None:
+        """Gives places to new rows, one in each group of devices (-1: none), and reads the new prompts alone."""
+        size = self.state.length.shape[0] // len(places)
+        for group, place in enumerate(places):
+            if self._cut is not None and place >= 0:
+                self._cut[group * size + place] = FOREVER
+        fresh = self._call("init", (self.weights, request), static=(self.capacity,))
+        fresh = self._call("prefill", (self.weights, fresh), donate=(1,), clock="prefill_s")
+        arguments = (self.weights, self.state, fresh, jnp.asarray(places, jnp.int32))
+        self.state = self._call("replace", arguments, donate=(1,), clock="prefill_s")
+
+    def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None) -> None:
+        """At most so many rounds more, in each group of devices while at least so many of its rows are running."""
+        before = fetch(self.state.length).sum()
+        counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
+        arguments = (self.weights, self.state, jnp.int32(max_rounds), counts)
         self.state = self._call("run", arguments, donate=(1,), clock="decode_s")
-        self.timing.tokens += int(np.asarray(self.state.length).sum() - before)
+        self.timing.tokens += int(fetch(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
         """Ends rows from the host: the new lengths (none longer), and the new status of each row.
 
         What was cut off is dropped when the session is extended; till then it stands past the row's end.
         """
-        now = np.asarray(self.state.length)
+        now = fetch(self.state.length)
         if (length < now).any():
             self.timing.tokens -= int((now - length).sum())
             cut = np.where(length < now, length, FOREVER)
             self._cut = cut if self._cut is None else np.minimum(self._cut, cut)
-        self.state = self.state._replace(status=jnp.asarray(status, jnp.int32))
+        new = status.astype(np.int32)
+        own = jnp.asarray(new) if self.mesh is None else lay(new, self.state.status.sharding)
+        self.state = self.state._replace(status=own)
 
     @property
     def running(self) -> bool:
-        return bool((np.asarray(self.state.status) == Status.RUNNING).any())
+        return bool((fetch(self.state.status) == Status.RUNNING).any())
 
     def _prefill(self) -> None:
         self.state = self._call("prefill", (self.weights, self.state), donate=(1,), clock="prefill_s")
@@ -101,13 +120,20 @@ class Session:
     def _call(
         self, method: str, arguments: tuple, donate: tuple = (), static: tuple = (), clock: str | None = None
     ) -> Any:
+        if self._spread is not None:
+            arguments = self._spread.put(arguments)
         leaves, structure = jax.tree.flatten(arguments)
-        key = (method, self.decoder, static, structure, tuple((a.shape, str(a.dtype)) for a in leaves))
+        kinds = tuple((a.shape, str(a.dtype), self.mesh and a.sharding) for a in leaves)
+        key = (method, self.decoder, static, structure, kinds)
         if key not in _EXECUTABLES:
             start = time.perf_counter()
             function = getattr(self.decoder, method)
-            jitted = jax.jit(lambda *args: function(*args, *static), donate_argnums=donate)
-            _EXECUTABLES[key] = jitted.lower(*arguments).compile()
+
+            def call(*arguments: Any) -> Any:
+                return function(*arguments, *static)
+
+            called = call if self._spread is None else self._spread.over(call, arguments)
+            _EXECUTABLES[key] = jax.jit(called, donate_argnums=donate).lower(*arguments).compile()
             self.timing.compile_s += time.perf_counter() - start
             if len(_EXECUTABLES) > _KEPT:
                 _EXECUTABLES.popitem(last=False)

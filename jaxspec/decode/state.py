@@ -41,8 +41,8 @@ class State(NamedTuple):
     absorbed: Int[Array, "B"]  # tokens the drafter was told of
     draft: Any
     schedule: Any  # what it has learned of the row
-    log: Int[Array, "S B columns"]  # a row per round: emitted, accepted, drafted, children tested at each depth
-    round: Int[Array, ""]
+    log: Int[Array, "B S columns"]  # of each round: emitted, accepted, drafted, children tested at each depth
+    round: Int[Array, "B"]  # rounds that the row ran
     logprobs: Float[Array, "B S"] | None  # of the emitted tokens, where asked for
 
 

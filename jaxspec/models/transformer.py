@@ -104,14 +104,16 @@ class Block(nnx.Module):
         return x if scale is None else rms_norm(x, scale[...], self.config.norm_eps)
 
     def __call__(
-        self, x: Float[Array, "B T E"], layer: int, window: Window, cache: Cache, past: KV | None
+        self, x: Float[Array, "B T E"], layer: int, window: Window, cache: Cache, past: KV | None, shards: int
     ) -> tuple[Float[Array, "B T E"], KV]:
         """The residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         c = self.config
         batch, tokens, _ = x.shape
         projected = project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias)
-        heads = projected.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2)
-        queries, keys, values = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
+        heads = projected.reshape(batch, tokens, shards, -1, c.head_dim)
+        borders = c.num_heads // shards, (c.num_heads + c.num_kv_heads) // shards
+        parts = jnp.split(heads, borders, axis=3)
+        queries, keys, values = (a.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2) for a in parts)
         queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
         dtype, rope = caches.held(cache.kv.keys.dtype), c.rope_of(layer)
         queries = rotate(queries, window.positions, rope).astype(dtype)
@@ -125,7 +127,7 @@ class Block(nnx.Module):
         mixed = project(mixed.reshape(batch, tokens, -1), self.out, self.out_bias)
         x = x + self._norm(mixed, self.post_attn_norm)
         both = project(self._norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
-        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = (a.reshape(batch, tokens, -1) for a in jnp.split(both.reshape(batch, tokens, shards, -1), 2, axis=3))
         gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
         return x + self._norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
 
@@ -166,19 +168,31 @@ class Transformer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None
+        self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None, shards: int = 1
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Final normed features, and keys and values of the window in the first `layers` layers."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
         entries = []
         for i, block in enumerate(self.layers[:layers]):
-            x, new = block(x, i, window, cache, past)
+            x, new = block(x, i, window, cache, past, shards)
             entries.append(new)
         return rms_norm(x, self.norm[...], self.config.norm_eps), KV(*(jnp.stack(a) for a in zip(*entries)))
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         table = self.embed if self.head is None else self.head
         return matmul(features, table[...], transposed=True)
+
+
+def joined(name: str, leaf: Array, config: ModelConfig, shards: int) -> Array:
+    """The columns of a joined matrix (or bias) in `shards` parts, each with its share of what is joined.
+
+    So every device that shares a layer has heads of its own, and both halves of its gated units.
+    """
+    sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
+    share = sizes[name.removesuffix("_bias")]
+    unit = leaf.shape[-1] // sum(share)
+    parts = jnp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
+    return jnp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
 
 
 @functools.lru_cache
@@ -196,12 +210,14 @@ class TransformerLM:
         dtype: of the cache.
         layers: how many layers to run before the norm and the head; None for all (fewer: early exit).
         known: how many of the vocabulary's ids have a meaning, the first ones; the rest are padding. None for all.
+        shards: parts that the columns of joined matrices stand in, see `joined`: devices that share a layer.
     """
 
     config: ModelConfig
     dtype: str = "float32"
     layers: int | None = None
     known: int | None = None
+    shards: int = 1
 
     @property
     def vocab(self) -> int:
@@ -230,10 +246,13 @@ class TransformerLM:
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
     ) -> tuple[Float[Array, "B T E"], KV]:
-        return self._module(params)(window, cache, past, self.layers)
+        return self._module(params)(window, cache, past, self.layers, self.shards)
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        return self._module(params).logits(features)[..., : self.vocab]
+        logits = self._module(params).logits(features)
+        if self.shards > 1:  # what comes after looks at whole laws
+            logits = lax.with_sharding_constraint(logits, jax.P())
+        return logits[..., : self.vocab]
 
     def embedding(self, params: Params) -> Float[Array, "V E"]:
         """The table of the tokens' embeddings, unscaled."""

@@ -1,0 +1,69 @@
+"""A mesh of devices, and arrays on it: rows of a batch over the axis "data", matrices over the axis "model"."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.errors import InvalidConfig
+
+DATA, MODEL = "data", "model"
+
+
+def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
+    """A mesh of `data` x `model` devices.
+
+    Args:
+        data: groups of devices that have rows of their own.
+        model: devices over which each matrix of the target is split.
+        devices: those to take; None for all there are, of every process.
+
+    Raises:
+        InvalidConfig: not as many devices as that.
+    """
+    devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (data, model)):
+        raise InvalidConfig(f"data and model are whole numbers of devices from 1, got {data!r} and {model!r}")
+    if devices.size < data * model:
+        raise InvalidConfig(f"a mesh of {data} x {model} needs {data * model} devices, there are {devices.size}")
+    return Mesh(devices[: data * model].reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+
+
+def check(mesh: Any) -> None:
+    """Refuses what is no mesh of these axes."""
+    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
+        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as make_mesh gives them; got {mesh!r:.80}")
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        raise InvalidConfig("the axes of the mesh must be of the type Auto, as those of make_mesh are")
+
+
+def groups(mesh: Mesh | None) -> int:
+    """Groups of devices that have rows of their own."""
+    return 1 if mesh is None else mesh.shape[DATA]
+
+
+def lay(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, laid out so on the devices of all of them."""
+    if sharding.is_fully_addressable or getattr(leaf, "sharding", None) == sharding:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = lay(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def everywhere(params: Any, mesh: Mesh) -> Any:
+    """A pytree of arrays on every device."""
+    return jax.tree.map(lambda leaf: lay(leaf, NamedSharding(mesh, P())), params)
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """The whole of an array, on every process."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,65 @@
+"""A model's parameters on a mesh: each layer's matrices are shared by the devices of the axis "model".
+
+The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): by columns what goes into heads and
+gated units, by rows what comes out of them, and tables by tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.core.mesh import MODEL, check, everywhere, lay
+from jaxspec.core.records import Params
+from jaxspec.errors import InvalidConfig
+from jaxspec.models.model import Model
+from jaxspec.models.transformer import TransformerLM, joined
+
+_JOINED = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")  # split by columns
+_BY_ROW = ("out", "down", "embed", "head")
+
+
+def shard(model: Model, mesh: Mesh) -> Model:
+    """The model on the mesh: its matrices split over "model", the rest on every device.
+
+    `generate` does it by itself; do it once where you call that more than once. A network that is no `TransformerLM` is
+    laid on every device as it is.
+
+    Raises:
+        InvalidConfig: the devices cannot share its heads or its gated units evenly, or it is split otherwise.
+    """
+    check(mesh)
+    lm, params, size = model.lm, model.params, mesh.shape[MODEL]
+    if not isinstance(lm, TransformerLM):
+        return dataclasses.replace(model, params=everywhere(params, mesh))
+    sizes = {"heads": lm.config.num_heads, "key heads": lm.config.num_kv_heads, "units": lm.config.intermediate_size}
+    for name, count in sizes.items():
+        if count % size:
+            raise InvalidConfig(f"{model.name} has {count} {name} in a layer, which {size} devices cannot share evenly")
+    if lm.shards not in (1, size):
+        raise InvalidConfig(f"{model.name} is split over {lm.shards} devices; this mesh has {size} on its axis 'model'")
+
+    def put(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
+        name = getattr(path[-1], "key", None)
+        if name in _JOINED and lm.shards != size:
+            leaf = joined(str(name), leaf, lm.config, size)
+        return lay(leaf, sharding)
+
+    params = jax.tree_util.tree_map_with_path(put, params, param_shardings(params, mesh))
+    return dataclasses.replace(model, lm=dataclasses.replace(lm, shards=size), params=params)
+
+
+def param_shardings(params: Params, mesh: Mesh) -> Params:
+    """How a transformer's parameters lie on the mesh; tables whose rows "model" does not divide are on every device."""
+    size = mesh.shape[MODEL]
+
+    def of(path: tuple, leaf: Any) -> NamedSharding:
+        name = getattr(path[-1], "key", None)
+        axis = leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None
+        if size == 1 or axis is None or leaf.shape[axis] % size:
+            return NamedSharding(mesh, P())
+        return NamedSharding(mesh, P(*[None] * axis, MODEL))
+
+    return jax.tree_util.tree_map_with_path(of, params)

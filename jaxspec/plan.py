@@ -1,0 +1,173 @@
+"""A whole job of decoding, checked: what `generate` and `stream` make of what they are called with."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import prepare
+from jaxspec.core.mesh import everywhere, groups
+from jaxspec.core.protocols import Setting
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Weights
+from jaxspec.errors import InvalidConfig
+from jaxspec.models.head_files import load_heads
+from jaxspec.models.model import Model
+from jaxspec.models.sharding import shard
+from jaxspec.tuned import as_tuned
+
+DRAFTER, SCHEDULE = "prompt-lookup", "constant"
+"""Where a user names none."""
+
+
+class Batch(NamedTuple):
+    """Rows that share a cache: `places` at a time, another taking the place of one that has ended."""
+
+    rows: list[int]  # in the order in which they get a place
+    places: int
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be decoded, checked. A row is one sample of one prompt; those of a prompt stand together.
+
+    Attributes:
+        target: the model.
+        decoder: put together from its members.
+        weights: of target and drafter.
+        ids: the tokens of every prompt.
+        keys: `[rows]`.
+        sampling: as given, for all rows or per row.
+        max_new_tokens: of a row.
+        samples: rows per prompt.
+        stop_ids: `[1, M]`.
+        mesh: the devices; None for the default one.
+    """
+
+    target: Model
+    decoder: Decoder
+    weights: Weights
+    ids: list[list[int]]
+    keys: jax.Array
+    sampling: Sampling
+    max_new_tokens: int
+    samples: int
+    stop_ids: jax.Array
+    mesh: Mesh | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids) * self.samples
+
+    def prompt(self, row: int) -> list[int]:
+        return self.ids[row // self.samples]
+
+    def request(self, rows: Sequence[int | None], size: int) -> Request:
+        """These rows, their prompts padded to `size`; None for a place without one, which stands still."""
+        at = np.asarray([0 if row is None else row for row in rows])
+
+        def own(name: str) -> Any:
+            value = getattr(self.sampling, name)
+            per_row = not isinstance(value, Mapping) and np.ndim(value) == 1 + (name == "logit_bias")
+            return np.asarray(value)[at] if per_row else value
+
+        sampling = Sampling(**{field.name: own(field.name) for field in dataclasses.fields(Sampling)})
+        return prepare.make_request(
+            [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
+            self.keys[at],
+            prepare.with_padding_masked(self.target, sampling, len(at)),
+            [0 if row is None else self.max_new_tokens for row in rows],
+            jnp.broadcast_to(self.stop_ids, (len(at), self.stop_ids.shape[1])),
+            size,
+        )
+
+    def batches(self, places: int | None, capacity: int | None, left: Sequence[int]) -> list[Batch]:
+        """What is decoded together: all rows, or `places` at a time of those whose caches are of one size.
+
+        The longest come first, so that what takes most memory is known to fit, and rows of like length are neighbours:
+        a step costs what the longest text's length costs.
+
+        Raises:
+            CapacityError: a row does not fit the model's context, or the capacity.
+        """
+
+        def slots(rows: Sequence[int], batch: int) -> int:
+            longest = max(len(self.prompt(row)) for row in rows) + self.max_new_tokens
+            return prepare.fit_capacity(self.decoder, self.weights, longest, batch, capacity)
+
+        def shared(rows: int) -> int:  # every group of devices has as many places
+            return -(-rows // groups(self.mesh)) * groups(self.mesh)
+
+        if places is None:
+            return [Batch(list(left), shared(len(left)), slots(left, len(left)))] if left else []
+        by_size: dict[int, list[int]] = {}
+        for row in sorted(left, key=lambda row: -len(self.prompt(row))):
+            by_size.setdefault(slots([row], places), []).append(row)
+        return [Batch(rows, shared(min(places, len(rows))), size) for size, rows in by_size.items()]
+
+    def memory(self, batch: Batch) -> int:
+        """Bytes of the caches of a batch; one row more where rows are replaced."""
+        rows = batch.places + (batch.places < len(batch.rows))
+        return prepare.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
+
+
+def plan(
+    target: Model,
+    prompts: Any,
+    *,
+    key: Any,
+    drafter: Any,
+    rule: Any,
+    sampling: Any,
+    max_new_tokens: Any,
+    draft: Model | None,
+    draft_params: Any,
+    tree: Topology | Dynamic | int | None,
+    exit_layers: int | None,
+    heads: Any,
+    schedule: Any,
+    tuned: Any,
+    samples: Any,
+    chat: bool,
+    stop_ids: Sequence[int],
+    ignore_eos: bool,
+    logprobs: bool,
+    width_matched: bool,
+    mesh: Any,
+) -> Plan:
+    """All checks that need no memory on the device; arguments as those of `jaxspec.stream`."""
+    prepare.check_counts(max_new_tokens=max_new_tokens, samples=samples)
+    prepare.need_model("target", target)
+    if mesh is not None:
+        target = shard(target, mesh)
+    elif (parts := getattr(target.lm, "shards", 1)) > 1:
+        raise InvalidConfig(f"{target.name} is split over {parts} devices; give the mesh, too (mesh=...)")
+    if draft is not None:
+        prepare.need_model("draft", draft)
+    ids = prepare.encode_prompts(target, prompts, chat)
+    prepare.check_sampling(sampling, len(ids) * samples, target.lm.vocab)
+    keys = prepare.row_keys(key, len(ids), samples, sampling)
+    stopping = prepare.stop_array(target, stop_ids, ignore_eos, 1)
+    if tuned is not None:
+        more = any(given is not None for given in (tree, exit_layers, draft_params))
+        if drafter != DRAFTER or schedule != SCHEDULE or more:
+            raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
+        told = as_tuned(tuned)
+        drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
+    heads = load_heads(heads, target=target) if isinstance(heads, (str, os.PathLike)) else heads
+    setting = Setting(target, draft, prepare.as_topology(tree), exit_layers, heads)
+    widths = () if width_matched else (1,)
+    decoder, weights = prepare.make_decoder(
+        target, drafter, rule, setting, draft_params, schedule, widths=widths, logprobs=logprobs
+    )
+    if mesh is not None:
+        weights = weights._replace(draft=everywhere(weights.draft, mesh))
+    return Plan(target, decoder, weights, ids, keys, sampling, max_new_tokens, samples, stopping, mesh)

@@ -1,0 +1,106 @@
+"""Meshes of devices: the tokens are those of one device, and nothing is exchanged between groups that share no row."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from toys import transformer
+
+import jaxspec
+from jaxspec.errors import InvalidConfig
+from jaxspec.testing import TableLM
+
+HERE = pathlib.Path(__file__).parent
+EIGHT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import meshes
+print(json.dumps(meshes.on_eight()))
+"""
+TWO = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
+import meshes
+print(json.dumps(meshes.on_two()))
+"""
+
+
+def environment(devices: int) -> dict:
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | flags
+
+
+@pytest.fixture(scope="module")
+def eight():
+    words = [sys.executable, "-c", EIGHT, str(HERE)]
+    done = subprocess.run(words, env=environment(8), capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
+def test_tokens_are_those_of_one_device(eight, mesh):
+    """Greedy and sampled rows, a draft model on a tree; as many rows as no mesh divides."""
+    assert len({str(row) for row in eight["one"]}) > 8
+    assert eight[mesh]["tokens"] == eight["one"]
+    assert eight[mesh]["accepted"] > 50
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
+def test_groups_exchange_nothing(eight, mesh):
+    """Every collective of the compiled loop is among the devices of one group; with groups of one there is none."""
+    data, model = map(int, mesh.split("x"))
+    found = eight[mesh]["groups"]
+    assert bool(found) == (model > 1)
+    own = [list(range(i * model, (i + 1) * model)) for i in range(data)]
+    for line in found:
+        assert all(any(set(some) <= set(group) for group in own) for some in line), line
+
+
+def test_two_processes(eight):
+    """Two processes of four devices each, on loopback, call the same function; rows take turns, each gets all texts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-c", TWO, str(HERE), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([*words, str(i)], env=environment(4), **pipes) for i in range(2)]
+    try:
+        ended = [one.communicate(timeout=1200) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    for one, (out, err) in zip(running, ended):
+        assert one.returncode == 0, err[-3000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["devices"] == 8
+        assert found["tokens"] == eight["one"]
+
+
+def test_what_is_no_mesh_is_refused(eight):
+    assert eight["refused"] == "model has 8 heads in a layer, which 3 devices cannot share evenly"
+    target = jaxspec.Model(TableLM(4), TableLM(4).init_params(jax.random.key(0)))
+    device = np.asarray(jax.devices()[:1])
+    explicit = jax.sharding.Mesh(device, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    for wrong in ("data", jax.sharding.Mesh(device, ("x",)), explicit):
+        with pytest.raises(InvalidConfig, match="mesh"):
+            jaxspec.generate(target, [[1]], mesh=wrong)
+    lm = transformer()
+    split = jaxspec.Model(dataclasses.replace(lm, shards=2), lm.init_params(jax.random.key(0)))
+    with pytest.raises(InvalidConfig, match=r"split over 2 devices; give the mesh"):
+        jaxspec.generate(split, [[1]])
+    with pytest.raises(InvalidConfig, match=re.escape("a mesh of 99 x 1 needs 99 devices")):
+        jaxspec.make_mesh(data=99)
+    with pytest.raises(InvalidConfig, match="whole numbers"):
+        jaxspec.make_mesh(data=0)
