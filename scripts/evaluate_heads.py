@@ -17,7 +17,6 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
-from jaxspec.decode.stats import Stats
 from jaxspec.registry import find
 from jaxspec.train.evaluate import ranks
 from jaxspec.train.texts import Text
@@ -25,14 +24,6 @@ from jaxspec.train.texts import Text
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
 """Of Medusa on Vicuna 7B (the project's assets/medusa_acc.csv)."""
 RULES = ("coupled", "deterministic", "rejection", "traversal", "lossy-typical")
-
-
-def decode(target, prompts, keys, batch: int, **options) -> list[jaxspec.Generation]:
-    """All prompts, those of like length together."""
-    rows = []
-    for at in range(0, len(prompts), batch):
-        rows += jaxspec.generate(target, prompts[at : at + batch], key=keys[at : at + batch], **options)
-    return rows
 
 
 def main() -> int:
@@ -54,10 +45,10 @@ def main() -> int:
     prompts = [prompt for prompt in prompts if len(prompt) <= given.longest]
     keys = jax.random.split(jax.random.key(0), len(prompts))
     capacity = -(-(len(prompts[-1]) + given.tokens + 160) // 128) * 128
-    common = {"max_new_tokens": given.tokens, "capacity": capacity}
+    common = {"max_new_tokens": given.tokens, "capacity": capacity, "key": keys, "batch": given.batch}
     print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {len(prompts)} questions", flush=True)
 
-    plain = decode(target, prompts, keys, given.batch, drafter="none", **common)
+    plain = jaxspec.generate(target, prompts, drafter="none", **common)
     texts = [
         Text(np.array(prompt + row.tokens, np.int32), np.arange(len(prompt) + len(row.tokens)) >= len(prompt))
         for prompt, row in zip(prompts, plain)
@@ -80,8 +71,8 @@ def main() -> int:
         except jaxspec.errors.InvalidConfig as error:
             print(f"T {temperature} {rule}: {error}")
             continue
-        rows = decode(target, prompts, keys, given.batch, drafter="medusa", heads=heads, **options)
-        stats = Stats.total(row.stats for row in rows)
+        rows = jaxspec.generate(target, prompts, drafter="medusa", heads=heads, **options)
+        stats = rows.stats
         low, high = interval([(row.stats.committed, row.stats.rounds) for row in rows])
         line = f"T {temperature} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) tokens per round"
         if temperature == 0:

@@ -6,7 +6,7 @@
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
     python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
     python scripts/measure.py rules --source S       # what a rule's arithmetic costs beside the target's call
-    python scripts/measure.py batches                # tokens/s by rows at once: plain, and with every drafter it has
+    python scripts/measure.py batches                # tokens/s by rows at once: plain, and with drafters
 
 Rates are of decoding alone, medians with the quartiles beside them.
 """
@@ -30,7 +30,7 @@ from jaxspec.decode.session import Session, clear_executables
 from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.presets import PRESETS, fetch
+from jaxspec.models.presets import fetch
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.prepare import make_request, row_keys, stop_array
 from jaxspec.registry import RULES, find
@@ -294,8 +294,8 @@ def batches(arguments) -> None:
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         drafters = {"none": {}, "prompt-lookup": {"tree": 4}}
-        if PRESETS[MODEL].heads:
-            drafters["medusa"] = {"heads": jaxspec.load_heads(MODEL, target=model)}
+        if arguments.heads:
+            drafters["medusa"] = {"heads": jaxspec.load_heads(arguments.heads, target=model)}
         for rows in (1, 2, 4, 8, 16, 32):
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
@@ -341,6 +341,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peer-python")
     parser.add_argument("--source", default=MODEL)
+    parser.add_argument("--heads", help="of the drafter medusa, in `batches`")
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
     parts[arguments.part](arguments)
