@@ -114,8 +114,8 @@ class Plan:
         return [Batch(rows, shared(min(places, len(rows))), size) for size, rows in by_size.items()]
 
     def memory(self, batch: Batch) -> int:
-        """Bytes of the caches of a batch; one row more where rows are replaced."""
-        rows = batch.places + (batch.places < len(batch.rows))
+        """Bytes of the caches of a batch; where rows are replaced, one row more in every group of devices."""
+        rows = batch.places + groups(self.mesh) * (batch.places < len(batch.rows))
         return prepare.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 
