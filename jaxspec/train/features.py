@@ -74,5 +74,11 @@ class Cached:
             if progress:
                 progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
 
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        return np.stack([self._files[row // SHARD][row % SHARD] for row in rows])
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The features `[*b, E]` of tokens at places `[*b]`: row times T plus place in the row."""
+        files = [file.reshape(-1, file.shape[-1]) for file in self._files]
+        which, where = np.divmod(places, len(files[0]))
+        found = np.empty((*places.shape, files[0].shape[-1]), np.float16)
+        for file in np.unique(which):
+            found[which == file] = files[file][where[which == file]]
+        return found

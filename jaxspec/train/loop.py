@@ -90,12 +90,14 @@ def train(
     )
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
-    frozen = losses.freeze(config, lm, target.params, used.ids, settings.loss != "ce", settings.precision)
+    laws = settings.loss not in ("ce", "kl")
+    frozen = losses.freeze(config, lm, target.params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     reader = Reader(lm, max(1, settings.batch // settings.accumulate))
     told = functools.partial(watch.phase, "reading with the target")
-    cached = None
-    if settings.cache_features:
+    cached, rows, places = None, used.rows, np.zeros(0, int)
+    if settings.cache_features:  # prompts need not be gone through again
+        rows, places = texts.learnt(used.rows, settings.heads)
         cached = Cached(functools.partial(reader, target.params), print_of_target, used.rows, shelf / FEATURES, told)
 
     heads = init_params(config, table, used.ids)
@@ -105,7 +107,7 @@ def train(
     found, wrong = store.newest(begun)
     for line in wrong:
         watch.say(line)
-    order = _order(len(used.rows.tokens), settings)
+    order = _order(len(rows.tokens), settings)
     if found is None:
         found = Checkpoint(begun, order.get_state(), None)
     else:
@@ -126,12 +128,14 @@ def train(
 
     def batch_of(index: np.ndarray) -> losses.Batch:
         shape = (settings.accumulate, len(index) // settings.accumulate)
-        rows = [a[index] for a in used.rows]
-        if settings.medusa2:
-            features: Any = np.zeros((*rows[0].shape, 0), np.float32)
+        part = texts.Rows(*(a[index] for a in rows))
+        if cached is not None:
+            features: Any = cached.at(places[index])
+        elif settings.medusa2:
+            features = np.zeros((*part.tokens.shape, 0), np.float32)
         else:
-            features = cached[index] if cached is not None else reader(target.params, rows[0], rows[1])
-        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*rows, features))
+            features = reader(target.params, part.tokens, part.segments)
+        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), spread)
 
     def save(state: TrainState) -> None:

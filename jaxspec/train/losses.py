@@ -26,7 +26,7 @@ class Frozen(NamedTuple):
     """Of the target, what heads are trained against; no gradient goes there."""
 
     rows: Float[Array, "R E"]  # of its projection, those that are drafted from
-    everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and laws are wanted
+    everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and acceptance is wanted
     embed: Float[Array, "V E"] | None  # for heads that read the path
     index: Int[Array, "V"] | None  # each token's row, -1: it is not drafted; None where rows are tokens
 
@@ -41,7 +41,7 @@ def freeze(
         lm: the target, which gives access to its tables.
         params: its parameters.
         ids: the drafted tokens, where not all are.
-        laws: the target's law is wanted, not its tokens alone.
+        laws: the target's law is wanted as it is, not renormalised on the drafted tokens.
         dtype: of the projection.
     """
     table, index = lm.unembedding(params), None

@@ -1,5 +1,6 @@
 """From conversations to token ids with a mask, and from those to packed rows."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -136,6 +137,34 @@ def pack(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
             rows.tokens[r, place], rows.segments[r, place], rows.mask[r, place] = text.ids, number, text.mask
             at = place.stop
     return rows, cut
+
+
+def learnt(rows: Rows, heads: int) -> tuple[Rows, np.ndarray]:
+    """What heads learn from alone: every answer with the tokens before it that guess into it, packed anew.
+
+    Args:
+        rows: R rows of T tokens.
+        heads: head i guesses 2 + i tokens ahead, so heads + 1 tokens before an answer guess tokens of it.
+
+    Returns:
+        Fewer rows of T tokens, and where each of their tokens stands in `rows`: `[R', T]`, row times T plus place.
+    """
+    guessing = rows.mask.copy()
+    for steps in range(1, heads + 2):
+        same = (rows.segments[:, steps:] == rows.segments[:, :-steps]) & (rows.segments[:, steps:] > 0)
+        guessing[:, :-steps] |= rows.mask[:, steps:] & same
+    spans = []
+    for r, (wanted, segments) in enumerate(zip(guessing, rows.segments)):
+        number = np.where(wanted, segments, 0)
+        edges = np.flatnonzero(np.diff(number, prepend=0, append=0))
+        spans += [
+            Text(np.arange(a, b) + r * number.size, rows.mask[r, a:b])
+            for a, b in itertools.pairwise(edges)
+            if number[a]
+        ]
+    packed, _ = pack(spans, rows.tokens.shape[1])
+    tokens = np.where(packed.segments > 0, rows.tokens.reshape(-1)[packed.tokens], 0)
+    return packed._replace(tokens=tokens), packed.tokens
 
 
 def frequent(texts: Iterable[Text], vocab: int, count: int) -> np.ndarray:
