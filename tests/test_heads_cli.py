@@ -153,12 +153,12 @@ def test_generate_with_heads(call, target, heads, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "x", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
+        (["generate", "x", "--target", "m", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
         (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa, not prompt-lookup"),
         (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa, not none"),
-        (["bench", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
+        (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
         (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa"),
-        (["tune", "x", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
+        (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
     ],
 )
 def test_options_that_exclude_or_need_one_another(call, words, said):
@@ -169,7 +169,7 @@ def test_options_that_exclude_or_need_one_another(call, words, said):
 
 def test_a_tuned_file_of_medusa_needs_heads(call, tmp_path):
     jaxspec.Tuned("medusa", jaxspec.chain(2), Constant()).save(tmp_path / "tuned.json")
-    status, _, err = call("generate", "x", "--tuned", tmp_path / "tuned.json")
+    status, _, err = call("generate", "x", "--target", "m", "--tuned", tmp_path / "tuned.json")
     assert status == 2
     assert "--drafter medusa needs --heads" in err
 

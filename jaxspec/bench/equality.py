@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec import prepare
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
+from jaxspec.bench.worker import Worker
 from jaxspec.models.model import Model
 from jaxspec.testing import TIE, tie_gap
 
@@ -28,7 +29,9 @@ def in_float32(model: Model) -> bool:
     return all(a.dtype.itemsize >= 4 for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
 
 
-def certify(setup: Setup, method: Method, prompt: Prompt, plain: list[int], difference: Difference) -> Difference:
+def certify(
+    setup: Setup, method: Method | Worker, prompt: Prompt, plain: list[int], difference: Difference
+) -> Difference:
     """The difference with its gap and, if there is one, its certificate; see `Difference`.
 
     Args:
@@ -39,14 +42,17 @@ def certify(setup: Setup, method: Method, prompt: Prompt, plain: list[int], diff
         difference: the first.
     """
     one, other = difference.plain, difference.other
+    foreign = isinstance(method, Worker)
     if one is None or other is None:
-        return difference
+        return dataclasses.replace(difference, certificate="peer" if foreign else None)
     target = setup.target
     sampling = prepare.with_padding_masked(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
     with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
-    if in_float32(target):
+    if foreign:
+        certificate = "peer"
+    elif in_float32(target):
         certificate = "tie" if gap < TIE else None
     else:
         certificate = "width" if _equal_at_one_width(setup, method, prompt) else None

@@ -56,7 +56,8 @@ class Difference:
         gap: how far apart their perturbed scores are (`jaxspec.testing.tie_gap`); None where there is no
             pair, or one of it could never be drawn.
         certificate: why it is rounding and no error: "tie" (float32: the gap is below `jaxspec.testing.TIE`),
-            "width" (lower precision: with target calls of one width the two texts are equal), or None.
+            "width" (lower precision: with target calls of one width the two texts are equal), "peer" (it is another
+            system's text), or None.
     """
 
     repeat: int
@@ -112,6 +113,7 @@ class Run:
         capacity: cache slots, of all methods alike.
         compile_s: of each method; 0 where an earlier run had compiled it.
         call_s: of one call at width 1: under `PLAIN` of the target, under a method of its draft model.
+        peers: of the methods, those of other systems, with the versions of their packages.
     """
 
     sampling: Sampling
@@ -122,6 +124,7 @@ class Run:
     capacity: int
     compile_s: dict[str, float]
     call_s: dict[str, float]
+    peers: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
     @property
     def differing(self) -> list[Row]:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxspec.bench.records import PLAIN, Row, Run
-from jaxspec.bench.summary import groups, summarise
+from jaxspec.bench.summary import groups, paired, summarise
 
 FORMAT = 1
 """Of the JSON; bumped whenever a name in it changes its meaning."""
@@ -43,7 +43,7 @@ def overall(run: Run) -> Table:
             times(summary.speedup),
             f"{median:.2f}x ({low:.2f} to {high:.2f})",
             f"{summary.tokens_per_s:.1f}",
-            f"{summary.mean_accepted_tokens:.2f}",
+            f"{summary.mean_accepted_tokens:.2f}" if summary.stats.rounds else "-",
             f"{summary.stats.acceptance_rate:.0%}" if summary.stats.drafted else "-",
             "-" if predicted is None or method == PLAIN else f"{predicted:.2f}x",
             f"{summary.same}/{summary.prompts}" + (f", {summary.certified} certified" if summary.certified else ""),
@@ -76,8 +76,30 @@ def by_group(run: Run) -> Table:
             task if category is None else f"  {category}",
             str(plain.prompts),
             f"{plain.tokens_per_s:.1f}",
-            *(f"{times(cell.speedup)} ({cell.mean_accepted_tokens:.2f})" for cell in cells),
+            *(
+                times(cell.speedup) + (f" ({cell.mean_accepted_tokens:.2f})" if cell.stats.rounds else "")
+                for cell in cells
+            ),
         )
+    return table
+
+
+def beside_peers(run: Run) -> Table:
+    """Plain decoding, and the fastest drafter, by the speed of every method of the peers."""
+    own = [method for method in run.methods if method not in run.peers]
+    best = max(own, key=lambda method: summarise(run, method).tokens_per_s)
+    table = Table(title="tokens/s by those of other systems: over all tokens, per prompt (quartiles)")
+    table.title_justify = "left"
+    for heading in ("peer", "versions", "its tokens/s", "plain decoding", *({best} - {PLAIN})):
+        table.add_column(heading)
+    for peer, versions in run.peers.items():
+        cells = []
+        for method in dict.fromkeys((PLAIN, best)):
+            low, median, high = dataclasses.astuple(paired(run, method, peer))
+            ratio = summarise(run, method).tokens_per_s / summarise(run, peer).tokens_per_s
+            cells.append(f"{ratio:.2f}x, {median:.2f}x ({low:.2f} to {high:.2f})")
+        said = ", ".join(f"{name} {version}" for name, version in versions.items())
+        table.add_row(peer, said, f"{summarise(run, peer).tokens_per_s:.1f}", *cells)
     return table
 
 
@@ -100,6 +122,8 @@ def verdict(run: Run, row: Row) -> str:
         return "a certified tie, which the widths of the calls round differently"
     if certificate == "width":
         return "rounding of lower precision: with target calls of one width the texts are equal"
+    if certificate == "peer":
+        return "it is the peer's"
     return "NOT A TIE" if run.lossless else "the rule is lossy"
 
 
@@ -133,6 +157,7 @@ def _run(run: Run) -> dict:
         "capacity": run.capacity,
         "compile_s": run.compile_s,
         "call_s": run.call_s,
+        "peers": run.peers,
         "overall": of_all(),
         "groups": [record for task, category in groups(run) for record in of_all(task=task, category=category)],
         "rows": [dataclasses.asdict(row) | {"stats": row.stats.as_dict()} for row in run.rows],
@@ -141,13 +166,13 @@ def _run(run: Run) -> dict:
 
 def closing(runs: list[Run]) -> str:
     """Whether the texts were those of plain decoding."""
-    compared = sum(row.method != PLAIN for run in runs for row in run.rows)
+    compared = sum(row.method != PLAIN and row.method not in run.peers for run in runs for row in run.rows)
     wrong = sum(len(run.wrong) for run in runs)
     if wrong:
         return (
             f"{wrong} OF {compared} TEXTS DIFFER from those of plain decoding, which should not be: please report it."
         )
-    unequal = sum(len(run.differing) for run in runs)
+    unequal = sum(row.method not in run.peers for run in runs for row in run.differing)
     if unequal:
         return f"{compared - unequal} of {compared} texts are those of plain decoding; the others are explained above."
     return f"All {compared} texts are those of plain decoding, token for token."

@@ -16,6 +16,7 @@ from jaxspec.bench.equality import certify, first_difference
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
 from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
+from jaxspec.bench.worker import Worker
 from jaxspec.core.protocols import Rule, Setting
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
@@ -54,6 +55,7 @@ def measure(
     turns: int = 1,
     chat: bool | None = None,
     ignore_eos: bool = False,
+    peers: Sequence[Worker] = (),
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Run:
@@ -74,6 +76,7 @@ def measure(
         turns: of every conversation, at most; the assistant's part of later ones is what plain decoding wrote.
         chat: use the target's chat template; None: if it has one.
         ignore_eos: do not end at the model's own stop tokens.
+        peers: other systems, which decode the same prompts in their turns, greedily.
         report: called with a line of text per step, before `progress` is first called.
         progress: called with (decodes done, decodes in all).
 
@@ -81,7 +84,7 @@ def measure(
         JaxspecError: bad input, before anything compiles, but for a later turn that becomes too long.
         ArithmeticError: the target's logits were not finite.
     """
-    labels = [PLAIN, *(method.label for method in methods)]
+    labels = [PLAIN, *(method.label for method in (*methods, *peers))]
     if len(set(labels)) < len(labels):
         raise InvalidConfig(f"every method needs a label of its own, and {PLAIN!r} is plain decoding; got {labels[1:]}")
     if not tasks or not all(task.questions for task in tasks):
@@ -89,11 +92,13 @@ def measure(
     if len({task.name for task in tasks}) < len(tasks):
         raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
     prepare.check_counts(repeats=repeats, turns=turns, max_new_tokens=max_new_tokens)
-    everyone = [Method(PLAIN, PLAIN), *methods]
+    if peers and sampling.temperature != 0:
+        raise InvalidConfig(f"peers are measured greedily, at temperature 0; got {sampling.temperature}")
+    own, everyone = [Method(PLAIN, PLAIN), *methods], [Method(PLAIN, PLAIN), *methods, *peers]
     chat = target.chat_template is not None if chat is None else chat
     common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     setup = Setup(target, draft, exit_layers, rule, common, heads=heads)
-    decoders = {method.label: setup.decoder(method) for method in everyone}
+    decoders = {method.label: setup.decoder(method) for method in own}
     report = report or (lambda line: None)
 
     if turns > 1:
@@ -102,24 +107,27 @@ def measure(
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
     setup.capacity = max(prepare.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
 
+    def decode(one: Method | Worker, prompt: Prompt) -> Decoded:
+        return one.decode(prompt, max_new_tokens, ignore_eos) if isinstance(one, Worker) else setup.decode(one, prompt)
+
     compile_s = {}
-    for method in everyone:
-        report(f"compiling and warming up {method.label}")
-        compile_s[method.label] = setup.decode(method, prompts[0]).timing.compile_s
+    for one in everyone:
+        report(f"compiling and warming up {one.label}")
+        compile_s[one.label] = decode(one, prompts[0]).timing.compile_s
 
     outputs: dict[tuple[int, str], list[Decoded]] = {}
     done, total = itertools.count(1), repeats * len(prompts) * len(everyone)
     for repeat in range(repeats):
         for i, prompt in enumerate(prompts):
-            for method in rotated(everyone, repeat + i):
-                outputs.setdefault((i, method.label), []).append(setup.decode(method, prompt))
+            for one in rotated(everyone, repeat + i):
+                outputs.setdefault((i, one.label), []).append(decode(one, prompt))
                 if progress:
                     progress(next(done), total)
 
     rows = [
-        _row(setup, method, prompt, outputs[i, method.label], outputs[i, PLAIN][0])
+        _row(setup, one, prompt, outputs[i, one.label], outputs[i, PLAIN][0])
         for i, prompt in enumerate(prompts)
-        for method in everyone
+        for one in everyone
     ]
     call_s = {
         PLAIN: statistics.median(s / row.stats.rounds for row in rows if row.method == PLAIN for s in row.decode_s)
@@ -127,12 +135,13 @@ def measure(
     for label, pair in decoders.items():
         if (seconds := draft_call_s(setup, *pair, prompts, repeats)) is not None:
             call_s[label] = seconds
-    used = decoders[everyone[-1].label][0].rule
+    used = decoders[own[-1].label][0].rule
     name = rule if isinstance(rule, str) else type(rule).__name__
-    return Run(sampling, name, used.lossless, tuple(labels), tuple(rows), setup.capacity, compile_s, call_s)
+    versions = {worker.label: worker.versions for worker in peers}
+    return Run(sampling, name, used.lossless, tuple(labels), tuple(rows), setup.capacity, compile_s, call_s, versions)
 
 
-def rotated(methods: Sequence[Method], by: int) -> list[Method]:
+def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
     """The methods, beginning with another one each time."""
     by %= len(methods)
     return [*methods[by:], *methods[:by]]
@@ -166,7 +175,7 @@ def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
     return prepare.encode_prompts(target, [prompt], chat)[0]
 
 
-def _row(setup: Setup, method: Method, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
+def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
     """One method's outputs on one prompt, each compared with the plain one."""
     reference, first, difference = plain.text.tokens, outputs[0].text, None
     for repeat, output in enumerate(outputs):

@@ -124,11 +124,17 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
         rates=Spread.of(len(row.tokens) / statistics.median(row.decode_s) for row in rows),
         stats=stats,
         cost_ratio=cost,
-        predicted_speedup=stats.predicted_speedup(cost or 0.0) if free or cost is not None else None,
+        predicted_speedup=stats.predicted_speedup(cost or 0.0) if stats.rounds and (free or cost is not None) else None,
         same=len(rows) - len(reasons),
         certified=sum(reason is not None for reason in reasons),
         differing=sum(reason is None for reason in reasons),
     )
+
+
+def paired(run: Run, method: str, other: str) -> Spread:
+    """Over the prompts, tokens per second of one method by those of another in the same repeat."""
+    rows, base = ([row for row in run.rows if row.method == label] for label in (method, other))
+    return Spread.of(_ratio(row, one) for row, one in zip(rows, base))
 
 
 def groups(run: Run) -> list[tuple[str, str | None]]:

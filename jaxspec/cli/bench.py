@@ -10,6 +10,7 @@ import pathlib
 import re
 from typing import TYPE_CHECKING
 
+from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.options import (
     MAX_NODES,
@@ -24,14 +25,17 @@ from jaxspec.cli.options import (
     load_models,
     one_of,
     own_draft,
+    own_heads,
     parse_tree,
     whole,
 )
-from jaxspec.errors import UnknownName
+from jaxspec.errors import JaxspecError, UnknownName
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
+    from jaxspec.bench.worker import Worker
+    from jaxspec.models.model import Model
 
 WIDTH = 120
 
@@ -51,6 +55,14 @@ def add_options(parser: Parser) -> None:
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
     add_heads(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
+
+    add(
+        "--peers",
+        metavar="PEER,...",
+        help=f"measure other systems, too: of {'|'.join(PEERS)}, each with one of its methods where wanted, as in "
+        "transformers:plain; each is installed into an environment of its own the first time",
+    )
+    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="where those environments are kept")
 
     add = parser.add_argument_group("on what").add_argument
     add(
@@ -96,20 +108,28 @@ def run(args: argparse.Namespace) -> int:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:
         methods = buildable(target, draft, heads)
+    workers, missing = _peers(args, target)
     runs = []
-    for sampling in samplings:
-        with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=10) as bar:
-            measured = measure(
-                target, methods, tasks, draft=draft, exit_layers=args.exit_layers, heads=heads, rule=args.rule,
-                sampling=sampling, seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
-                turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, report=show.say, progress=bar,
-            )  # fmt: skip
-        runs.append(measured)
+    try:
+        for sampling in samplings:
+            with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=10) as bar:
+                measured = measure(
+                    target, methods, tasks, draft=draft, exit_layers=args.exit_layers, heads=heads, rule=args.rule,
+                    sampling=sampling, seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
+                    turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, peers=workers, report=show.say,
+                    progress=bar,
+                )  # fmt: skip
+            runs.append(measured)
+    finally:
+        for worker in workers:
+            worker.close()
     show_tables(runs)
+    for label, why in missing.items():
+        print(f"NOT MEASURED: {label}: {why}")
     if args.json:
         memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
         arguments = {name: value for name, value in vars(args).items() if name != "debug"}
-        record = report.as_record(runs, arguments, describe(), memory)
+        record = report.as_record(runs, arguments, describe(), memory) | {"peers_left_out": missing}
         args.json.write_text(json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
         show.say(f"written: {args.json}")
     if args.plots:
@@ -126,7 +146,8 @@ def show_tables(runs: list["Run"]) -> None:
 
     console = Console(width=max(Console().width, WIDTH))
     for measured in runs:
-        for part in (report.overall(measured), report.apart(measured), report.by_group(measured)):
+        parts = [report.overall(measured), report.apart(measured), report.by_group(measured)]
+        for part in [*parts, report.beside_peers(measured)] if measured.peers else parts:
             console.print(part, "", highlight=False, sep="\n")
     for measured in runs:
         for line in report.differences(measured):
@@ -175,7 +196,15 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     """
     if args.json and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    if args.peers is not None:
+        if any(args.temperature):
+            raise UsageError("--peers decode greedily; leave --temperature at 0")
+        try:
+            parse(args.peers, args.draft_model is not None)
+        except JaxspecError as error:
+            raise UsageError(f"--peers: {error}") from None
     if args.drafters is None and args.tuned is None:
+        args.heads = args.heads or own_heads(args.target)
         return None
     methods = [] if args.drafters is None else parse_drafters(args.drafters)
     if args.tuned is not None:
@@ -189,9 +218,30 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
         raise UsageError("the drafter model needs --draft-model SOURCE")
+    if "heads" in takes:
+        args.heads = args.heads or own_heads(args.target)
     if "heads" in takes and args.heads is None:
         raise UsageError("the drafter medusa needs --heads SOURCE")
     return methods
+
+
+def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
+    """The peers that run, and why others do not."""
+    from jaxspec.bench.worker import Models, start
+    from jaxspec.cli import show
+    from jaxspec.models.checkpoint import find_source
+
+    if args.peers is None:
+        return [], {}
+
+    def files(source: str) -> dict[str, str]:
+        place = pathlib.Path(find_source(source)).expanduser().absolute()
+        return {"hf" if place.is_dir() else "gguf": str(place)}
+
+    draft = None if args.draft_model is None else files(args.draft_model)
+    longest = max(target.lm.context, 1)
+    models = Models(files(args.target), draft, min(longest, 2048), target.stop_ids)
+    return start(parse(args.peers, draft is not None), models, args.peers_folder, show.say)
 
 
 def _tuned(args: argparse.Namespace) -> "Method":

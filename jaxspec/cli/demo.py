@@ -7,18 +7,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.options import TARGET, Parser
+from jaxspec.cli.options import TARGET, Parser, own_heads
 from jaxspec.registry import DRAFTERS, find
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from jaxspec.models.heads import DraftHeads
     from jaxspec.models.model import Model
     from jaxspec.output import Output
 
 PLAIN, QUICK = "none", "prompt-lookup"
 LENGTHS = {"early-exit": 2, "model": 4}  # drafts that cost here more than they bring are kept short
 WIDTH = 88
+NOTES = {
+    "model": "here the target drafts for itself; nearly all is accepted and nothing gained: it shows the machinery.",
+    "early-exit": "a model not trained for it accepts little; it shows that the text stays the same.",
+    "medusa": "heads trained for this model by `jaxspec train medusa` guess the tokens after the next one.",
+}
 
 
 def add_options(parser: Parser) -> None:
@@ -36,12 +42,15 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.cli import show
 
     model = show.load(args.target, "float32")
-    bench = Bench(model)
+    heads = own_heads(args.target)
+    bench = Bench(model, None if heads is None else jaxspec.load_heads(heads, target=model))
     print(f"\nQuestion: {QUESTION}\n")
     bench.stream(QUESTION, 96)
 
     tables, greedy = [], jaxspec.Sampling()
-    names = [name for name in sorted(DRAFTERS, key=PLAIN.__ne__) if "heads" not in find("drafter", name).takes]
+    names = sorted(DRAFTERS, key=PLAIN.__ne__)
+    if heads is None:
+        names = [name for name in names if "heads" not in find("drafter", name).takes]
     for task, (prompt, count) in TASKS.items():
         rows = {name: bench.measure(name, prompt, count, greedy) for name in names}
         tables.append((f"{task}, greedy, up to {count} tokens", rows))
@@ -56,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
         console.print()
         console.print(as_table(title, rows))
     same = all(row[0].tokens == rows[PLAIN][0].tokens for _, rows in tables for row in rows.values())
-    print(closing(args.target, same))
+    print(closing(args.target, names, same))
     return 0 if same else 1
 
 
 class Bench:
     """One model and one cache size, so that a drafter compiles once for all tasks."""
 
-    def __init__(self, model: "Model"):
-        self._model, self._chat = model, model.chat_template is not None
+    def __init__(self, model: "Model", heads: "DraftHeads | None"):
+        self._model, self._heads, self._chat = model, heads, model.chat_template is not None
         longest = max(len(model.encode(prompt)) + count for prompt, count in TASKS.values())
         self._capacity = max(512, 1 << (longest + 128).bit_length())  # 128: the chat template, a window
         self._compiled: set[str] = set()
@@ -73,6 +82,7 @@ class Bench:
         return {
             "drafter": name,
             "draft": self._model if "draft" in find("drafter", name).takes else None,
+            "heads": self._heads if "heads" in find("drafter", name).takes else None,
             "tree": LENGTHS.get(name),
             "max_new_tokens": count,
             "chat": self._chat,
@@ -129,7 +139,7 @@ def as_table(title: str, rows: dict[str, "Output"]) -> "Table":
     return table
 
 
-def closing(target: str, same: bool) -> str:
+def closing(target: str, names: list[str], same: bool) -> str:
     """How to read the tables, and what to type next."""
     script = os.path.join(os.path.dirname(sys.executable), "jaxspec")
     command = os.path.relpath(script) if os.path.exists(script) else f"{os.path.relpath(sys.executable)} -m jaxspec"
@@ -139,12 +149,12 @@ def closing(target: str, same: bool) -> str:
     verdict = "Every drafter wrote the same text as plain decoding, token for token."
     if not same:
         verdict = "A TEXT DIFFERS from that of plain decoding, which should not be: please report it."
+    notes = "\n".join(f"{name}: {NOTES[name]}" for name in names if name in NOTES)
     return f"""
 {verdict}
 
 tokens/s is of decoding alone, on this machine: compiling, and reading the prompt, are left out.
-model: here the target drafts for itself; nearly all is accepted and nothing gained: it shows the machinery.
-early-exit: a model not trained for it accepts little; it shows that the text stays the same.
+{notes}
 
 Next:
   {command} "Write a haiku about the sea."

@@ -101,7 +101,7 @@ def add_heads(add: Callable) -> None:
     add(
         "--heads",
         metavar="SOURCE",
-        help="heads of the drafter 'medusa': a directory, a file or a repository of the Hub",
+        help="heads of the drafter 'medusa': a directory, a file, a Hub repository (default: the preset's own)",
     )
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
 
@@ -179,6 +179,8 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)
+    if args.drafter == "medusa":
+        args.heads = args.heads or own_heads(args.target)
     for option, drafter in (("draft_model", "model"), ("exit_layers", "early-exit"), ("heads", "medusa")):
         if getattr(args, option) is not None and args.drafter != drafter:
             raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
@@ -214,6 +216,13 @@ def own_draft(target: str) -> str | None:
     from jaxspec.models.presets import PRESETS
 
     return PRESETS[target].draft if target in PRESETS else None
+
+
+def own_heads(target: str) -> str | None:
+    """The target's name, where it is a preset whose heads come with jaxspec."""
+    from jaxspec.models.presets import PRESETS
+
+    return target if target in PRESETS and PRESETS[target].heads else None
 
 
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:

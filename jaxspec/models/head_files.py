@@ -22,6 +22,7 @@ from jaxspec.models.checkpoint import DTYPES, StoredTensor, check_shape, find_so
 from jaxspec.models.folder import HeldTensor
 from jaxspec.models.head_layouts import FILES, FIRST, MANIFEST, PICKLES, Layout, recognise
 from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten, unflatten, vocabulary
+from jaxspec.models.presets import PRESETS, SHIPPED
 
 TENSORS, VERSION, OURS = "heads.safetensors", 1, "jaxspec"
 _IDS = ("I64", "I32")
@@ -89,7 +90,8 @@ def load_heads(
     hold one block so many times.
 
     Args:
-        source: a directory, a `.safetensors` or `.pt` file, or a repository of the Hugging Face Hub.
+        source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or the name of a
+            preset whose heads come with this package.
         target: the model they draft for; then what does not fit is refused at once. Needed where the files do not tell
             the size of the vocabulary.
         dtype: "float32" or "bfloat16", of the matrices, in which they are multiplied; None: as the file has them.
@@ -117,6 +119,11 @@ def open_heads(
     source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
 ) -> HeadFile:
     """Finds heads, and checks their headers; arguments and errors as those of `load_heads`."""
+    if isinstance(source, str) and source in PRESETS:
+        if not PRESETS[source].heads:
+            some = ", ".join(name for name, preset in PRESETS.items() if preset.heads)
+            raise CheckpointError(f"no heads for the preset {source} come with jaxspec, only for {some}; train some")
+        source = SHIPPED / source
     place = pathlib.Path(find_source(source, report=report, pickles=allow_pickle)).expanduser()
     if (place / MANIFEST).exists():
         return _open_ours(place)

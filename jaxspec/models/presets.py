@@ -29,6 +29,7 @@ class Preset:
         license: SPDX identifier, or the name of the model's own licence.
         draft: the preset that drafts for it, of the same vocabulary.
         weights: a file of the package index with the weights; None where they come from the repository.
+        heads: whether Medusa heads for it come with this package.
     """
 
     name: str
@@ -37,7 +38,11 @@ class Preset:
     license: str
     draft: str | None = None
     weights: Weights | None = None
+    heads: bool = False
 
+
+SHIPPED = pathlib.Path(__file__).parent / "shipped"
+"""Where the heads that come with this package are, each under the name of its preset."""
 
 _SMOLLM2_135M = Weights(
     name="smollm2-135m-instruct",

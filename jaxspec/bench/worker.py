@@ -1,0 +1,150 @@
+"""A peer while it runs: its own Python runs `workers/serve.py`, which imports nothing of jaxspec.
+
+They speak JSON, a line each way, over the worker's standard input and output.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.bench.peers import PEERS, PeerError, environment
+from jaxspec.bench.records import Prompt
+from jaxspec.bench.setup import Decoded
+from jaxspec.decode.session import Timing
+from jaxspec.decode.stats import Stats
+from jaxspec.output import Generation
+from jaxspec.wheels import cache_directory
+
+WORKERS = pathlib.Path(__file__).parent / "workers"
+DRAFT_LENGTH = 5
+"""Tokens that a peer is to draft, where it takes a number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What the peers read: paths, by format; None where there is none."""
+
+    target: dict[str, str]
+    draft: dict[str, str] | None
+    capacity: int
+    stop_ids: tuple[int, ...]
+
+
+class Worker:
+    """One method of a peer, running.
+
+    Attributes:
+        label: for tables.
+        versions: of its packages.
+
+    Raises:
+        PeerError: it does not start; the last line of its log is told.
+    """
+
+    def __init__(self, name: str, method: str, python: pathlib.Path, models: Models, log: pathlib.Path):
+        self.label, self._log, self._stops = f"{name} {method}", log, models.stop_ids
+        peer = PEERS[name]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+        self._errors = log.open("w")
+        self._process = subprocess.Popen(
+            [str(python), str(WORKERS / "serve.py"), re.sub(r"\W", "_", name)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+        )  # fmt: skip
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+        def place(of: dict[str, str] | None) -> str | None:
+            return next((of[kind] for kind in peer.reads if kind in of), None) if of else None
+
+        told = {
+            "method": method,
+            "target": place(models.target),
+            "draft": place(models.draft) if method in peer.drafts else None,
+            "capacity": models.capacity,
+            "stop_ids": models.stop_ids,
+            "threads": len(usable),
+            "draft_length": DRAFT_LENGTH,
+        }
+        self.versions: dict[str, str] = self._ask(told)["versions"]
+
+    def decode(self, prompt: Prompt, count: int, ignore_eos: bool) -> Decoded:
+        """Continues a prompt greedily.
+
+        The time of the peer's first tokens counts as reading the prompt; that of the rest, scaled to all, as decoding.
+
+        Raises:
+            PeerError: it failed.
+        """
+        found = self._ask({"tokens": prompt.tokens, "count": count, "ignore_eos": ignore_eos})
+        tokens, first, total = found["tokens"], found["first_s"], found["total_s"]
+        stops = () if ignore_eos else self._stops
+        ended = next((i for i, token in enumerate(tokens) if token in stops), None)
+        if ended is not None:
+            tokens = tokens[: ended + 1]
+        elif found["stopped"] and stops:  # the peer keeps it to itself
+            tokens = [*tokens, stops[0]]
+        stopped = bool(tokens) and tokens[-1] in stops
+        later = max(len(tokens) - found["first"], 1)
+        decode = (total - first) * max(len(tokens), 1) / later
+        text = Generation(0, 0, prompt.tokens, tokens, None, "stop" if stopped else "length", Stats())
+        return Decoded(text, Timing(0.0, max(total - decode, 0.0), decode, len(tokens)))
+
+    def close(self) -> None:
+        """Ends it."""
+        for step in (self._process.stdin.close, lambda: self._process.wait(10)):  # type: ignore
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                step()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()  # type: ignore
+        self._errors.close()
+
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        answer = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            self.close()
+            raise PeerError(f"{self.label}: {answer['error']} (all it said: {self._log})")
+        return answer
+
+    def _last_words(self) -> str:
+        said = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return said[-1][:300] if said else "it ended without a word"
+
+
+def start(
+    wanted: Sequence[tuple[str, str]],
+    models: Models,
+    folder: pathlib.Path | None = None,
+    report: Callable[[str], Any] = print,
+) -> tuple[list[Worker], dict[str, str]]:
+    """Starts what can be started; and why the rest could not be, by label."""
+    workers, missing = [], {}
+    logs = (folder or cache_directory() / "peers") / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for name, method in wanted:
+        label = f"{name} {method}"
+        try:
+            if not any(kind in models.target for kind in PEERS[name].reads):
+                raise PeerError(f"{name} reads {' and '.join(PEERS[name].reads)}, the target is in another format")
+            python = environment(name, folder, report)
+            report(f"starting {label}")
+            log = logs / f"{re.sub(r'[^A-Za-z0-9]+', '-', label)}.log"
+            workers.append(Worker(name, method, python, models, log))
+        except (PeerError, OSError) as error:
+            missing[label] = str(error)
+            report(f"left out: {error}")
+    return workers, missing

@@ -1,0 +1,53 @@
+"""llama.cpp through xllamacpp: plain, with n-grams of the text, and with a draft model; greedy, on a GGUF file.
+
+It runs as a server on the loopback, in this process; the times are those that it reports itself.
+"""
+
+import importlib.metadata
+import json
+import urllib.request
+
+import xllamacpp
+
+KINDS = {"n-gram": "NGRAM_SIMPLE", "draft": "DRAFT_SIMPLE"}
+
+
+class Peer:
+    def __init__(self, told):
+        params = xllamacpp.CommonParams()
+        params.model.path, params.hostnames, params.port = told["target"], ["127.0.0.1"], 0
+        params.n_ctx, params.n_parallel, params.warmup, params.ctx_shift = told["capacity"], 1, True, False
+        for one in (params.cpuparams, params.cpuparams_batch):
+            one.n_threads = told["threads"]
+        if told["method"] in KINDS:
+            kinds = xllamacpp.common_speculative_type
+            params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[told['method']]}")]
+            params.speculative.draft.n_max = told["draft_length"]
+            params.speculative.ngram_simple.size_m = told["draft_length"]
+        if told["draft"]:
+            params.speculative.draft.mparams.path = told["draft"]
+            for one in (params.speculative.draft.cpuparams, params.speculative.draft.cpuparams_batch):
+                one.n_threads = told["threads"]
+        self.server = xllamacpp.Server(params)
+        self.versions = {"xllamacpp": importlib.metadata.version("xllamacpp")}
+
+    def decode(self, tokens, count, ignore_eos):
+        body = {
+            "prompt": tokens, "n_predict": count, "temperature": 0.0, "top_k": 1, "cache_prompt": False,
+            "return_tokens": True, "ignore_eos": ignore_eos,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.server.listening_address}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        times = found["timings"]  # the first token comes out of the prompt's last call
+        return {
+            "tokens": found["tokens"],
+            "stopped": found["stop_type"] == "eos",
+            "first": 1,
+            "first_s": times["prompt_ms"] / 1e3,
+            "total_s": (times["prompt_ms"] + times["predicted_ms"]) / 1e3,
+        }
