@@ -1,10 +1,11 @@
 """What trained heads are worth on MT-bench, which they were not trained on.
 
-    python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--json OUT]
+    python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE] [--json OUT]
 
 The target answers the first turn of every question greedily; each head's accuracy on those answers stands beside
-Medusa's published ones. Then tokens per round on the heads' own tree: greedily, where every text is compared with plain
-decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS` measures the time.
+Medusa's published ones. Then tokens per round on the heads' own tree, or on the given one: greedily, where every text is
+compared with plain decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS`
+measures the time.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
+from jaxspec.cli.options import parse_tree
 from jaxspec.registry import find
 from jaxspec.train.evaluate import ranks
 from jaxspec.train.texts import Text
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=384)
+    parser.add_argument("--tree", type=parse_tree, help="such as 4x2x1 or mc_sim_7b_63")
     parser.add_argument("--rules", nargs="*", default=list(RULES))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
@@ -60,7 +63,7 @@ def main() -> int:
         print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)
 
     failed = 0
-    tree = heads.tree or jaxspec.chain(heads.config.num_heads)
+    tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
     print(f"tree of {tree.shape.nodes} nodes, {tree.shape.depth} deep")
     for temperature, rule in [(0.0, "coupled"), *((0.7, rule) for rule in given.rules)]:
         sampling = jaxspec.Sampling(temperature=temperature)

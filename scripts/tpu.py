@@ -1,8 +1,8 @@
 """Compiles the decoder for TPUs without one, and says what the compiled loop does: `make tpu`.
 
-    python scripts/tpu.py [--chips v5e,v6e,v5p] [--layers 32] [--json out.json]
+    python scripts/tpu.py [--chips v5e,v6e,v5p] [--layers 32] [--capacity 2048] [--json out.json]
 
-The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, at batch 1 and a capacity of 2,048, on one
+The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, at batch 1, on one
 device and on a mesh of 2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs
 (package libtpu). What must hold is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or
 fetched from the host, no copy of a cache inside a loop, the caches updated in place. What is printed: the bytes and
@@ -58,7 +58,6 @@ CHIPS = {  # cloud.google.com/tpu/docs, system architecture
     "v6e": Chip("v6e:2x2", 1640e9, 918e12, 32e9),
     "v5p": Chip("v5p:2x2x1", 2765e9, 459e12, 95e9),
 }
-CAPACITY = 2048
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
@@ -98,7 +97,9 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
-def compiled(decoder: jaxspec.Decoder, weights: Weights, devices: Any, split: bool) -> tuple[Any, Any, float]:
+def compiled(
+    decoder: jaxspec.Decoder, weights: Weights, capacity: int, devices: Any, split: bool
+) -> tuple[Any, Any, float]:
     """The loop compiled for these devices, the shapes of its state, and the seconds it took."""
     batch, vocab = (2 if split else 1), decoder.target.vocab
     request = Request(
@@ -109,13 +110,13 @@ def compiled(decoder: jaxspec.Decoder, weights: Weights, devices: Any, split: bo
         jax.ShapeDtypeStruct((batch, 8), "int32"),
         jax.eval_shape(lambda: jaxspec.Sampling(temperature=1.0).rows(batch, vocab)),
     )
-    state = jax.eval_shape(lambda w, r: decoder.init(w, r, CAPACITY), weights, request)
+    state = jax.eval_shape(lambda w, r: decoder.init(w, r, capacity), weights, request)
     arguments = (weights, state, jax.ShapeDtypeStruct((), "int32"))
     function = decoder.run
     if split:
         decoder = dataclasses.replace(decoder, target=dataclasses.replace(decoder.target, shards=2))
         mesh = jaxspec.make_mesh(2, 2, devices)
-        spread = Spread(mesh, decoder.row_axes(weights, request, CAPACITY))
+        spread = Spread(mesh, decoder.row_axes(weights, request, capacity))
         function = spread.over(decoder.run, arguments)
         named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), spread.specs(arguments))
         named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
@@ -164,12 +165,14 @@ def findings(text: str, state: Any) -> list[str]:
     return wrong
 
 
-def report(chip: str, kind: str, name: str, decoder: jaxspec.Decoder, weights: Weights, devices: Any) -> dict:
+def report(
+    chip: str, kind: str, name: str, decoder: jaxspec.Decoder, weights: Weights, capacity: int, devices: Any
+) -> dict:
     """One line of the table."""
     split = kind != "one device"
     row: dict[str, Any] = {"chip": chip, "mesh": kind, "drafter": name}
     try:
-        done, state, seconds = compiled(decoder, weights, devices, split)
+        done, state, seconds = compiled(decoder, weights, capacity, devices, split)
     except jax.errors.JaxRuntimeError as error:
         if "memory" not in str(error).lower():
             raise
@@ -203,6 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--capacity", type=int, default=2048, help="slots of the cache; a small one is moved to VMEM")
     parser.add_argument("--drafters", help="only those whose name holds this")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -216,12 +220,16 @@ def main() -> int:
                     continue
                 decoder = jaxspec.Decoder(target, drafter, Coupled())
                 weights = Weights(shapes(target), params)
-                row = report(chip, kind, name, decoder, weights, topology.devices)
+                row = report(chip, kind, name, decoder, weights, arguments.capacity, topology.devices)
                 rows.append(row)
                 print(line(row), flush=True)
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"jax": jax.__version__, "layers": arguments.layers, "rows": rows}, file, indent=1)
+            json.dump(
+                {"jax": jax.__version__, "layers": arguments.layers, "capacity": arguments.capacity, "rows": rows},
+                file,
+                indent=1,
+            )
     return int(any(row.get("wrong") for row in rows))
 
 

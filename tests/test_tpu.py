@@ -58,7 +58,8 @@ def test_what_must_not_be_there_is_found(tpu):
 def test_the_loop_of_every_drafter(chip, tmp_path):
     """One loop, no host, no copy of a cache, caches updated in place; on one device and on 2 x 2."""
     pytest.importorskip("libtpu")
-    words = [sys.executable, str(SCRIPT), "--chips", chip, "--layers", "2", "--json", str(tmp_path / "out.json")]
+    words = [sys.executable, str(SCRIPT), "--chips", chip, "--json", str(tmp_path / "out.json")]
+    words += ["--layers", "2", "--capacity", "32768"]  # few layers, but more cache than fits into VMEM
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

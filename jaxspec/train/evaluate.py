@@ -23,6 +23,8 @@ RANKS = 16
 """Of the right token that are told apart."""
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Nodes of the trees that are tried."""
+HOPE = 0.9
+"""Of the best speed so far, what a larger tree must be able to reach to be tried."""
 
 
 class Ranks(NamedTuple):
@@ -129,35 +131,50 @@ def measure_trees(
 ) -> list[Candidate]:
     """Decodes the prompts with the best tree of every size, by turns: which is fastest is a matter of the machine.
 
+    Sizes whose rounds take too long for any tree to pay are left out.
+
     Args:
         target: the model that decides.
         heads: that draft.
         acceptance: see `Ranks.acceptance`.
         prompts: token ids; each is decoded alone, greedily.
         max_new_tokens: per prompt.
-        repeats: timed turns, after one that compiles.
+        repeats: timed turns, after one that compiles and looks which sizes may pay.
         progress: called with (decodes done, decodes in all).
     """
-    trees = candidates(heads, acceptance)
-    seconds: list[list[float]] = [[] for _ in trees]
+    capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
+
+    def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:
+        """Its statistics, and the seconds of a round."""
+        drafting: dict[str, Any] = {"drafter": "none"}
+        if tree.shape.depth:
+            drafting = {"drafter": "medusa", "heads": heads, "tree": tree}
+        out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, **drafting)
+        return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
+
+    trees, best = [], 0.0
+    every = candidates(heads, acceptance)
+    most = max(expected for _, expected in every)
+    for tree, expected in every:
+        decode(tree, prompts[0])  # compiles
+        _, seconds = decode(tree, prompts[0])
+        trees.append((tree, expected))
+        best = max(best, expected / seconds)
+        if progress:
+            progress(len(trees), (1 + repeats) * len(every))
+        if most / seconds < HOPE * best:
+            break  # larger ones take longer, and bring no more than `most`
+    took: list[list[float]] = [[] for _ in trees]
     counts: list[list[Stats]] = [[] for _ in trees]
-    total = (1 + repeats) * len(trees)
-    for turn in range(1 + repeats):
+    for turn in range(repeats):
         for i, (tree, _) in enumerate(trees):
-            drafting: dict[str, Any] = {"drafter": "none"}
-            if tree.shape.depth:
-                drafting = {"drafter": "medusa", "heads": heads, "tree": tree}
-            capacity = max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128
-            for prompt in prompts[: None if turn else 1]:
-                out = generate(
-                    target, prompt, max_new_tokens=max_new_tokens, capacity=-(-capacity // 256) * 256, **drafting
-                )
-                if turn and out.stats.rounds:
-                    seconds[i].append(out.timing.decode_s / out.stats.rounds)
-                    counts[i].append(out.stats)
+            for stats, seconds in (decode(tree, prompt) for prompt in prompts):
+                if stats.rounds:
+                    took[i].append(seconds)
+                    counts[i].append(stats)
             if progress:
-                progress(turn * len(trees) + i + 1, total)
+                progress((1 + turn) * len(trees) + i + 1, (1 + repeats) * len(trees))
     return [
-        Candidate(tree, expected, Stats.total(stats).tokens_per_round, statistics.median(took))
-        for (tree, expected), stats, took in zip(trees, counts, seconds)
+        Candidate(tree, expected, Stats.total(stats).tokens_per_round, statistics.median(seconds))
+        for (tree, expected), stats, seconds in zip(trees, counts, took)
     ]
