@@ -3,7 +3,7 @@
     python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE] [--json OUT]
 
 The target answers the first turn of every question greedily; each head's accuracy on those answers stands beside
-Medusa's published ones. Then tokens per round on the heads' own tree, or on the given one: greedily, where every text is
+Medusa's published ones. Then tokens per round on the heads' own tree, or the given one: greedily, where every text is
 compared with plain decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS`
 measures the time.
 """
