@@ -1,5 +1,6 @@
 """The real thing, short: SmolLM2-135M-Instruct. `scripts/identity.py` is the long form."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -67,20 +68,30 @@ def decode(model, rows, drafter, **options):
     return jaxspec.generate(model, prompts, drafter=drafter, capacity=CAPACITY, **settings, **options)
 
 
-def test_drafters_write_the_plain_text(smollm2, rows):
-    """Float32, chain and ragged tree, greedy and sampled rows, against plain decoding; the next test has a draft."""
+def shallow(model):
+    """Its first layers, the norm and the head: real weights and sizes, compiled in a fifth of the time."""
+    return dataclasses.replace(model, lm=dataclasses.replace(model.lm, layers=6))
+
+
+def test_drafts_leave_the_text_as_it_is(smollm2, rows):
+    """Float32, greedy and sampled rows, against plain decoding."""
     reference = decode(smollm2, rows, "none")
-    for drafter, options in (
-        ("prompt-lookup", {}),  # compiled by the test before
-        ("early-exit", {"tree": jaxspec.from_paths([(0, 0), (0, 1), (1,)]), "exit_layers": 4}),
-    ):
-        output = decode(smollm2, rows, drafter, **options)
-        assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
-        assert (output.stats.drafted if drafter == "early-exit" else output.stats.accepted) > 0
+    output = decode(smollm2, rows, "prompt-lookup")  # compiled by the test before
+    assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
+    assert output.stats.accepted > 0
+
+
+def test_a_ragged_tree_leaves_the_text_as_it_is(smollm2, rows):
+    """The same of a tree with drafts of a model's first layers."""
+    model, tree = shallow(smollm2), jaxspec.from_paths([(0, 0), (0, 1), (1,)])
+    reference = decode(model, rows, "none")
+    output = decode(model, rows, "early-exit", tree=tree, exit_layers=4)
+    assert_same_up_to_ties(model, reference, output, rows[2], rows[1], limit=1)
+    assert output.stats.accepted > 0
 
 
 def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, rows):
-    model = jaxspec.load(smollm2_path, dtype="bfloat16")
+    model = shallow(jaxspec.load(smollm2_path, dtype="bfloat16"))
     tree = jaxspec.from_paths([(0, 0), (0, 1), (1,)])
     options = {"tree": tree, "width_matched": True, "logprobs": True}
     reference = decode(model, rows, "none", **options)

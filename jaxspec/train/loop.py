@@ -1,7 +1,8 @@
 """A training run: data, steps, log and checkpoints in one folder; the same command goes on where it was killed.
 
-The folder holds `settings.json`, `answers/` and `features/` (made once), `checkpoints/`, `log.jsonl` (what is the same
-in every run of the same settings) beside `speed.jsonl` (what is not), and at the end `heads/`.
+The folder holds `settings.json`, what is made once (`answers/`, `features/`, and `held-out/`, which are features, too),
+`checkpoints/`, `log.jsonl` (what is the same in every run of the same settings) beside `speed.jsonl` (what is not), and
+at the end `heads/`.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
 
 DEFAULTS = Settings()
-FEATURES, CHECKPOINTS = "features", "checkpoints"
+FEATURES, HELD, CHECKPOINTS = "features", "held-out", "checkpoints"
 
 
 class Trained(NamedTuple):
@@ -94,11 +95,18 @@ def train(
     frozen = losses.freeze(config, lm, target.params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     reader = Reader(lm, max(1, settings.batch // settings.accumulate))
-    told = functools.partial(watch.phase, "reading with the target")
-    cached, rows, places = None, used.rows, np.zeros(0, int)
-    if settings.cache_features:  # prompts need not be gone through again
-        rows, places = texts.learnt(used.rows, settings.heads)
-        cached = Cached(functools.partial(reader, target.params), print_of_target, used.rows, shelf / FEATURES, told)
+
+    def source(rows: texts.Rows, name: str, params: Any = target.params) -> tuple[texts.Rows, Callable]:
+        """What is learnt from, and the function that gives the features of some of these rows by number."""
+        if not settings.cache_features:
+            return rows, lambda index: reader(params, rows.tokens[index], rows.segments[index])
+        told = functools.partial(watch.phase, f"reading {name} with the target")
+        cached = Cached(functools.partial(reader, target.params), print_of_target, rows, shelf / name, told)
+        few, places = texts.learnt(rows, settings.heads)  # prompts need not be gone through again
+        return few, lambda index: cached.at(places[index])
+
+    rows, features_of = source(used.rows, FEATURES)
+    held = source(used.held, HELD) if len(used.held.tokens) else None
 
     heads = init_params(config, table, used.ids)
     heads.pop("tokens", None)
@@ -120,21 +128,16 @@ def train(
     step, judge = _compiled(settings, config, lm)
 
     def evaluated(state: TrainState) -> dict[str, Any]:
-        now, tables = state.params.target, frozen
+        now, tables, part = state.params.target, frozen, held
+        assert part is not None
         if now is not None:  # trained, too
-            tables = losses.freeze(config, lm, now, dtype=settings.precision)
-        reading = functools.partial(reader, target.params if now is None else now)
-        return evaluate(functools.partial(judge, ids, tables, state.params.heads), reading, used.held, reader.batch)
+            tables, part = losses.freeze(config, lm, now, dtype=settings.precision), source(used.held, HELD, now)
+        return evaluate(functools.partial(judge, ids, tables, state.params.heads), *part, reader.batch)
 
     def batch_of(index: np.ndarray) -> losses.Batch:
         shape = (settings.accumulate, len(index) // settings.accumulate)
         part = texts.Rows(*(a[index] for a in rows))
-        if cached is not None:
-            features: Any = cached.at(places[index])
-        elif settings.medusa2:
-            features = np.zeros((*part.tokens.shape, 0), np.float32)
-        else:
-            features = reader(target.params, part.tokens, part.segments)
+        features = np.zeros((*part.tokens.shape, 0), np.float32) if settings.medusa2 else features_of(index)
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), spread)
 
@@ -166,7 +169,7 @@ def train(
             since = now
             log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
             watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
-        if len(used.held.tokens) and (now % settings.eval_every == 0 or last):
+        if held is not None and (now % settings.eval_every == 0 or last):
             record = {"step": now, "held_out": evaluated(state)}
             log.add(record)
             score = record["held_out"]["accepted_length"]
@@ -211,12 +214,14 @@ def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callabl
     return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
 
 
-def evaluate(judge: Callable, read: Callable, rows: texts.Rows, size: int) -> dict[str, Any]:
+def evaluate(judge: Callable, rows: texts.Rows, features_of: Callable, size: int) -> dict[str, Any]:
     """The heads on the held-out rows, so many at a time."""
     total = None
     for at in range(0, len(rows.tokens), size):
-        part = [np.pad(a[at : at + size], ((0, max(0, at + size - len(a))), (0, 0))) for a in rows]
-        found = judge(losses.Batch(*(jnp.asarray(a) for a in (*part, read(part[0], part[1])))))
+        index = np.arange(at, min(at + size, len(rows.tokens)))
+        part = [np.asarray(a) for a in (*(a[index] for a in rows), features_of(index))]
+        padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
+        found = judge(losses.Batch(*map(jnp.asarray, padded)))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     assert total is not None
     return shares(total)
