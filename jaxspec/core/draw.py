@@ -42,6 +42,7 @@ class Draw:
         vocab: V of the target, static; a draft of fewer tokens shares the noise of those it has.
         limit: the depth to which each row may draft; None for any.
         doubts: of a schedule: the nodes after whose law nothing is drafted.
+        shared: the target's noise by depth, where it was drawn for the whole round; None: it is drawn when asked for.
     """
 
     kind: Noise
@@ -52,6 +53,7 @@ class Draw:
     vocab: int
     limit: Int[Array, "B"] | None = None
     doubts: Callable[[Array], Array | None] = lambda law: None
+    shared: Float[Array, "B D1 V"] | None = None
 
     def below(self, depth: Array | int) -> Bool[Array, "B"]:
         """The rows that may draft children of nodes at `depth`."""
@@ -132,7 +134,10 @@ class Draw:
         score = tempered(logits, self._of(ids))
         if self.kind is not Noise.SHARED:
             return score
-        extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
+        if self.shared is None:
+            extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
+        else:
+            extra = lax.dynamic_index_in_dim(self.shared, depth, axis=1)
         extra = extra[..., : logits.shape[-1]] if ids is None else extra[..., ids]
         return score + jnp.where(self._greedy, 0.0, extra)
 

@@ -40,6 +40,25 @@ def gumbel(keys: Array, positions: Int[Array, "B n"], vocab: int, wanted: Array 
     return _drawn(one, keys, positions, vocab, wanted)
 
 
+def ahead(
+    keys: Array, roots: Int[Array, "B"], depths: int, wanted_depths: Array | int, vocab: int
+) -> Float[Array, "B D V"]:
+    """The noise of the tokens at `roots` and after it, [:, d] that of position `roots + d`; one depth after the other.
+
+    Args:
+        keys: one per row.
+        roots: a position per row.
+        depths: D, static.
+        wanted_depths: how many of them are drawn; the rest are zeros, and cost nothing.
+        vocab: V.
+    """
+
+    def draw(depth: Array, noise: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(noise, gumbel(keys, (roots + depth)[:, None], vocab), depth, 1)
+
+    return jax.lax.fori_loop(0, wanted_depths, draw, jnp.zeros((roots.shape[0], depths, vocab), jnp.float32))
+
+
 def fresh(
     keys: Array, roots: Int[Array, "B"], nodes: Int[Array, "n"], vocab: int, wanted: Array | bool = True
 ) -> Float[Array, "B n V"]:

@@ -84,6 +84,8 @@ class Drafter(Protocol):
 
     Attributes:
         takes: the fields of `Setting`, besides the target, that `build` makes use of.
+
+    One that never draws may say so by `draws = False`; its rounds then draw no more noise than their verdict needs.
     """
 
     takes: ClassVar[frozenset[str]]

@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core import sizes
+from jaxspec.core import noise, sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_feature
 from jaxspec.core.records import Advance, Context, Proposal, Status, Window
@@ -202,6 +202,11 @@ class Decoder:
         running = state.status == Status.RUNNING
         limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, shape.depth), 0)
 
+        shared = None
+        if self.rule.noise is Noise.SHARED and getattr(self.drafter, "draws", True):
+            # Once for drafter and rule, as deep as some row may draft.
+            depths = jnp.where(wanted, jnp.max(limit) + 1, 0)
+            shared = noise.ahead(state.key, state.length, shape.depth + 1, depths, self.target.vocab)
         draw = Draw(
             self.rule.noise,
             state.key,
@@ -211,6 +216,7 @@ class Decoder:
             self.target.vocab,
             limit,
             self.schedule.doubts,
+            shared,
         )
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
@@ -222,7 +228,7 @@ class Decoder:
         widths = (*sorted(width for width in wished if width < shape.nodes), shape.nodes)
 
         def verify(width: int) -> Outcome:
-            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted)
+            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted, shared)
 
         calls = [functools.partial(verify, width) for width in widths]
         outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
@@ -249,7 +255,9 @@ class Decoder:
             return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
         return _batched(self, capacity)(weights, request)
 
-    def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array) -> Outcome:
+    def _verify(
+        self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array, shared: Array | None
+    ) -> Outcome:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
@@ -259,7 +267,8 @@ class Decoder:
         logits = self.target.head(weights.target, features)
         tempered = scores(logits, state.sampling)
         finite = jnp.isfinite(tempered.max(-1))
-        verdict = judge(self.rule, state.key, state.length, state.sampling, tempered, finite, proposal, wanted)
+        rows = state.key, state.length, state.sampling
+        verdict = judge(self.rule, *rows, tempered, finite, proposal, wanted, shared)
         path = jnp.take_along_axis(tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
         path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
         at = jnp.maximum(path, 0)

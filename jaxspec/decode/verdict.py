@@ -25,6 +25,7 @@ def judge(
     finite: Bool[Array, "B N"],
     proposal: Proposal,
     wanted: Bool[Array, ""],
+    shared: Float[Array, "B D1 V"] | None = None,
 ) -> Verdict:
     """Where each row's walk ends, and the token after it.
 
@@ -37,12 +38,15 @@ def judge(
         finite: where they are; the caller ends a walk that comes to another place.
         proposal: its tree per row.
         wanted: some row is not greedy.
+        shared: the noise of a coupled rule by depth, where the drafter saw it, too; None: it is drawn here.
     """
     vocab, tree = tempered.shape[-1], proposal.tree
     rows = dataclasses.replace(sampling, logit_bias=None)
     if rule.noise is Noise.SHARED:
-        positions = length[:, None] + jnp.arange(tree.paths.shape[-1])
-        noise = noises.gumbel(keys, positions, vocab, wanted)
+        depths = tree.paths.shape[-1]
+        if shared is None:
+            shared = noises.gumbel(keys, length[:, None] + jnp.arange(depths), vocab, wanted)
+        noise = shared[:, :depths]
         return jax.vmap(cast(CoupledRule, rule))(tempered, noise, rows, proposal)
 
     law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)

@@ -22,6 +22,7 @@ class NoDraft:
     tree: Topology | Dynamic = chain(0)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
+    draws: ClassVar[bool] = False
 
     @classmethod
     def build(cls, setting: Setting) -> tuple[Self, Params]:

@@ -53,6 +53,7 @@ class PromptLookup:
     refill: float = 0.02
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
+    draws: ClassVar[bool] = False
 
     def __post_init__(self):
         if not self.tree.is_chain or self.tree.shape.depth < 1:

@@ -137,6 +137,7 @@ class Script:
     tree: Topology
 
     takes: ClassVar[frozenset[str]] = frozenset()
+    draws: ClassVar[bool] = False
     calls: ClassVar[int] = 0
 
     @property
