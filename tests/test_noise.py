@@ -51,6 +51,18 @@ def test_no_noise_where_none_is_wanted():
     assert (drawn(keys, [[1], [2]], wanted=True) != 0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_noise_of_a_round_is_that_of_its_positions(kind):
+    """As many depths as are wanted, to the bit; the rest are zeros."""
+    keys, roots = jax.random.split(jax.random.key(4, impl=kind), 3), jnp.array([2, 9, 2])
+    places = np.asarray(roots)[:, None] + np.arange(4)
+    ahead = jax.jit(noises.ahead, static_argnums=(2, 4))
+    for wanted in (0, 1, 4):
+        found = np.asarray(ahead(keys, roots, 4, jnp.int32(wanted), V))
+        np.testing.assert_array_equal(found[:, :wanted], drawn(keys, places)[:, :wanted])
+        assert not found[:, wanted:].any()
+
+
 def test_noise_is_gumbel_with_a_long_tail():
     """Mean, spread and both tails of 4e6 values; 9 are expected above 13."""
     keys = jax.random.split(jax.random.key(3), 8)
