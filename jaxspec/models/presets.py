@@ -62,6 +62,7 @@ PRESETS: dict[str, Preset] = {
             134_515_008,
             "Apache-2.0",
             weights=_SMOLLM2_135M,
+            heads=True,
         ),
         Preset("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, "Apache-2.0"),
         Preset(

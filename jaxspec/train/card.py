@@ -66,8 +66,8 @@ def write(
     lines = [
         f"# Medusa heads for {trained.target.name}",
         "",
-        f"{sizes.num_heads} heads, {sizes.num_layers} blocks each, inputs: {sizes.inputs}, projection: "
-        f"{sizes.projection}, {sizes.rows} of {sizes.vocab_size} tokens drafted, "
+        f"{sizes.num_heads} heads of {sizes.num_layers} block{'s' * (sizes.num_layers > 1)} each, inputs: "
+        f"{sizes.inputs}, projection: {sizes.projection}, {sizes.rows} of {sizes.vocab_size} tokens drafted, "
         f"{heads.bytes / 1e6:.1f} MB. They draft, the target decides: by a lossless rule the text is its own.",
         "",
         f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: {trained.step} steps, "

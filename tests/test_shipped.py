@@ -1,0 +1,52 @@
+"""The heads that come with the package."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.cli import main
+from jaxspec.cli.options import TARGET, own_heads
+from jaxspec.errors import CheckpointError
+from jaxspec.models.presets import PRESETS, SHIPPED
+
+WITH = [name for name, preset in PRESETS.items() if preset.heads]
+
+
+def test_every_folder_is_a_presets():
+    assert TARGET in WITH, "the default model has heads"
+    assert {path.name for path in SHIPPED.iterdir()} == set(WITH)
+    assert [name for name in PRESETS if own_heads(name)] == WITH
+    assert own_heads("some/model") is None
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_they_are_small_and_whole(name):
+    """Under 10 MB; with a tree, a card that has the command, and figures."""
+    files = {path.name: path for path in (SHIPPED / name).iterdir()}
+    assert sum(path.stat().st_size for path in files.values()) < 10e6
+    assert "jaxspec train medusa --target " + name in files["README.md"].read_text()
+    heads = jaxspec.load_heads(name)
+    assert heads.tree is not None
+    assert 1 <= heads.tree.shape.depth <= heads.config.num_heads
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(heads.params))
+    assert "evaluation.json" in files
+
+
+def test_a_preset_without_heads_is_told():
+    with pytest.raises(CheckpointError, match="no heads for the preset smollm2-360m-instruct come with jaxspec"):
+        jaxspec.load_heads("smollm2-360m-instruct")
+
+
+@pytest.mark.smollm2
+def test_they_draft_what_the_target_writes(smollm2_path, capsys):
+    """On the command line without --heads: the plain text, in fewer rounds than tokens."""
+    texts = []
+    for drafter in ("none", "medusa"):
+        question = "Explain how a rainbow forms."
+        tree = [] if drafter == "none" else ["--tree", "2,1-0,0-0-0-0"]
+        assert main(["generate", question, "--drafter", drafter, *tree, "--max-new-tokens", "48"]) == 0
+        texts.append(capsys.readouterr())
+    assert texts[0].out == texts[1].out
+    rounds = float(texts[1].err.split(" tokens/round")[0].split()[-1])
+    assert rounds > 1.4
