@@ -8,6 +8,7 @@ import gc
 
 import jax
 import pytest
+from toys import QUICK
 
 import jaxspec
 from jaxspec.decode.session import clear_executables
@@ -39,8 +40,13 @@ def seed(request) -> int:
 @pytest.fixture(autouse=True, scope="module")
 def _executables_of_a_module(request):
     """How they are compiled; and their end: the whole suite's need more memory maps than a process may have."""
-    jax.config.update("jax_disable_most_optimizations", request.path.stem not in OPTIMISED)
-    yield
+    quick = request.path.stem not in OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", quick)
+    with pytest.MonkeyPatch.context() as patch:
+        if quick:  # a session compiles as its users do, and takes no options
+            compiled = jax.stages.Lowered.compile
+            patch.setattr(jax.stages.Lowered, "compile", lambda self, options=QUICK: compiled(self, options))
+        yield
     clear_executables()
     jax.clear_caches()
     gc.collect()

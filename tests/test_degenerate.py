@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import request, start, step, texts
+from toys import QUICK, request, start, step, texts
 
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Draw, Noise
@@ -126,7 +126,7 @@ def test_children_of_an_exhausted_law_are_not_proposed():
         assert (tokens[2:] == -1).all()
 
 
-JUDGE = jax.jit(judge, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+JUDGE = jax.jit(judge, static_argnums=0, compiler_options=QUICK)
 
 
 def judged(rule, logits, proposal, keys, **settings):

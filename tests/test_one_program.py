@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import decoder, request, texts, transformer
+from toys import QUICK, decoder, request, texts, transformer
 
 import jaxspec
 from jaxspec.core.tree import Topology, branching, chain, dynamic
@@ -29,7 +29,6 @@ from jaxspec.testing import Script, TableLM
 V = 8
 LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0))
-QUICK = {"xla_backend_optimization_level": 0}
 
 # Sizes that occur nowhere else, so that arrays can be told by their shape.
 REAL = transformer(vocab_size=263, hidden_size=76, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=38)

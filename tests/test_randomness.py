@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import request
+from toys import QUICK, request
 
 from jaxspec.core import draw as draws
 from jaxspec.core import noise as noises
@@ -23,7 +23,6 @@ from jaxspec.testing import TableLM, g_test, joint_law, laws, sample_texts
 V = 4
 LM = TableLM(V)
 WEIGHTS = Weights(*({"table": LM.init_params(jax.random.key(i), 1.5)["table"]} for i in range(2)))
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def test_no_two_places_share_a_number(seed):

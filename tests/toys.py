@@ -32,8 +32,10 @@ TREES = {
 # Running the core.
 
 
-# Compiled without optimisation by LLVM, unless said otherwise: most programs here run for milliseconds and
-# compile for seconds.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+"""How to compile, unless said otherwise: most programs here run for milliseconds and compile for seconds."""
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # setting one up for each of a thousand fusions takes half of the time
 
 
 @functools.lru_cache
@@ -41,8 +43,7 @@ def _jitted(method: str, quick: bool, static: tuple = ()):
     def call(decoder, *args):
         return getattr(decoder, method)(*args)
 
-    options = {"xla_backend_optimization_level": 0} if quick else None
-    return jax.jit(call, static_argnums=(0, *static), compiler_options=options)
+    return jax.jit(call, static_argnums=(0, *static), compiler_options=QUICK if quick else None)
 
 
 def _call(method, decoder, *args, static=(), quick=True):
