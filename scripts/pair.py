@@ -10,6 +10,7 @@ than `--longest` are left out.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import resource
@@ -91,9 +92,21 @@ class Reader:
         requests = [self._request(at, jaxspec.Sampling()) for at in self.batches]
         read = jax.jit(lambda weights, request: decoder.prefill(weights, decoder.init(weights, request, self.slots)))
         self.read = [read(weights, request) for request in requests]
+        self._compiled = functools.cache(self._compile)
 
     def __call__(self, sampling: jaxspec.Sampling, drafter: str, tree=None, rule: str = "coupled") -> list[Row]:
         """All prompts continued, a batch at a time."""
+        decoder, weights, run = self._compiled(drafter, tree, rule)
+        rows = []
+        for at, read in zip(self.batches, self.read):
+            tokens, start, length, log = map(np.asarray, run(weights, self._request(at, sampling), read))
+            for b in range(len(length)):
+                emitted = tokens[b, start[b] : length[b]].tolist()
+                rows.append(Row(emitted, Stats.from_log(log[b], decoder.drafter.calls, len(emitted))))
+        return rows
+
+    def _compile(self, drafter: str, tree, rule: str):
+        """The decoder, its weights, and its compiled loop, which takes any sampling."""
         decoder, weights = self._decoder(drafter, tree, rule)
 
         @jax.jit
@@ -104,13 +117,7 @@ class Reader:
             state = decoder.run(weights, state)
             return state.tokens, state.start, state.length, state.log
 
-        rows = []
-        for at, read in zip(self.batches, self.read):
-            tokens, start, length, log = map(np.asarray, run(weights, self._request(at, sampling), read))
-            for b in range(len(length)):
-                emitted = tokens[b, start[b] : length[b]].tolist()
-                rows.append(Row(emitted, Stats.from_log(log[b], decoder.drafter.calls, len(emitted))))
-        return rows
+        return decoder, weights, run
 
     def _decoder(self, drafter: str, tree, rule: str):
         setting = Setting(self.target, self.draft if drafter == "model" else None, tree)
@@ -155,6 +162,12 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.default_backend()}, {arguments.dtype}, {len(ids)} prompts", flush=True)
     reader = Reader(target, draft, ids, arguments.batch, arguments.tokens)
     rows, failed = [], 0
+
+    def save(**measured) -> None:
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump({"rows": rows, **measured}, file)
+
     for temperature, top_p in itertools.product(arguments.temperatures, arguments.top_p):
         sampling, where = jaxspec.Sampling(temperature=temperature, top_p=top_p), f"T {temperature} top-p {top_p}"
         plain = reader(sampling, "none")
@@ -170,9 +183,11 @@ def main() -> int:
             other, gaps = differences(target, ids, plain, out, reader.keys, sampling) if same else (0, [])
             failed += sum(gap > TIE for gap in gaps)
             stats = Stats.total(row.stats for row in out)
-            low, high = interval([(row.stats.committed, row.stats.rounds) for row in out])
+            prompts = [(row.stats.committed, row.stats.rounds) for row in out]
+            low, high = interval(prompts)
             row = {"temperature": temperature, "top_p": top_p, "tree": name, "rule": rule, "gaps": gaps}
-            rows.append(row | {"tokens_per_round_95": (low, high)} | stats.as_dict())
+            rows.append(row | {"tokens_per_round_95": (low, high), "prompts": prompts} | stats.as_dict())
+            save()
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
             print(
                 f"{where}: {name:13} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) "
@@ -194,9 +209,7 @@ def main() -> int:
         print(f"T {row['temperature']} top-p {row['top_p']}: {row['tree']:13} {row['rule']}: {speedup}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory {peak:.1f} GiB; parameters {(target.bytes + draft.bytes) / 2**30:.1f} GiB")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"rows": rows, "target_ms": times, "draft_ms": one, "peak_gib": peak}, file)
+    save(target_ms=times, draft_ms=one, peak_gib=peak)
     return 1 if failed else 0
 
 

@@ -27,6 +27,9 @@ from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.models.model import Model
 from jaxspec.registry import find
 
+ROWS = 8
+"""Texts that the target writes together."""
+
 POSITIONS = 16
 """Positions whose laws are in memory together."""
 
@@ -129,11 +132,12 @@ def measure(
     rows = prepare.with_padding_masked(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
+    keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))
+    texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
+                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)  # fmt: skip
     found = []
     for i, (name, ids) in enumerate(prompts):
-        key, noise = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
-        written = generate(target, ids, key=key[None], drafter=PLAIN, sampling=sampling, capacity=slots,
-                           max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)[0].tokens  # fmt: skip
+        written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
         places = range(len(ids) - 1, len(text))
         both = [np.stack([*read(lm, params, text, slots)])[places.start :] for lm, params in

@@ -1,0 +1,120 @@
+"""The rules on one draft, side by side: what `jaxspec acceptance` and `scripts/pair.py` measured, as tables and a plot.
+
+    jaxspec acceptance ... --json one.json                    # any number of them
+    python scripts/pair.py TARGET DRAFT ... --json pair.json
+    python scripts/compare_rules.py one.json [MORE.json ...] [--pair pair.json] [--plot OUT.png]
+
+Rules are compared on the same positions (or prompts), so the difference to `coupled` has an interval of its own: 95 %,
+by bootstrap over the prompts, of both rules at once.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+from jaxspec.bench.summary import RESAMPLES
+
+BASE = "coupled"
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+    """The difference of two ratios of sums over the same prompts, `[N, 2]` each, and its interval."""
+
+    def gap(rows) -> np.ndarray:
+        a, b = (given[rows].sum(-2) for given in (ours, theirs))
+        return a[..., 0] / a[..., 1] - b[..., 0] / b[..., 1]
+
+    drawn = np.random.default_rng(seed).integers(0, len(ours), (RESAMPLES, len(ours)))
+    low, high = np.quantile(gap(drawn), (0.025, 0.975))
+    return float(gap(np.arange(len(ours)))), float(low), float(high)
+
+
+def one_step(paths: list[pathlib.Path]) -> list[dict]:
+    """A row per setting, number of children and rule: acceptance, and how far it is from the base's."""
+    rows = []
+    for run in itertools.chain.from_iterable(json.loads(path.read_text())["runs"] for path in paths):
+        prompts = run["prompts"]
+        for figure in run["figures"]:
+
+            def sums(rule: str, children: int = figure["children"]) -> np.ndarray:
+                return np.array([(p["kept"][rule][children - 1], p["count"]) for p in prompts])  # noqa: B023
+
+            where = {name: run["sampling"][name] for name in ("temperature", "top_p")}
+            gap = difference(sums(figure["rule"]), sums(BASE)) if BASE in prompts[0]["kept"] else None
+            rows.append(where | figure | {"difference": gap, "on": f"{run['positions']} positions of {len(prompts)}"})
+    return rows
+
+
+def rounds(path: pathlib.Path) -> list[dict]:
+    """A row per setting, tree and rule of a pair: tokens per round, and how far they are from the base's."""
+    found = json.loads(path.read_text())["rows"]
+    base = {(r["temperature"], r["top_p"], r["tree"]): r["prompts"] for r in found if r["rule"] == BASE}
+    for row in found:
+        theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
+        row["difference"] = theirs and difference(np.array(row["prompts"]), np.array(theirs))
+    return found
+
+
+def shown(row: dict, digits: int) -> str:
+    if not row["difference"] or row["rule"] == BASE:
+        return "-"
+    gap, low, high = (f"{value:+.{digits}f}" for value in row["difference"])
+    return f"{gap} ({low} to {high})"
+
+
+def plot(steps: list[dict], path: pathlib.Path) -> None:
+    """One-step acceptance by children, a panel per setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = list(dict.fromkeys((row["temperature"], row["top_p"]) for row in steps))
+    figure, panels = plt.subplots(
+        1, len(settings), figsize=(3.4 * len(settings), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, setting in zip(panels[0], settings):
+        here = [row for row in steps if (row["temperature"], row["top_p"]) == setting]
+        for rule in dict.fromkeys(row["rule"] for row in here):
+            line = [row for row in here if row["rule"] == rule]
+            middle = np.array([row["acceptance"] for row in line])
+            ends = np.array([(row["acceptance"] - row["low"], row["high"] - row["acceptance"]) for row in line]).T
+            axes.errorbar([row["children"] for row in line], middle, ends, marker="o", capsize=3, label=rule)
+        axes.set_title(f"temperature {setting[0]:g}, top-p {setting[1]:g}")
+        axes.set_xlabel("children")
+        axes.set_xticks(sorted({row["children"] for row in here}))
+    panels[0][0].set_ylabel("one-step acceptance")
+    panels[0][0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("acceptance", nargs="+", type=pathlib.Path)
+    parser.add_argument("--pair", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path)
+    given = parser.parse_args()
+    steps = one_step(given.acceptance)
+    print(f"One step, {', '.join(dict.fromkeys(row['on'] for row in steps))} texts.\n")
+    print("| T | top-p | children | rule | acceptance | beside coupled | optimum |\n|---|---|---|---|---|---|---|")
+    for row in steps:
+        print(f"| {row['temperature']:g} | {row['top_p']:g} | {row['children']} | `{row['rule']}` "
+              f"| {row['acceptance']:.3f} ({row['low']:.3f} to {row['high']:.3f}) | {shown(row, 3)} "
+              f"| {row['optimum']:.3f} |")  # fmt: skip
+    if given.pair:
+        print("\n| T | top-p | tree | rule | tokens per round | beside coupled |\n|---|---|---|---|---|---|")
+        for row in rounds(given.pair):
+            low, high = row["tokens_per_round_95"]
+            print(f"| {row['temperature']:g} | {row['top_p']:g} | {row['tree']} | `{row['rule']}` "
+                  f"| {row['tokens_per_round']:.2f} ({low:.2f} to {high:.2f}) | {shown(row, 2)} |")  # fmt: skip
+    if given.plot:
+        plot(steps, given.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
