@@ -306,6 +306,13 @@ def main() -> int:
     parser.add_argument("--clean", type=int, metavar="SEEDS", help="run the tests unchanged, with so many seeds")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as compiled:  # what no mutant touches is compiled once
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compiled)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        return run(arguments, parser)
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     chosen = [m for m in MUTANTS if not arguments.names or m.name in arguments.names]
     if unknown := set(arguments.names) - {m.name for m in MUTANTS}:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")

@@ -1,6 +1,8 @@
 """What the processes of test_mesh.py run; their devices are simulated."""
 
+import pathlib
 import re
+import tempfile
 
 import jax
 import numpy as np
@@ -73,6 +75,22 @@ def _iota(text: str) -> list[list[int]]:
     return ids.reshape([int(n) for n in shape.split(",")]).tolist()
 
 
+def loaded(target) -> dict:
+    """What was saved, read straight onto a mesh, beside what is laid there from one device."""
+    mesh = jaxspec.make_mesh(2, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        read = jaxspec.load(jaxspec.save(target, pathlib.Path(folder) / "model"), mesh=mesh)
+    one, other = jaxspec.shard(target, mesh), jaxspec.shard(read, mesh)
+    pairs = list(zip(jax.tree.leaves(one.params), jax.tree.leaves(read.params), strict=True))
+    return {
+        "same": all(a.sharding == b.sharding and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs),
+        "whole": all(a is b for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(other.params))),
+        "lm": read.lm == one.lm,
+        "share": max(s.data.nbytes for s in read.params["layers"][0]["qkv"].addressable_shards)
+        / read.params["layers"][0]["qkv"].nbytes,
+    }
+
+
 def on_eight() -> dict:
     """Texts of one device, and of every mesh of eight; and who exchanges anything with whom."""
     target = jaxspec.Model(LM, PARAMS)
@@ -87,6 +105,7 @@ def on_eight() -> dict:
         groups = [one for program in programs for one in collectives(program)]
         assert len(programs) == 1
         found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
+    found["loaded"] = loaded(target)
     try:
         jaxspec.shard(target, jaxspec.make_mesh(2, 3))
     except jaxspec.JaxspecError as error:

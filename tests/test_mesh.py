@@ -68,6 +68,11 @@ def test_groups_exchange_nothing(eight, mesh):
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 
+def test_a_checkpoint_is_read_into_its_shards(eight):
+    """The bits and the layout of `shard`, and each device is sent its quarter of a matrix."""
+    assert eight["loaded"] == {"same": True, "whole": True, "lm": True, "share": 0.25}
+
+
 def test_two_processes(eight):
     """Two processes of four devices each, on loopback, call the same function; rows take turns, each gets all texts."""
     with socket.socket() as free:

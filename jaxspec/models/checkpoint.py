@@ -208,7 +208,7 @@ def read_params(
     checkpoint: Checkpoint,
     dtype: str = "float32",
     progress: Callable[[int, int, str], object] | None = None,
-    put: Callable[[np.ndarray], Any] = lambda array: array,
+    put: Callable[[str, np.ndarray], Any] = lambda name, array: array,
 ) -> dict:
     """Reads all weights, one parameter at a time.
 
@@ -216,7 +216,8 @@ def read_params(
         checkpoint: what `open_checkpoint` gave.
         dtype: "float32" or "bfloat16", of the matrices; norms and biases are float32 always.
         progress: called as `progress(done, total, name)` after each parameter.
-        put: where each array goes as soon as it is read: to a device, so that the host holds no more than one.
+        put: gets the last part of each parameter's name and the array as soon as it is read, and takes it to a device:
+            so the host holds no more than one.
 
     Returns:
         A tree of what `put` gave, numpy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
@@ -237,7 +238,7 @@ def read_params(
         check_shape(checkpoint.source, name, array.shape, shape)
         array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 else "float32"])
         *layer, leaf = name.split(".")
-        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(finite(checkpoint.source, name, array))
+        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, finite(checkpoint.source, name, array))
         if progress is not None:
             progress(done, len(shapes), name)
     return tree

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from jaxspec.core.mesh import MODEL, check
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import MissingTokenizer
@@ -70,6 +73,7 @@ def load(
     dtype: str = "float32",
     context: int | None = None,
     revision: str | None = None,
+    mesh: Mesh | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -81,26 +85,37 @@ def load(
         context: the longest text that will be decoded, in tokens; None for what the model was made for. See
             `jaxspec.models.checkpoint.open_source` on models with LongRoPE.
         revision: of a Hub repository.
+        mesh: devices to lay it on, see `jaxspec.make_mesh`; each parameter goes there as it is read, to a device the
+            part that it needs. None for the default device.
         report: called with a line of text now and then while something is fetched.
         progress: called with (parameters read, parameters in all, name).
 
     Raises:
         UnknownName, FetchError, CheckpointError, InvalidConfig: what is wrong, and where.
     """
+    from jaxspec.models import sharding
     from jaxspec.models.transformer import TransformerLM
 
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     tokenizer = Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None
     # Checkpoints pad the vocabulary; a padded id has no text, and is never proposed or emitted.
     known = None if tokenizer is None else min(tokenizer.vocab_size, checkpoint.config.vocab_size)
-    params = read_params(checkpoint, dtype, progress, jnp.asarray)
+    name = os.path.basename(os.path.normpath(checkpoint.source))
+
+    def put(part: str, array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array) if mesh is None else sharding.place(part, array, checkpoint.config, mesh)
+
+    if mesh is not None:
+        check(mesh)
+        sharding.check_shares(checkpoint.config, mesh, name)
+    params = read_params(checkpoint, dtype, progress, put)
     params["layers"] = dict(enumerate(params["layers"]))
     template = checkpoint.chat_template
     return Model(
-        lm=TransformerLM(checkpoint.config, dtype, known=known),
+        lm=TransformerLM(checkpoint.config, dtype, known=known, shards=1 if mesh is None else mesh.shape[MODEL]),
         params=params,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,
         stop_ids=checkpoint.stop_ids,
-        name=os.path.basename(os.path.normpath(checkpoint.source)),
+        name=name,
     )

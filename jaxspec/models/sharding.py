@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.core.mesh import MODEL, check, everywhere, lay
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM, joined
 
@@ -31,35 +32,52 @@ def shard(model: Model, mesh: Mesh) -> Model:
         InvalidConfig: the devices cannot share its heads or its gated units evenly, or it is split otherwise.
     """
     check(mesh)
-    lm, params, size = model.lm, model.params, mesh.shape[MODEL]
+    lm, params = model.lm, model.params
     if not isinstance(lm, TransformerLM):
         return dataclasses.replace(model, params=everywhere(params, mesh))
-    sizes = {"heads": lm.config.num_heads, "key heads": lm.config.num_kv_heads, "units": lm.config.intermediate_size}
-    for name, count in sizes.items():
-        if count % size:
-            raise InvalidConfig(f"{model.name} has {count} {name} in a layer, which {size} devices cannot share evenly")
+    size = mesh.shape[MODEL]
+    check_shares(lm.config, mesh, model.name)
     if lm.shards not in (1, size):
         raise InvalidConfig(f"{model.name} is split over {lm.shards} devices; this mesh has {size} on its axis 'model'")
 
-    def put(path: tuple, leaf: Any, sharding: NamedSharding) -> Any:
-        name = getattr(path[-1], "key", None)
-        if name in _JOINED and lm.shards != size:
-            leaf = joined(str(name), leaf, lm.config, size)
-        return lay(leaf, sharding)
+    def put(path: tuple, leaf: Any) -> Any:
+        return place(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.shards)
 
-    params = jax.tree_util.tree_map_with_path(put, params, param_shardings(params, mesh))
+    params = jax.tree_util.tree_map_with_path(put, params)
     return dataclasses.replace(model, lm=dataclasses.replace(lm, shards=size), params=params)
+
+
+def check_shares(config: ModelConfig, mesh: Mesh, name: str) -> None:
+    """Raises InvalidConfig where the devices cannot share each layer of the model evenly."""
+    size = mesh.shape[MODEL]
+    sizes = {"heads": config.num_heads, "key heads": config.num_kv_heads, "units": config.intermediate_size}
+    for what, count in sizes.items():
+        if count % size:
+            raise InvalidConfig(f"{name} has {count} {what} in a layer, which {size} devices cannot share evenly")
+
+
+def place(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1) -> jax.Array:
+    """One parameter on the mesh, by the last part of its name. Of a numpy array each device is sent its part alone.
+
+    `shards`: the parts that the columns of a joined matrix stand in so far.
+    """
+    size = mesh.shape[MODEL]
+    if name in _JOINED and shards != size:
+        leaf = joined(name, leaf, config, size)
+    return lay(leaf, NamedSharding(mesh, _spec(name, leaf, size)))
+
+
+def _spec(name: str, leaf: Any, size: int) -> P:
+    axis = leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None
+    if size == 1 or axis is None or leaf.shape[axis] % size:
+        return P()
+    return P(*[None] * axis, MODEL)
 
 
 def param_shardings(params: Params, mesh: Mesh) -> Params:
     """How a transformer's parameters lie on the mesh; tables whose rows "model" does not divide are on every device."""
-    size = mesh.shape[MODEL]
 
     def of(path: tuple, leaf: Any) -> NamedSharding:
-        name = getattr(path[-1], "key", None)
-        axis = leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None
-        if size == 1 or axis is None or leaf.shape[axis] % size:
-            return NamedSharding(mesh, P())
-        return NamedSharding(mesh, P(*[None] * axis, MODEL))
+        return NamedSharding(mesh, _spec(str(getattr(path[-1], "key", "")), leaf, mesh.shape[MODEL]))
 
     return jax.tree_util.tree_map_with_path(of, params)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -183,16 +184,18 @@ class Transformer(nnx.Module):
         return matmul(features, table[...], transposed=True)
 
 
-def joined(name: str, leaf: Array, config: ModelConfig, shards: int) -> Array:
+def joined(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
     """The columns of a joined matrix (or bias) in `shards` parts, each with its share of what is joined.
 
-    So every device that shares a layer has heads of its own, and both halves of its gated units.
+    So every device that shares a layer has heads of its own, and both halves of its gated units. A numpy array
+    stays one.
     """
+    own = np if isinstance(leaf, np.ndarray) else jnp
     sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
     share = sizes[name.removesuffix("_bias")]
     unit = leaf.shape[-1] // sum(share)
-    parts = jnp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
-    return jnp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
+    parts = own.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
+    return own.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
 
 
 @functools.lru_cache
