@@ -55,15 +55,30 @@ def rounds(path: pathlib.Path) -> list[dict]:
     base = {(r["temperature"], r["top_p"], r["tree"]): r["prompts"] for r in found if r["rule"] == BASE}
     for row in found:
         theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
+        row["low"], row["high"] = row["tokens_per_round_95"]
         row["difference"] = theirs and difference(np.array(row["prompts"]), np.array(theirs))
     return found
 
 
-def shown(row: dict, digits: int) -> str:
+def table(rows: list[dict], what: str, value: str, digits: int) -> None:
+    """A line per setting and topology, a column per rule: its value, and in brackets its difference to the base."""
+    rules = sorted({row["rule"] for row in rows}, key=lambda rule: (rule != BASE, rule))
+    best = "optimum" in rows[0]
+    headings = ["T, top-p", what, *(f"`{rule}`" for rule in rules), *["optimum"] * best]
+    print("| " + " | ".join(headings) + " |\n" + "|---" * len(headings) + "|")
+    for where in dict.fromkeys((row["temperature"], row["top_p"], row[what]) for row in rows):
+        here = {row["rule"]: row for row in rows if (row["temperature"], row["top_p"], row[what]) == where}
+        cells = [shown(here[rule], value, digits) if rule in here else "" for rule in rules]
+        cells += [f"{max(row['optimum'] for row in here.values()):.{digits}f}"] * best
+        print(f"| {where[0]:g}, {where[1]:g} | {where[2]} | " + " | ".join(cells) + " |")
+
+
+def shown(row: dict, value: str, digits: int) -> str:
+    middle = f"{row[value]:.{digits}f}"
     if not row["difference"] or row["rule"] == BASE:
-        return "-"
-    gap, low, high = (f"{value:+.{digits}f}" for value in row["difference"])
-    return f"{gap} ({low} to {high})"
+        return f"{middle} ({row['low']:.{digits}f} to {row['high']:.{digits}f})"
+    gap, low, high = (f"{part:+.{digits}f}" for part in row["difference"])
+    return f"{middle} ({gap}: {low} to {high})"
 
 
 def plot(steps: list[dict], path: pathlib.Path) -> None:
@@ -100,17 +115,10 @@ def main() -> int:
     given = parser.parse_args()
     steps = one_step(given.acceptance)
     print(f"One step, {', '.join(dict.fromkeys(row['on'] for row in steps))} texts.\n")
-    print("| T | top-p | children | rule | acceptance | beside coupled | optimum |\n|---|---|---|---|---|---|---|")
-    for row in steps:
-        print(f"| {row['temperature']:g} | {row['top_p']:g} | {row['children']} | `{row['rule']}` "
-              f"| {row['acceptance']:.3f} ({row['low']:.3f} to {row['high']:.3f}) | {shown(row, 3)} "
-              f"| {row['optimum']:.3f} |")  # fmt: skip
+    table(steps, "children", "acceptance", 3)
     if given.pair:
-        print("\n| T | top-p | tree | rule | tokens per round | beside coupled |\n|---|---|---|---|---|---|")
-        for row in rounds(given.pair):
-            low, high = row["tokens_per_round_95"]
-            print(f"| {row['temperature']:g} | {row['top_p']:g} | {row['tree']} | `{row['rule']}` "
-                  f"| {row['tokens_per_round']:.2f} ({low:.2f} to {high:.2f}) | {shown(row, 2)} |")  # fmt: skip
+        print()
+        table(rounds(given.pair), "tree", "tokens_per_round", 2)
     if given.plot:
         plot(steps, given.plot)
     return 0

@@ -23,7 +23,7 @@ OPTIONS = {
     "drafter": "model",
     "draft": jaxspec.Model(LM, noisy(PARAMS, 1, 0.1)),
     "tree": jaxspec.branching(2, 1),
-    "stop_ids": [5],
+    "stop_ids": [6, 20, 58],
     "max_new_tokens": 24,
 }
 
