@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import socket
@@ -12,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from toys import transformer
+from toys import simulated, transformer
 
 import jaxspec
 from jaxspec.errors import InvalidConfig
@@ -36,15 +35,10 @@ print(json.dumps(meshes.on_two()))
 """
 
 
-def environment(devices: int) -> dict:
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return os.environ | flags
-
-
 @pytest.fixture(scope="module")
 def eight():
     words = [sys.executable, "-c", EIGHT, str(HERE)]
-    done = subprocess.run(words, env=environment(8), capture_output=True, text=True, check=False, timeout=1200)
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -81,7 +75,7 @@ def test_two_processes(eight):
         port = free.getsockname()[1]
     words = [sys.executable, "-c", TWO, str(HERE), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen([*words, str(i)], env=environment(4), **pipes) for i in range(2)]
+    running = [subprocess.Popen([*words, str(i)], env=simulated(4), **pipes) for i in range(2)]
     try:
         ended = [one.communicate(timeout=1200) for one in running]
     finally:

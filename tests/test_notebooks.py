@@ -33,7 +33,7 @@ def test_runs(path, request):
     assert not any(cell.outputs or cell.execution_count for cell in cells), "commit it without outputs"
     assert any("assert " in cell.source for cell in cells)
     cells[-1].source += "\nimport sys\nprint('ran to the end in', sys.executable)"
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(ROOT)}})
     client.create_kernel_manager().kernel_spec_manager = ThisPython()
     client.execute()
     printed = "".join(output.get("text", "") for output in cells[-1].outputs)

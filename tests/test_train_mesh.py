@@ -1,12 +1,12 @@
 """One device and eight give the same losses and the same order of the data."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from toys import simulated
 
 PROGRAM = """
 import json, pathlib, sys
@@ -25,9 +25,8 @@ for devices in (1, 8):
 
 
 def test_one_device_and_eight_agree(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     words = [sys.executable, "-c", PROGRAM, str(pathlib.Path(__file__).parent), str(tmp_path)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     one, eight = map(json.loads, done.stdout.splitlines())
     assert one["order"] == eight["order"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,14 @@ QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 """How to compile, unless said otherwise: most programs here run for milliseconds and compile for seconds."""
 if jax.__version_info__ < (0, 11):
     QUICK["xla_cpu_use_fusion_emitters"] = False  # setting one up for each of a thousand fusions takes half of the time
+
+
+def simulated(devices: int) -> dict[str, str]:
+    """The environment of a process with so many devices, whose programs are compiled as quickly."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if "xla_cpu_use_fusion_emitters" in QUICK:
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @functools.lru_cache
