@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec.api import generate as generate
+    from jaxspec.api import precompile as precompile
     from jaxspec.api import stream as stream
     from jaxspec.core.best import best_tree as best_tree
     from jaxspec.core.best import expected_tokens as expected_tokens
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "jaxspec.api": ("generate", "stream"),
+    "jaxspec.api": ("generate", "precompile", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.named": ("named_tree",),

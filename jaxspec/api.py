@@ -2,14 +2,14 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxspec import prepare
-from jaxspec.core.mesh import fetch
+from jaxspec.core.mesh import fetch, groups
 from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology
@@ -150,8 +150,7 @@ def stream(
         rounds = min(rounds, STEP)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise InvalidConfig(f"rounds must be a whole number from 1, got {rounds!r}")
-    options = set(inspect.signature(plan_of).parameters) - {"target", "prompts"}
-    plan = plan_of(target, prompts, **{name: given[name] for name in options})
+    plan = _plan(given)
     if stops.strings:
         target.decode([])  # a stop string needs a tokenizer
     journal = None if out is None else Journal(out, plan, stops.strings)
@@ -174,6 +173,47 @@ def stream(
     return Stream(
         plan, batches, stops, rounds=rounds, on_token=on_token, on_end=on_end, session=session, done=done
     )  # fmt: skip
+
+
+def precompile(target: Model, prompts: Prompt | Iterable[Prompt], **options: Any) -> float:
+    """Compiles what `generate` with these arguments would; the prompts are read, and nothing is written.
+
+    A later call with the same options and caches of the same sizes begins at once; where JAX keeps what it compiled
+    (`jax_compilation_cache_dir`), one of another process, too.
+
+    Args:
+        target: the model.
+        prompts: how many there are and how long they are matters, what they say does not.
+        **options: of `generate` and `stream`, but for `out` and `session`.
+
+    Returns:
+        Seconds of compilation.
+
+    Raises:
+        JaxspecError: bad input, before anything compiles.
+    """
+    for name in ("out", "session"):
+        if options.get(name) is not None:
+            raise InvalidConfig(f"precompile writes nothing and goes on with nothing; give it without {name}=")
+    given = inspect.signature(stream).bind(target, prompts, **options)
+    given.apply_defaults()
+    if given.arguments["batch"] is not None:
+        prepare.check_counts(batch=given.arguments["batch"])
+    plan, seconds = _plan(given.arguments), 0.0
+    for batch in plan.batches(given.arguments["batch"], given.arguments["capacity"], range(plan.rows)):
+        first = [*batch.rows, *[None] * batch.places][: batch.places]
+        session = Session(plan.decoder, plan.weights, plan.request(first, batch.capacity), batch.capacity, plan.mesh)
+        session.run(0)
+        if len(batch.rows) > batch.places:
+            nobody = groups(plan.mesh)
+            session.replace([-1] * nobody, plan.request([None] * nobody, batch.capacity))
+        seconds += session.timing.compile_s
+    return seconds
+
+
+def _plan(given: Mapping[str, Any]) -> Plan:
+    """Of the arguments of `stream`, those that a plan is made of."""
+    return plan_of(**{name: given[name] for name in inspect.signature(plan_of).parameters})
 
 
 def _extend(session: Session, plan: Plan) -> None:

@@ -312,15 +312,16 @@ def test_module_and_closed_pipe():
 
 
 def test_what_was_compiled_is_kept(directory, tmp_path):
-    """In our folder; a second process compiles nothing anew."""
+    """In our folder, with --compile-only and no text; a second process, which writes, compiles nothing anew."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     mine |= {"JAXSPEC_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
     words = [sys.executable, "-m", "jaxspec", "generate", "--target", str(directory), "--max-new-tokens", "4", PROMPT]
     kept = []
-    for _ in range(2):
-        ran = subprocess.run(words, env=mine, capture_output=True, text=True)
+    for more in (["--compile-only"], []):
+        ran = subprocess.run([*words, *more], env=mine, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert "Warning" not in ran.stderr
+        assert bool(ran.stdout) == (not more)
         kept.append({path.name for path in (tmp_path / "xla").glob("*-cache")})
     assert kept[0]
     assert kept[0] == kept[1]

@@ -96,6 +96,22 @@ def test_nothing_compiles_once_places_change_hands():
     assert set(sessions._EXECUTABLES) == set(compiled)
 
 
+@pytest.mark.parametrize("batch", [None, 4], ids=["at once", "by turns"])
+def test_what_was_compiled_before_is_not_compiled_again(batch):
+    """By the lengths alone: other tokens, another key, other settings."""
+    sessions.clear_executables()
+    options = {"drafter": "prompt-lookup", "tree": 2, "batch": batch, **STOPPING}
+    assert jaxspec.precompile(TARGET, [[0] * len(prompt) for prompt in PROMPTS], **options) > 0
+    compiled = set(sessions._EXECUTABLES)
+    got = jaxspec.generate(TARGET, PROMPTS, **options, **SAMPLED)
+    assert len(got) == 23
+    assert got.timing.compile_s == 0
+    assert set(sessions._EXECUTABLES) == compiled
+    assert jaxspec.precompile(TARGET, PROMPTS, **options) == 0
+    with pytest.raises(InvalidConfig, match="without out="):
+        jaxspec.precompile(TARGET, PROMPTS, out="texts.jsonl")
+
+
 def test_sizes_are_decoded_apart_and_memory_is_known():
     """The long texts first, in a cache of their size; what is told beforehand is what the largest takes."""
     prompts = [[1, 2]] * 5 + [[1] * 700] * 3

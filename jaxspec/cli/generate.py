@@ -38,6 +38,7 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
     add("--logprobs", action="store_true", help="log-probabilities of the tokens, in the JSON")
+    add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs are written to the JSON; give --json, too")
     if args.out and args.json:
         raise UsageError("--out is a file of JSON, --json writes to standard output; give one of the two")
+    if args.compile_only and (args.json or args.out):
+        raise UsageError("--compile-only writes no text; give it without --json and --out")
     if args.prompts and args.prompt:
         raise UsageError("--prompts is instead of PROMPT; give one of the two")
     if args.out and not pathlib.Path(args.out).absolute().parent.is_dir():
@@ -64,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
         "logprobs": args.logprobs,
         "batch": args.batch,
     }
+    if args.compile_only:
+        with show.busy("compiling"):
+            seconds = jaxspec.precompile(target, prompts, **keywords)
+        show.say(f"compiled in {seconds:.1f} s")
+        return 0
     if args.out:
         output = _into_file(target, prompts, args.out, keywords)
     else:
