@@ -6,12 +6,15 @@
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
     python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
     python scripts/measure.py rules --source S       # what a rule's arithmetic costs beside the target's call
+    python scripts/measure.py overhead --source S    # what a round costs beyond the target's call
     python scripts/measure.py batches                # tokens/s by rows at once: plain, and with drafters
 
 Rates are of decoding alone, medians with the quartiles beside them.
 """
 
 import argparse
+import functools
+import itertools
 import platform
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from jaxspec.core.sampling import scores
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.presets import fetch
 from jaxspec.models.transformer import TransformerLM
@@ -289,6 +293,52 @@ def rules(arguments) -> None:
             print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
 
 
+def overhead(arguments) -> None:
+    """By turns, ten rounds at a time: whole rounds, and the target's calls alone at the same width and length."""
+    model = jaxspec.load(arguments.source)
+    vocab, capacity, length, times = model.lm.vocab, 512, 150, 10
+    prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 2000, length)]
+    settings = {"T 0": jaxspec.Sampling(), "T 0.8, top-p 0.95": jaxspec.Sampling(temperature=0.8, top_p=0.95)}
+    chain = jaxspec.chain(4)
+    drafters = {"plain": (NoDraft(), Coupled()), "prompt lookup 4": (PromptLookup(chain), Coupled())}
+    drafters["prompt lookup 4, deterministic"] = (PromptLookup(chain), find("rule", "deterministic")())
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def calls(params, cache, nodes):
+        def call(_, token):  # each call waits for the one before
+            window = Window(
+                jnp.broadcast_to(token, (1, nodes)), length + jnp.arange(nodes)[None], jnp.tri(nodes)[None] > 0
+            )
+            features, _ = model.lm.apply(params, window, cache)
+            return model.lm.head(params, features)[0, -1].argmax().astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, times, call, jnp.int32(1))
+
+    for (name, (drafter, rule)), (label, sampling) in itertools.product(drafters.items(), settings.items()):
+        decoder = jaxspec.Decoder(model.lm, drafter, rule, widths=())
+        nodes = drafter.shape.nodes
+        cache = model.lm.init_cache(1, capacity)._replace(length=jnp.full((1,), length))
+        calls(model.params, cache, nodes).block_until_ready()
+        rounds, alone = [], []
+        for _ in range(arguments.repeats):
+            request = make_request(
+                [prompt], row_keys(jax.random.key(0), 1, 1, sampling), sampling.rows(1, vocab), 300,
+                stop_array(model, (), True, 1), capacity,
+            )  # fmt: skip
+            session = Session(decoder, jaxspec.Weights(model.params), request, capacity)
+            session.run(2)
+            session.timing.decode_s = 0.0
+            session.run(times)
+            rounds.append(session.timing.decode_s / times * 1e3)
+            start = time.perf_counter()
+            calls(model.params, cache, nodes).block_until_ready()
+            alone.append((time.perf_counter() - start) / times * 1e3)
+        share = 1 - np.array(alone) / np.array(rounds)
+        print(f"V = {vocab}, {name}, {label}: round {spread(rounds)} ms, target's call {spread(alone)} ms, "
+              f"everything else {np.median(share):.1%} ({np.percentile(share, 25):.1%} to "
+              f"{np.percentile(share, 75):.1%})", flush=True)  # fmt: skip
+
+
 def batches(arguments) -> None:
     """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts."""
     for dtype in arguments.dtypes:
@@ -334,6 +384,7 @@ def main() -> None:
         "compile": compile_times,
         "memory": memory,
         "rules": rules,
+        "overhead": overhead,
         "batches": batches,
     }
     parser.add_argument("part", choices=parts)
