@@ -3,6 +3,7 @@
     python scripts/gtest.py                                # all cells, 10^6 texts each: hours on a CPU
     python scripts/gtest.py --vocab 8 --samples 100000     # a part
     python scripts/gtest.py --cells 0,7,12
+    python scripts/gtest.py --keep cells.jsonl             # what was run before is not run again
 
 A cell decodes one prompt under many keys with the compiled `Decoder.generate`, over the rounds per text it states, and
 compares how often each text came with its probability, by a G-test. Every two levels of any two factors stand
@@ -14,6 +15,8 @@ variation that would have been found at that level with probability 0.999.
 import argparse
 import dataclasses
 import itertools
+import json
+import pathlib
 import sys
 import time
 from typing import Any
@@ -116,6 +119,9 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, choices=FACTORS["vocab"], help="only cells of this vocabulary")
     parser.add_argument("--rule", choices=FACTORS["rule"], help="only cells of this rule")
     parser.add_argument("--seed", type=int, default=0, help="of the keys (default: 0)")
+    parser.add_argument(
+        "--keep", type=pathlib.Path, help="a file of cells that were run, added to"
+    )
     args = parser.parse_args()
     numbers = None if args.cells is None else {int(n) for n in args.cells.split(",")}
     cells = [
@@ -125,17 +131,24 @@ def main() -> int:
     ]
     print("| cell | " + " | ".join(FACTORS) + " | G cells | rounds per text | accepted per round | p | seconds |")
     print("|" + "---|" * (len(FACTORS) + 6), flush=True)
+    kept = [json.loads(line) for line in args.keep.read_text().splitlines()] if args.keep and args.keep.exists() else []
     found = []
     for i, cell in cells:
-        start = time.perf_counter()
-        test, rounds, accepted = run(cell, args.samples, args.seed + i)
+        about = {"cell": dataclasses.asdict(cell), "samples": args.samples, "seed": args.seed + i}
+        done = next((row for row in kept if about.items() <= row.items()), None)
+        if done is None:
+            start = time.perf_counter()
+            test, rounds, accepted = run(cell, args.samples, args.seed + i)
+            seconds = time.perf_counter() - start
+            done = about | {"test": test, "rounds": rounds, "accepted": accepted, "seconds": seconds}
+            if args.keep:
+                with args.keep.open("a") as file:
+                    file.write(json.dumps(done) + "\n")
+        test = GTest(*done["test"])
         found.append(test)
-        levels = " | ".join(map(str, dataclasses.asdict(cell).values()))
-        seconds = time.perf_counter() - start
-        print(
-            f"| {i} | {levels} | {test.cells} | {rounds:.2f} | {accepted:.2f} | {test.p:.3g} | {seconds:.0f} |",
-            flush=True,
-        )
+        levels = " | ".join(map(str, about["cell"].values()))
+        figures = f"{done['rounds']:.2f} | {done['accepted']:.2f} | {test.p:.3g} | {done['seconds']:.0f}"
+        print(f"| {i} | {levels} | {test.cells} | {figures} |", flush=True)
     if not found:
         parser.error("no cell is left")
     least, samples = min(holm(test.p for test in found)), min(test.samples for test in found)
