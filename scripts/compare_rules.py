@@ -69,7 +69,8 @@ def table(rows: list[dict], what: str, value: str, digits: int) -> None:
     for where in dict.fromkeys((row["temperature"], row["top_p"], row[what]) for row in rows):
         here = {row["rule"]: row for row in rows if (row["temperature"], row["top_p"], row[what]) == where}
         cells = [shown(here[rule], value, digits) if rule in here else "" for rule in rules]
-        cells += [f"{max(row['optimum'] for row in here.values()):.{digits}f}"] * best
+        if best:
+            cells.append(f"{max(row['optimum'] for row in here.values()):.{digits}f}")
         print(f"| {where[0]:g}, {where[1]:g} | {where[2]} | " + " | ".join(cells) + " |")
 
 

@@ -119,9 +119,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, choices=FACTORS["vocab"], help="only cells of this vocabulary")
     parser.add_argument("--rule", choices=FACTORS["rule"], help="only cells of this rule")
     parser.add_argument("--seed", type=int, default=0, help="of the keys (default: 0)")
-    parser.add_argument(
-        "--keep", type=pathlib.Path, help="a file of cells that were run, added to"
-    )
+    parser.add_argument("--keep", type=pathlib.Path, help="a file of cells that were run, added to")
     args = parser.parse_args()
     numbers = None if args.cells is None else {int(n) for n in args.cells.split(",")}
     cells = [
