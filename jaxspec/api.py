@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec import prepare
 from jaxspec.core.mesh import fetch, groups
 from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.sampling import Sampling
@@ -143,8 +142,6 @@ def stream(
         raise InvalidConfig(f"session must be the session of an earlier output, got {session!r:.80}")
     if session is not None and not (batch is None and out is None):
         raise InvalidConfig("a session is one batch, and knows no file; give it without batch= and out=")
-    if batch is not None:
-        prepare.check_counts(batch=batch)
     stops = StopStrings(stop)
     if stops.strings or on_token:
         rounds = min(rounds, STEP)
@@ -197,18 +194,20 @@ def precompile(target: Model, prompts: Prompt | Iterable[Prompt], **options: Any
             raise InvalidConfig(f"precompile writes nothing and goes on with nothing; give it without {name}=")
     given = inspect.signature(stream).bind(target, prompts, **options)
     given.apply_defaults()
-    if given.arguments["batch"] is not None:
-        prepare.check_counts(batch=given.arguments["batch"])
-    plan, seconds = _plan(given.arguments), 0.0
-    for batch in plan.batches(given.arguments["batch"], given.arguments["capacity"], range(plan.rows)):
-        first = [*batch.rows, *[None] * batch.places][: batch.places]
-        session = Session(plan.decoder, plan.weights, plan.request(first, batch.capacity), batch.capacity, plan.mesh)
-        session.run(0)
-        if len(batch.rows) > batch.places:
-            nobody = groups(plan.mesh)
-            session.replace([-1] * nobody, plan.request([None] * nobody, batch.capacity))
-        seconds += session.timing.compile_s
-    return seconds
+    plan = _plan(given.arguments)
+    batches = plan.batches(given.arguments["batch"], given.arguments["capacity"], range(plan.rows))
+    return sum(_compiled(plan, batch) for batch in batches)
+
+
+def _compiled(plan: Plan, batch: Batch) -> float:
+    """Calls everything that decodes a batch once, for no rounds; the seconds that compiling took."""
+    request = plan.request(batch.first, batch.capacity)
+    session = Session(plan.decoder, plan.weights, request, batch.capacity, plan.mesh)
+    session.run(0)
+    if batch.waiting:
+        nobody = groups(plan.mesh)
+        session.replace([-1] * nobody, plan.request([None] * nobody, batch.capacity))
+    return session.timing.compile_s
 
 
 def _plan(given: Mapping[str, Any]) -> Plan:

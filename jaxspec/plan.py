@@ -34,6 +34,16 @@ class Batch(NamedTuple):
     places: int
     capacity: int
 
+    @property
+    def first(self) -> list[int | None]:
+        """The rows that begin; None for a place without one."""
+        return [*self.rows, *[None] * self.places][: self.places]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Those that get a place later."""
+        return self.rows[self.places :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -96,8 +106,11 @@ class Plan:
         a step costs what the longest text's length costs.
 
         Raises:
+            InvalidConfig: `places` is no whole number from 1.
             CapacityError: a row does not fit the model's context, or the capacity.
         """
+        if places is not None:
+            prepare.check_counts(batch=places)
 
         def slots(rows: Sequence[int], batch: int) -> int:
             longest = max(len(self.prompt(row)) for row in rows) + self.max_new_tokens
@@ -115,7 +128,7 @@ class Plan:
 
     def memory(self, batch: Batch) -> int:
         """Bytes of the caches of a batch; where rows are replaced, one row more in every group of devices."""
-        rows = batch.places + groups(self.mesh) * (batch.places < len(batch.rows))
+        rows = batch.places + groups(self.mesh) * (bool(batch.waiting))
         return prepare.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 

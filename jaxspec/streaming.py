@@ -72,8 +72,7 @@ class Stream(Iterator[Chunk]):
             return
         batch = self._batches.popleft()
         self._timing = self.timing
-        self._waiting = collections.deque(batch.rows)
-        first = [self._waiting.popleft() if self._waiting else None for _ in range(batch.places)]
+        first, self._waiting = batch.first, collections.deque(batch.waiting)
         if session is None:
             self._session = None  # its memory goes before the next one's comes
             plan = self._plan

@@ -16,21 +16,9 @@ import sys
 
 import numpy as np
 
-from jaxspec.bench.summary import RESAMPLES
+from jaxspec.bench.summary import difference
 
 BASE = "coupled"
-
-
-def difference(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """The difference of two ratios of sums over the same prompts, `[N, 2]` each, and its interval."""
-
-    def gap(rows) -> np.ndarray:
-        a, b = (given[rows].sum(-2) for given in (ours, theirs))
-        return a[..., 0] / a[..., 1] - b[..., 0] / b[..., 1]
-
-    drawn = np.random.default_rng(seed).integers(0, len(ours), (RESAMPLES, len(ours)))
-    low, high = np.quantile(gap(drawn), (0.025, 0.975))
-    return float(gap(np.arange(len(ours)))), float(low), float(high)
 
 
 def one_step(paths: list[pathlib.Path]) -> list[dict]:
@@ -38,14 +26,14 @@ def one_step(paths: list[pathlib.Path]) -> list[dict]:
     rows = []
     for run in itertools.chain.from_iterable(json.loads(path.read_text())["runs"] for path in paths):
         prompts = run["prompts"]
+        if BASE not in prompts[0]["kept"]:
+            continue  # at temperature 0 all rules keep the same
         for figure in run["figures"]:
-
-            def sums(rule: str, children: int = figure["children"]) -> np.ndarray:
-                return np.array([(p["kept"][rule][children - 1], p["count"]) for p in prompts])  # noqa: B023
-
+            child = figure["children"] - 1
+            ours, theirs = ([(p["kept"][rule][child], p["count"]) for p in prompts] for rule in (figure["rule"], BASE))
             where = {name: run["sampling"][name] for name in ("temperature", "top_p")}
-            gap = difference(sums(figure["rule"]), sums(BASE)) if BASE in prompts[0]["kept"] else None
-            rows.append(where | figure | {"difference": gap, "on": f"{run['positions']} positions of {len(prompts)}"})
+            on = f"{run['positions']} positions of {len(prompts)}"
+            rows.append(where | figure | {"difference": difference(ours, theirs), "on": on})
     return rows
 
 
@@ -56,7 +44,7 @@ def rounds(path: pathlib.Path) -> list[dict]:
     for row in found:
         theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
         row["low"], row["high"] = row["tokens_per_round_95"]
-        row["difference"] = theirs and difference(np.array(row["prompts"]), np.array(theirs))
+        row["difference"] = theirs and difference(row["prompts"], theirs)
     return found
 
 

@@ -45,7 +45,11 @@ def _executables_of_a_module(request):
     with pytest.MonkeyPatch.context() as patch:
         if quick:  # a session compiles as its users do, and takes no options
             compiled = jax.stages.Lowered.compile
-            patch.setattr(jax.stages.Lowered, "compile", lambda self, options=QUICK: compiled(self, options))
+
+            def quickly(self, compiler_options=QUICK):
+                return compiled(self, compiler_options)
+
+            patch.setattr(jax.stages.Lowered, "compile", quickly)
         yield
     clear_executables()
     jax.clear_caches()

@@ -113,7 +113,7 @@ def measure(
         max_new_tokens: of each text, at most.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
         ignore_eos: do not end at the model's own stop tokens.
-        progress: called with (prompts done, prompts in all).
+        progress: called with (steps done, steps in all); writing a text is a step, and comparing its laws.
 
     Raises:
         JaxspecError: bad input, before anything compiles.
@@ -134,7 +134,8 @@ def measure(
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
-                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)  # fmt: skip
+                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
+                     progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
     found = []
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
@@ -155,7 +156,7 @@ def measure(
             Positions(name, len(places), {r: a[0] for r, a in sums.items()}, {r: a[1] for r, a in sums.items()})
         )
         if progress:
-            progress(i + 1, len(prompts))
+            progress(len(prompts) + i + 1, 2 * len(prompts))
     return found
 
 

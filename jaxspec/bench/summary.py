@@ -33,11 +33,26 @@ RESAMPLES = 5000
 
 def interval(pairs: ArrayLike, seed: int = 0) -> tuple[float, float]:
     """The 95 % interval of a ratio of sums, by bootstrap over prompts, each of which gave a (sum, count): `[N, 2]`."""
+    low, high = np.quantile(_ratios(pairs, seed), (0.025, 0.975)).tolist()
+    return low, high
+
+
+def difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[float, float, float]:
+    """A ratio of sums less another over the same prompts, `[N, 2]` each, and the 95 % interval of that, both ends.
+
+    Both are drawn from the same prompts at once, so what makes a prompt hard for both does not count.
+    """
+    (a, m), (b, n) = np.sum(pairs, 0), np.sum(others, 0)
+    low, high = np.quantile(_ratios(pairs, seed) - _ratios(others, seed), (0.025, 0.975)).tolist()
+    return float(a / m - b / n), low, high
+
+
+def _ratios(pairs: ArrayLike, seed: int) -> np.ndarray:
+    """Of the prompts drawn anew, `[RESAMPLES]`; a seed draws the same ones of as many."""
     given = np.asarray(pairs)
     drawn = np.random.default_rng(seed).integers(0, len(given), (RESAMPLES, len(given)))
     sums, counts = given[drawn].sum(1).T
-    low, high = np.quantile(sums / counts, (0.025, 0.975)).tolist()
-    return low, high
+    return sums / counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ gated units, by rows what comes out of them, and tables by tokens.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -15,14 +15,16 @@ from jaxspec.core.mesh import MODEL, check, everywhere, lay
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM, joined
+
+if TYPE_CHECKING:
+    from jaxspec.models.model import Model
 
 _JOINED = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")  # split by columns
 _BY_ROW = ("out", "down", "embed", "head")
 
 
-def shard(model: Model, mesh: Mesh) -> Model:
+def shard(model: "Model", mesh: Mesh) -> "Model":
     """The model on the mesh: its matrices split over "model", the rest on every device.
 
     `generate` does it by itself; do it once where you call that more than once. A network that is no `TransformerLM` is
