@@ -108,7 +108,7 @@ def run(cell: Cell, samples: int, seed: int = 0) -> tuple[GTest, float, float]:
         along = None if cell.draft == "equal" else along
     decoder = Decoder(lm, drafter, find("rule", cell.rule)(), chunk=4)
     texts = sample_texts(decoder, Weights(target, params), PROMPT, length, sampling,
-                         samples=samples, seed=seed, stops=stops, batch=2048 if vocab == 1024 else 1 << 14)  # fmt: skip
+                         samples=samples, seed=seed, stops=stops, batch=512 if vocab == 1024 else 1 << 14)  # fmt: skip
     return g_test(texts.counts, wanted, most=256, along=along), texts.rounds, texts.accepted
 
 

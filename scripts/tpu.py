@@ -38,6 +38,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import DraftHeads, HeadsConfig
+from jaxspec.models.int8 import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
@@ -70,8 +71,9 @@ def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, 
     return TransformerLM(config, "bfloat16")
 
 
-def shapes(lm: TransformerLM) -> Any:
-    return jax.eval_shape(lm.init_params, jax.random.key(0))
+def shapes(lm: TransformerLM, int8: bool = False) -> Any:
+    params = jax.eval_shape(lm.init_params, jax.random.key(0))
+    return jax.eval_shape(quantize, params) if int8 else params
 
 
 def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
@@ -207,6 +209,7 @@ def main() -> int:
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=2048, help="slots of the cache; a small one is moved to VMEM")
+    parser.add_argument("--int8", action="store_true", help="the target's matrices in int8")
     parser.add_argument("--drafters", help="only those whose name holds this")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -219,7 +222,7 @@ def main() -> int:
                 if arguments.drafters and arguments.drafters not in name:
                     continue
                 decoder = jaxspec.Decoder(target, drafter, Coupled())
-                weights = Weights(shapes(target), params)
+                weights = Weights(shapes(target, arguments.int8), params)
                 row = report(chip, kind, name, decoder, weights, arguments.capacity, topology.devices)
                 rows.append(row)
                 print(line(row), flush=True)

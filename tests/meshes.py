@@ -10,6 +10,7 @@ from toys import lively, noisy, transformer
 
 import jaxspec
 from jaxspec.decode import session as sessions
+from jaxspec.models.int8 import quantize
 from jaxspec.models.sharding import param_shardings
 
 LM = transformer(num_heads=8, num_kv_heads=8, vocab_size=64)
@@ -106,6 +107,12 @@ def on_eight() -> dict:
         assert len(programs) == 1
         found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
     found["loaded"] = loaded(target)
+    rounded = jaxspec.Model(LM, quantize(PARAMS))
+    plain = OPTIONS | {"drafter": "none", "draft": None, "tree": None}
+    found["int8"] = [
+        [row.tokens for row in jaxspec.generate(rounded, PROMPTS, **plain, mesh=mesh)]
+        for mesh in (None, jaxspec.make_mesh(2, 4))
+    ]
     try:
         jaxspec.shard(target, jaxspec.make_mesh(2, 3))
     except jaxspec.JaxspecError as error:

@@ -68,6 +68,12 @@ def test_a_checkpoint_is_read_into_its_shards(eight):
     assert eight["loaded"] == {"same": True, "whole": True, "lm": True, "share": 0.25}
 
 
+def test_rounded_weights_are_shared_too(eight):
+    one, shared = eight["int8"]
+    assert one == shared
+    assert len({str(row) for row in one}) > 8
+
+
 def test_two_processes(eight):
     """Two processes of four devices each, on loopback, call the same function; rows take turns, each gets all texts."""
     with socket.socket() as free:

@@ -167,11 +167,18 @@ def spelt(tokenizer: "Tokenizer", token: int | None) -> str | None:
 def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
     """What decoding takes; the cache as for drafts of up to 64 tokens."""
     from jaxspec.models.checkpoint import DTYPES
+    from jaxspec.models.int8 import held, is_table
 
-    size = DTYPES[dtype].itemsize
+    size = DTYPES[held(dtype)].itemsize
     slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
-    shapes = config.param_shapes().values()
-    parameters = sum((size if len(shape) > 1 else 4) * math.prod(shape) for shape in shapes)  # vectors stay float32
+    parameters = 0
+    for name, shape in config.param_shapes().items():
+        if len(shape) == 1:  # vectors stay float32
+            parameters += 4 * shape[0]
+        elif dtype == "int8":  # with a scale for each output
+            parameters += math.prod(shape) + 4 * shape[0 if is_table(name) else 1]
+        else:
+            parameters += size * math.prod(shape)
     cache = 2 * size * config.num_layers * batch * config.num_kv_heads * slots * config.head_dim
     return {
         "dtype": dtype,

@@ -21,7 +21,8 @@ SOURCES = (
     "a preset, a .gguf file, a Hugging Face directory or a repository of its Hub (organization/name, @revision may "
     "follow), or what jaxspec.save wrote"
 )
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")  # of heads
+WEIGHTS = (*DTYPES, "int8")  # of models
 
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
@@ -80,10 +81,12 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return check
 
 
+_dtype: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
+
+
 def add_dtype(add: Callable) -> None:
     """`--dtype`, to a parser's or a group's `add_argument`."""
-    shown = "|".join(DTYPES)
-    add("--dtype", default=DTYPES[0], type=one_of("dtype", DTYPES), metavar=shown, help=f"default: {DTYPES[0]}")
+    add("--dtype", default=WEIGHTS[0], **_dtype, help=f"of the weights (default: {WEIGHTS[0]})")
 
 
 def add_models(parser: Parser) -> Callable:
@@ -93,6 +96,7 @@ def add_models(parser: Parser) -> Callable:
     add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
     add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
+    add("--draft-dtype", **_dtype, help="of the draft model's weights (default: that of --dtype)")
     return add
 
 
@@ -232,7 +236,9 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     target = show.load(args.target, args.dtype, args.context)
     if args.draft_model is None:
         return target, None
-    return target, target if args.draft_model == args.target else show.load(args.draft_model, args.dtype)
+    dtype = args.draft_dtype or args.dtype
+    same = args.draft_model == args.target and dtype == args.dtype
+    return target, target if same else show.load(args.draft_model, dtype)
 
 
 def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None":
@@ -241,8 +247,9 @@ def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None"
         return None
     from jaxspec.cli import show
     from jaxspec.models.head_files import load_heads
+    from jaxspec.models.int8 import held
 
-    heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
+    heads = load_heads(args.heads, target=target, dtype=held(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
         show.say(f"{args.heads}: {note}")
     return heads

@@ -16,8 +16,11 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.int8 import Int8, is_table
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+WEIGHTS = (*DTYPES, "int8")
+"""What a model's matrices may be kept in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,16 +211,17 @@ def read_params(
     checkpoint: Checkpoint,
     dtype: str = "float32",
     progress: Callable[[int, int, str], object] | None = None,
-    put: Callable[[str, np.ndarray], Any] = lambda name, array: array,
+    put: Callable[[str, Any], Any] = lambda name, array: array,
 ) -> dict:
     """Reads all weights, one parameter at a time.
 
     Args:
         checkpoint: what `open_checkpoint` gave.
-        dtype: "float32" or "bfloat16", of the matrices; norms and biases are float32 always.
+        dtype: "float32", "bfloat16" or "int8" (see `jaxspec.models.int8`), of the matrices; norms and biases are
+            float32 always.
         progress: called as `progress(done, total, name)` after each parameter.
-        put: gets the last part of each parameter's name and the array as soon as it is read, and takes it to a device:
-            so the host holds no more than one.
+        put: gets the last part of each parameter's name and the array (or the `Int8` of two) as soon as it is read, and
+            takes it to a device: so the host holds no more than one.
 
     Returns:
         A tree of what `put` gave, numpy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
@@ -225,20 +229,22 @@ def read_params(
         `ModelConfig.param_shapes`.
 
     Raises:
-        InvalidConfig: the dtype is neither of the two.
+        InvalidConfig: the dtype is none of these.
         CheckpointError: a parameter is missing, unknown, of the wrong shape, or not finite.
     """
-    if dtype not in DTYPES:
-        raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in WEIGHTS:
+        raise InvalidConfig(f"dtype must be one of {', '.join(WEIGHTS)}, got {dtype!r}")
     shapes = checkpoint.config.param_shapes()
     refuse_difference(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         array = checkpoint.tensors[name]()
         check_shape(checkpoint.source, name, array.shape, shape)
-        array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 else "float32"])
+        array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype != "int8" else "float32"])
         *layer, leaf = name.split(".")
-        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, finite(checkpoint.source, name, array))
+        array = finite(checkpoint.source, name, array)
+        kept = Int8.of(array, is_table(leaf)) if dtype == "int8" and len(shape) > 1 else array
+        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, kept)
         if progress is not None:
             progress(done, len(shapes), name)
     return tree

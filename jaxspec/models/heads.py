@@ -142,7 +142,7 @@ def init_params(
             raise InvalidConfig(
                 f"own projections start from the target's [{config.vocab_size}, {config.hidden_size}]; got {got}"
             )
-        rows = jnp.asarray(projection if tokens is None else projection[tokens], jnp.float32)
+        rows = jnp.asarray((projection if tokens is None else projection[tokens]).astype(jnp.float32))
         params["projections"] = dict.fromkeys(range(config.num_projections), rows)
     return params
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.core.mesh import MODEL, check
@@ -15,6 +14,7 @@ from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import MissingTokenizer
 from jaxspec.models.checkpoint import Checkpoint, open_source, read_params
+from jaxspec.models.int8 import held
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -81,7 +81,8 @@ def load(
 
     Args:
         source: which.
-        dtype: "float32" or "bfloat16".
+        dtype: of the matrices, "float32", "bfloat16" or "int8". With "int8" the weights are rounded to a byte each, and
+            all else is float32: another model, a quarter the size; see `jaxspec.models.int8`.
         context: the longest text that will be decoded, in tokens; None for what the model was made for. See
             `jaxspec.models.checkpoint.open_source` on models with LongRoPE.
         revision: of a Hub repository.
@@ -102,8 +103,10 @@ def load(
     known = None if tokenizer is None else min(tokenizer.vocab_size, checkpoint.config.vocab_size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
-    def put(part: str, array: np.ndarray) -> jax.Array:
-        return jnp.asarray(array) if mesh is None else sharding.place(part, array, checkpoint.config, mesh)
+    def put(part: str, array: Any) -> Any:
+        if mesh is None:
+            return jax.tree.map(jnp.asarray, array)
+        return sharding.place(part, array, checkpoint.config, mesh)
 
     if mesh is not None:
         check(mesh)
@@ -112,7 +115,7 @@ def load(
     params["layers"] = dict(enumerate(params["layers"]))
     template = checkpoint.chat_template
     return Model(
-        lm=TransformerLM(checkpoint.config, dtype, known=known, shards=1 if mesh is None else mesh.shape[MODEL]),
+        lm=TransformerLM(checkpoint.config, held(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]),
         params=params,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,

@@ -44,15 +44,18 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         directory: must not exist yet.
 
     Raises:
-        InvalidConfig: another kind of network.
+        InvalidConfig: another kind of network, or rounded weights.
         CheckpointError: the directory exists, or cannot be written.
     """
+    import jax
     import orbax.checkpoint as ocp
 
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model.lm, TransformerLM):
         raise InvalidConfig(f"only a TransformerLM can be saved, got {type(model.lm).__name__}; use Orbax itself")
+    if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(model.params)):
+        raise InvalidConfig("weights of int8 are rounded when a model is loaded; save the model they were rounded from")
     place = pathlib.Path(directory).expanduser().absolute()
     if place.exists():
         raise CheckpointError(f"{place}: exists already; name a new directory")

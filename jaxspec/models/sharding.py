@@ -15,6 +15,7 @@ from jaxspec.core.mesh import MODEL, check, everywhere, lay
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.int8 import Int8, is_table
 from jaxspec.models.transformer import TransformerLM, joined
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     def put(path: tuple, leaf: Any) -> Any:
         return place(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.shards)
 
-    params = jax.tree_util.tree_map_with_path(put, params)
+    params = jax.tree_util.tree_map_with_path(put, params, is_leaf=_whole)
     return dataclasses.replace(model, lm=dataclasses.replace(lm, shards=size), params=params)
 
 
@@ -58,28 +59,42 @@ def check_shares(config: ModelConfig, mesh: Mesh, name: str) -> None:
             raise InvalidConfig(f"{name} has {count} {what} in a layer, which {size} devices cannot share evenly")
 
 
-def place(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1) -> jax.Array:
+def place(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1) -> Any:
     """One parameter on the mesh, by the last part of its name. Of a numpy array each device is sent its part alone.
 
     `shards`: the parts that the columns of a joined matrix stand in so far.
     """
     size = mesh.shape[MODEL]
     if name in _JOINED and shards != size:
-        leaf = joined(name, leaf, config, size)
-    return lay(leaf, NamedSharding(mesh, _spec(name, leaf, size)))
+        if isinstance(leaf, Int8):
+            leaf = Int8(joined(name, leaf.values.T, config, size).T, joined(name, leaf.scale, config, size))
+        else:
+            leaf = joined(name, leaf, config, size)
+    return jax.tree.map(lay, leaf, _laid(name, leaf, mesh))
 
 
-def _spec(name: str, leaf: Any, size: int) -> P:
-    axis = leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None
-    if size == 1 or axis is None or leaf.shape[axis] % size:
-        return P()
-    return P(*[None] * axis, MODEL)
+def _laid(name: str, leaf: Any, mesh: Mesh) -> Any:
+    """How a parameter lies on the mesh, a sharding for each of its arrays."""
+    size = mesh.shape[MODEL]
+
+    def split(array: Any, axis: int | None) -> NamedSharding:
+        whole = size == 1 or axis is None or array.shape[axis] % size
+        return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
+
+    if isinstance(leaf, Int8):  # an output a row
+        by_output = name in _JOINED or is_table(name)
+        return Int8(split(leaf.values, 0 if by_output else 1), split(leaf.scale, 0 if by_output else None))
+    return split(leaf, leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None)
 
 
 def param_shardings(params: Params, mesh: Mesh) -> Params:
     """How a transformer's parameters lie on the mesh; tables whose rows "model" does not divide are on every device."""
 
-    def of(path: tuple, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, _spec(str(getattr(path[-1], "key", "")), leaf, mesh.shape[MODEL]))
+    def of(path: tuple, leaf: Any) -> Any:
+        return _laid(str(getattr(path[-1], "key", "")), leaf, mesh)
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=_whole)
+
+
+def _whole(leaf: Any) -> bool:
+    return isinstance(leaf, Int8)

@@ -21,15 +21,18 @@ from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.int8 import Int8
 from jaxspec.models.rope import Rope
 
 
-def matmul(x: Float[Array, "B T I"], weight: Array, transposed: bool = False) -> Float[Array, "B T O"]:
-    """`x @ weight` (or its transpose) in the weight's dtype with float32 sums.
+def matmul(x: Float[Array, "B T I"], weight: Array | Int8, transposed: bool = False) -> Float[Array, "B T O"]:
+    """`x @ weight` (or its transpose) in the weight's dtype with float32 sums. An `Int8` has one way round.
 
     On CPU, XLA multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows.
     """
     batch, tokens, width = x.shape
+    if isinstance(weight, Int8):
+        return weight.after(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
     rows = x.astype(weight.dtype).reshape(batch * tokens, width)
     pad = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
     if pad:
@@ -44,14 +47,14 @@ def matmul(x: Float[Array, "B T I"], weight: Array, transposed: bool = False) ->
     return (out[:1] if pad else out).reshape(batch, tokens, -1)
 
 
-def look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def look_up(table: Float[Array, "V E"] | Int8, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """Rows of an embedding, in float32.
 
     XLA:CPU converts a bfloat16 table before it gathers, and would hoist that out of the decode loop, a copy of
     the table at every call. Behind the barrier the table depends on the tokens, and only rows are converted.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
-    return table[tokens].astype(jnp.float32)
+    return table[tokens].astype(jnp.float32)  # of an Int8, too
 
 
 def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
@@ -257,10 +260,10 @@ class TransformerLM:
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 
-    def embedding(self, params: Params) -> Float[Array, "V E"]:
+    def embedding(self, params: Params) -> Float[Array, "V E"] | Int8:
         """The table of the tokens' embeddings, unscaled."""
         return params["embed"]
 
-    def unembedding(self, params: Params) -> Float[Array, "V E"]:
+    def unembedding(self, params: Params) -> Float[Array, "V E"] | Int8:
         """The table whose rows `head` multiplies features with; padded tokens included."""
         return params["embed"] if self.config.tie_embeddings else params["head"]

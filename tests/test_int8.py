@@ -1,0 +1,140 @@
+"""Weights of one byte: what is rounded, what is multiplied, and that every promise holds of the model that results."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys import lively, noisy, transformer
+
+import jaxspec
+from jaxspec.cli import options
+from jaxspec.cli.inspect import memory_section
+from jaxspec.errors import InvalidConfig
+from jaxspec.models import checkpoint
+from jaxspec.models.int8 import ROWS, Int8, quantize
+from jaxspec.models.transformer import look_up, matmul
+
+RNG = np.random.default_rng(0)
+MATRIX = RNG.normal(size=(48, 80)).astype(np.float32) * np.exp(RNG.normal(size=80)).astype(np.float32)
+LM = transformer()
+FLOATS = lively(LM.init_params(jax.random.key(0)))
+TARGET = jaxspec.Model(LM, quantize(FLOATS))
+PROMPTS = [RNG.integers(0, 61, n).tolist() for n in (1, 9, 30)]
+
+
+def floats(params):
+    """The rounded weights as a float model has them."""
+
+    def of(path, leaf):
+        matrix = leaf.astype(jnp.float32) if isinstance(leaf, Int8) else leaf
+        turned = isinstance(leaf, Int8) and path[-1].key not in ("embed", "head")
+        return matrix.T if turned else matrix
+
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=lambda leaf: isinstance(leaf, Int8))
+
+
+def test_every_output_is_rounded_to_127_steps_of_its_largest():
+    got = Int8.of(MATRIX)
+    assert got.values.dtype == np.int8
+    assert got.shape == (80, 48)
+    np.testing.assert_allclose(got.scale, abs(MATRIX).max(0) / 127, rtol=1e-6)
+    assert (abs(got.values).max(1) == 127).all()
+    assert (abs(np.asarray(got.astype(jnp.float32)).T - MATRIX) <= got.scale / 2 * 1.001).all()
+    table = Int8.of(MATRIX, transposed=True)  # an output a row already
+    assert table.shape == MATRIX.shape
+    assert (abs(table.values).max(1) == 127).all()
+
+
+def test_host_and_device_round_alike():
+    for a, b in zip(jax.tree.leaves(Int8.of(MATRIX)), jax.tree.leaves(Int8.of(jnp.asarray(MATRIX)))):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_output_of_zeros_stays_zero():
+    got = Int8.of(np.zeros((8, 3), np.float32))
+    assert not got.values.any()
+    assert not np.asarray(got.astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS, ROWS + 1])
+def test_a_product_is_that_of_the_rounded_matrix(rows):
+    weight = jax.tree.map(jnp.asarray, Int8.of(MATRIX))
+    x = RNG.normal(size=(1, rows, 48)).astype(np.float32)
+    rounded = np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
+    exact = x.astype(np.float64) @ rounded.T
+    np.testing.assert_allclose(jax.jit(matmul)(x, weight), exact, rtol=2e-6, atol=2e-5)
+
+
+def test_a_row_has_the_same_bits_at_every_width():
+    weight, x = jax.tree.map(jnp.asarray, Int8.of(MATRIX)), RNG.normal(size=(1, ROWS, 48)).astype(np.float32)
+    all_at_once = np.asarray(jax.jit(matmul)(x, weight))
+    for width in range(1, ROWS):
+        np.testing.assert_array_equal(jax.jit(matmul)(x[:, :width], weight), all_at_once[:, :width])
+
+
+def test_an_embedding_is_looked_up_in_bytes():
+    table = jax.tree.map(jnp.asarray, Int8.of(MATRIX, transposed=True))
+    tokens = jnp.asarray([[3, 0], [47, 3]])
+    np.testing.assert_array_equal(look_up(table, tokens), table.astype(jnp.float32)[tokens])
+
+
+@pytest.mark.parametrize("rows", [1, ROWS + 1])
+def test_a_loop_keeps_no_copy_of_the_weights(rows):
+    """A matrix of 16 MB in float32 is read as the 4 MB it is: the loop's own memory is a fraction of that."""
+    weight = Int8(jnp.ones((8192, 512), jnp.int8), jnp.ones(8192))
+
+    def loop(x, weight):
+        return jax.lax.fori_loop(0, 9, lambda _, x: matmul(x, weight)[..., :512] * 1e-3, x)
+
+    compiled = jax.jit(loop).lower(jnp.ones((1, rows, 512)), weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 512
+
+
+def test_the_model_is_that_of_the_rounded_weights():
+    rounded = jaxspec.Model(LM, floats(TARGET.params))
+    a, b = (jaxspec.generate(model, PROMPTS, max_new_tokens=30) for model in (TARGET, rounded))
+    assert [row.tokens for row in a] == [row.tokens for row in b]
+    assert TARGET.bytes < 0.35 * rounded.bytes  # vectors and scales are much of a toy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_is_plain_decodings_with_any_drafter(temperature):
+    def write(**options):
+        sampling, key = jaxspec.Sampling(temperature=temperature), jax.random.key(3)
+        out = jaxspec.generate(TARGET, PROMPTS, max_new_tokens=24, sampling=sampling, key=key, **options)
+        return [row.tokens for row in out], out.stats.accepted
+
+    plain, _ = write()
+    near = jaxspec.Model(LM, noisy(FLOATS, 1, 0.1))
+    for draft in (near, dataclasses.replace(near, params=quantize(near.params))):
+        text, accepted = write(drafter="model", draft=draft, tree=jaxspec.branching(2, 1))
+        assert text == plain
+        assert accepted > 10
+    assert write(drafter="prompt-lookup")[0] == plain
+    assert write(drafter="early-exit", exit_layers=2)[0] == plain
+
+
+def test_it_drafts_for_the_model_it_was_rounded_from():
+    target = jaxspec.Model(LM, FLOATS)
+    out = jaxspec.generate(target, PROMPTS, max_new_tokens=40, drafter="model", draft=TARGET, tree=jaxspec.chain(3))
+    assert out.stats.acceptance_rate > 0.8
+
+
+def test_a_checkpoint_is_rounded_as_it_is_read(tmp_path):
+    path = jaxspec.save(jaxspec.Model(LM, FLOATS), tmp_path / "model")
+    read = jaxspec.load(path, dtype="int8")
+    expected = quantize(FLOATS)
+    jax.tree.map(np.testing.assert_array_equal, read.params, expected)
+    assert read.lm.dtype == "float32"
+    assert read.bytes == TARGET.bytes
+    assert memory_section(LM.config, "int8", 1, 64)["parameters_bytes"] == TARGET.bytes
+    with pytest.raises(InvalidConfig, match="float32, bfloat16, int8, got 'int4'"):
+        jaxspec.load(path, dtype="int4")
+    with pytest.raises(InvalidConfig, match="int8"):
+        jaxspec.save(TARGET, tmp_path / "other")
+
+
+def test_the_command_line_knows_the_same_kinds():
+    assert options.WEIGHTS == checkpoint.WEIGHTS
