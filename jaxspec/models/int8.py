@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-ROWS, TILE = 6, 1 << 19
+ROWS, TILE = 12, 1 << 19
 """On CPU up to so many rows read the bytes once each; more of them meet tiles of so many weights in float32."""
 
 
@@ -87,7 +87,7 @@ def _on_cpu(x: Array, values: Array) -> Array:
         return lax.dot_general(rows, part.astype(jnp.float32), (((1,), (1,)), ((), ())))
 
     if x.shape[0] <= ROWS:
-        return lax.map(row, x)
+        return row(x[0])[None] if x.shape[0] == 1 else lax.map(row, x)
     outputs, inputs = values.shape
     counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
     count = next(counts, 1)  # a vocabulary that nothing divides is one tile
