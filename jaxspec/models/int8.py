@@ -50,7 +50,7 @@ class Int8:
         """The matrix in floats `[O, I]`."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
-    def after(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
         """The product of every row of x with every output's weights, in float32 (off the CPU, of x in bfloat16)."""
         # Which platform this is compiled for is known to XLA alone: a TPU's program may be compiled elsewhere.
         out = lax.platform_dependent(x, self.values, cpu=_on_cpu, default=_elsewhere)
@@ -78,7 +78,7 @@ def is_table(name: str) -> bool:
 
 def _on_cpu(x: Array, values: Array) -> Array:
     # Behind a barrier conversions cannot be done ahead of the loops around, in a float32 copy of all weights.
-    def row(row: Array) -> Array:
+    def single(row: Array) -> Array:
         matrix, row = lax.optimization_barrier((values, row))
         return row @ matrix.T.astype(jnp.float32)  # the transpose makes XLA convert inside the product
 
@@ -87,7 +87,7 @@ def _on_cpu(x: Array, values: Array) -> Array:
         return lax.dot_general(rows, part.astype(jnp.float32), (((1,), (1,)), ((), ())))
 
     if x.shape[0] <= ROWS:
-        return row(x[0])[None] if x.shape[0] == 1 else lax.map(row, x)
+        return single(x[0])[None] if x.shape[0] == 1 else lax.map(single, x)
     outputs, inputs = values.shape
     counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
     count = next(counts, 1)  # a vocabulary that nothing divides is one tile

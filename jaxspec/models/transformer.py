@@ -32,7 +32,7 @@ def matmul(x: Float[Array, "B T I"], weight: Array | Int8, transposed: bool = Fa
     """
     batch, tokens, width = x.shape
     if isinstance(weight, Int8):
-        return weight.after(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
+        return weight.product(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
     rows = x.astype(weight.dtype).reshape(batch * tokens, width)
     pad = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
     if pad:
