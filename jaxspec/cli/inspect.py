@@ -166,10 +166,10 @@ def spelt(tokenizer: "Tokenizer", token: int | None) -> str | None:
 
 def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
     """What decoding takes; the cache as for drafts of up to 64 tokens."""
-    from jaxspec.models.checkpoint import DTYPES
-    from jaxspec.models.int8 import held, is_table
+    from jaxspec.models.checkpoint import DTYPES, beside
+    from jaxspec.models.config import is_table
 
-    size = DTYPES[held(dtype)].itemsize
+    size = DTYPES[beside(dtype)].itemsize
     slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
     parameters = 0
     for name, shape in config.param_shapes().items():

@@ -31,8 +31,8 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     """
     from jaxspec.cli import show
     from jaxspec.cli.inspect import brief, by_name, by_type
+    from jaxspec.models.checkpoint import beside
     from jaxspec.models.head_files import load_heads, open_heads
-    from jaxspec.models.int8 import held
 
     report: dict[str, Any] = {}
     try:
@@ -51,7 +51,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         return report
     try:
         target = show.load(args.target, args.dtype)
-        loaded = load_heads(place, target=target, dtype=held(args.dtype), allow_pickle=args.allow_pickle)
+        loaded = load_heads(place, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
         report["probe"] = probe(target, loaded, args.prompt or PROMPTS)
     except JaxspecError as error:
         refused.append(error)

@@ -246,10 +246,10 @@ def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None"
     if args.heads is None:
         return None
     from jaxspec.cli import show
+    from jaxspec.models.checkpoint import beside
     from jaxspec.models.head_files import load_heads
-    from jaxspec.models.int8 import held
 
-    heads = load_heads(args.heads, target=target, dtype=held(args.dtype), allow_pickle=args.allow_pickle)
+    heads = load_heads(args.heads, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
         show.say(f"{args.heads}: {note}")
     return heads

@@ -15,12 +15,16 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.int8 import Int8, is_table
+from jaxspec.models.config import ModelConfig, is_table
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 WEIGHTS = (*DTYPES, "int8")
 """What a model's matrices may be kept in."""
+
+
+def beside(dtype: str) -> str:
+    """What caches and heads are kept in beside such matrices."""
+    return "float32" if dtype == "int8" else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +247,11 @@ def read_params(
         array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype != "int8" else "float32"])
         *layer, leaf = name.split(".")
         array = finite(checkpoint.source, name, array)
-        kept = Int8.of(array, is_table(leaf)) if dtype == "int8" and len(shape) > 1 else array
-        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, kept)
+        if dtype == "int8" and len(shape) > 1:
+            from jaxspec.models.int8 import Int8  # which needs JAX
+
+            array = Int8.of(array, is_table(leaf))
+        (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)
         if progress is not None:
             progress(done, len(shapes), name)
     return tree

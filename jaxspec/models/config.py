@@ -132,3 +132,8 @@ class ModelConfig:
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, e)
         return shapes
+
+
+def is_table(name: str) -> bool:
+    """Whether the parameter of this name is a matrix with a row per token: those stand [V, E], the others [in, out]."""
+    return name in ("embed", "head")

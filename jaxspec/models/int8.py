@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec.models.config import is_table
+
 ROWS, TILE = 12, 1 << 19
 """On CPU up to so many rows read the bytes once each; more of them meet tiles of so many weights in float32."""
 
@@ -64,16 +66,6 @@ def quantize(params: Any) -> Any:
         return leaf if leaf.ndim < 2 else Int8.of(leaf, is_table(path[-1].key))
 
     return jax.tree_util.tree_map_with_path(of, params)
-
-
-def held(dtype: str) -> str:
-    """What goes with matrices kept in `dtype`: caches and heads."""
-    return "float32" if dtype == "int8" else dtype
-
-
-def is_table(name: str) -> bool:
-    """Whether the parameter of this name holds a row per token, an output or an input each."""
-    return name in ("embed", "head")
 
 
 def _on_cpu(x: Array, values: Array) -> Array:

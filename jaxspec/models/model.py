@@ -13,8 +13,7 @@ from jaxspec.core.mesh import MODEL, check
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import MissingTokenizer
-from jaxspec.models.checkpoint import Checkpoint, open_source, read_params
-from jaxspec.models.int8 import held
+from jaxspec.models.checkpoint import Checkpoint, beside, open_source, read_params
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -115,7 +114,9 @@ def load(
     params["layers"] = dict(enumerate(params["layers"]))
     template = checkpoint.chat_template
     return Model(
-        lm=TransformerLM(checkpoint.config, held(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]),
+        lm=TransformerLM(
+            checkpoint.config, beside(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]
+        ),
         params=params,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,
