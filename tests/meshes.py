@@ -109,6 +109,9 @@ def on_eight() -> dict:
     found["loaded"] = loaded(target)
     rounded = jaxspec.Model(LM, quantize(PARAMS))
     plain = OPTIONS | {"drafter": "none", "draft": None, "tree": None}
+    held = jaxspec.shard(rounded, jaxspec.make_mesh(2, 4)).params["layers"][0]
+    arrays = [held["qkv"].values, held["qkv"].scale, held["down"].values]
+    found["int8 shares"] = [max(s.data.nbytes for s in a.addressable_shards) / a.nbytes for a in arrays]
     found["int8"] = [
         [row.tokens for row in jaxspec.generate(rounded, PROMPTS, **plain, mesh=mesh)]
         for mesh in (None, jaxspec.make_mesh(2, 4))

@@ -175,6 +175,7 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--drafter", "promt-lookup", "x"], "Did you mean 'prompt-lookup'?"),
         (["generate", "--rule", "copuled", "x"], "Did you mean 'coupled'?"),
         (["generate", "--dtype", "float16", "x"], "Did you mean"),
+        (["generate", "--drafter", "none", "--draft-dtype", "int8", "x"], "--draft-dtype is for the draft model"),
         (["generate", "--temprature", "1", "x"], "did you mean '--temperature'?"),
         (["generate", "--samples", "0", "x"], "--samples: expected a whole number from 1, got '0'"),
         (["generate", "--temperature", "hot", "x"], "--temperature"),

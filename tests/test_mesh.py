@@ -69,6 +69,7 @@ def test_a_checkpoint_is_read_into_its_shards(eight):
 
 
 def test_rounded_weights_are_shared_too(eight):
+    assert eight["int8 shares"] == [0.25] * 3
     one, shared = eight["int8"]
     assert one == shared
     assert len({str(row) for row in one}) > 8

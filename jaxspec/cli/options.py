@@ -81,12 +81,12 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return check
 
 
-_dtype: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
+_DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
 
 
 def add_dtype(add: Callable) -> None:
     """`--dtype`, to a parser's or a group's `add_argument`."""
-    add("--dtype", default=WEIGHTS[0], **_dtype, help=f"of the weights (default: {WEIGHTS[0]})")
+    add("--dtype", default=WEIGHTS[0], **_DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
 
 
 def add_models(parser: Parser) -> Callable:
@@ -96,7 +96,7 @@ def add_models(parser: Parser) -> Callable:
     add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
     add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
-    add("--draft-dtype", **_dtype, help="of the draft model's weights (default: that of --dtype)")
+    add("--draft-dtype", **_DTYPE, help="of the draft model's weights (default: that of --dtype)")
     return add
 
 
@@ -230,7 +230,13 @@ def own_heads(target: str) -> str | None:
 
 
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
-    """Target and draft model, one and the same where the options say so."""
+    """Target and draft model, one and the same where the options say so.
+
+    Raises:
+        UsageError: a dtype for a draft model that there is not.
+    """
+    if args.draft_dtype is not None and args.draft_model is None:
+        raise UsageError("--draft-dtype is for the draft model of --drafter model, and there is none")
     from jaxspec.cli import show
 
     target = show.load(args.target, args.dtype, args.context)
