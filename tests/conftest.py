@@ -43,11 +43,11 @@ def _executables_of_a_module(request):
     quick = request.path.stem not in OPTIMISED
     jax.config.update("jax_disable_most_optimizations", quick)
     with pytest.MonkeyPatch.context() as patch:
-        if quick:  # a session compiles as its users do, and takes no options
+        if quick:  # a session compiles as its users do
             compiled = jax.stages.Lowered.compile
 
-            def quickly(self, compiler_options=QUICK):
-                return compiled(self, compiler_options)
+            def quickly(self, compiler_options=None):
+                return compiled(self, QUICK | (compiler_options or {}))
 
             patch.setattr(jax.stages.Lowered, "compile", quickly)
         yield

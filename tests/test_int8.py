@@ -99,6 +99,19 @@ def test_a_loop_keeps_no_copy_of_the_weights(rows):
     assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 512
 
 
+def test_what_is_multiplied_is_made_once():
+    """Not anew for every output, inside the product."""
+    weight = Int8(jnp.ones((512, 512), jnp.int8), jnp.ones(512))
+
+    def loop(x, weight):
+        return jax.lax.fori_loop(0, 9, lambda _, x: matmul(jnp.sin(x), weight) * 1e-3, x)
+
+    text = jax.jit(loop).lower(jnp.ones((1, 1, 512)), weight).compile().as_text()
+    computations = [part for part in text.split("\n\n") if " sine(" in part or " dot(" in part]
+    assert len(computations) > 1
+    assert not any(" sine(" in part and " dot(" in part for part in computations)
+
+
 def test_the_model_is_that_of_the_rounded_weights():
     rounded = jaxspec.Model(LM, floats(TARGET.params))
     a, b = (jaxspec.generate(model, PROMPTS, max_new_tokens=30) for model in (TARGET, rounded))

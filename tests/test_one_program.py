@@ -19,6 +19,7 @@ from toys import QUICK, decoder, request, texts, transformer
 
 import jaxspec
 from jaxspec.core.tree import Topology, branching, chain, dynamic
+from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
@@ -197,6 +198,37 @@ def test_a_round_copies_no_cache(real, tree):
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < nbytes(state.cache.kv) / 10
     assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
+
+
+def test_who_multiplies_on_a_cpu(monkeypatch):
+    """In the loop alone: Eigen, a few rows of float32; all else as XLA does, or as `XLA_FLAGS` says."""
+    seen: list[dict | None] = []
+    compiled = sessions._compile
+    monkeypatch.setattr(
+        sessions, "_compile", lambda lowered, options: seen.append(options) or compiled(lowered, options)
+    )
+
+    def eigens(dtype: str, rows: int) -> list[bool]:
+        lm = transformer(dtype=dtype)
+        weights = Weights(lm.init_params(jax.random.key(0)))
+        asked = request([[1, 2, 3]] * rows, 4, vocab=lm.vocab)
+        seen.clear()
+        sessions.clear_executables()
+        Session(decoder(lm, NoDraft(chain(7)), widths=()), weights, asked, 256).run()
+        return [options is not None for options in seen]
+
+    assert eigens("float32", 8) == [False, False, True]
+    assert eigens("float32", 9) == [False] * 3
+    assert eigens("bfloat16", 1) == [False] * 3
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
+    assert eigens("float32", 8) == [False] * 3
+
+
+def test_an_option_that_xla_does_not_know_is_left_out():
+    lowered = jax.jit(lambda x: x + 1).lower(1)
+    assert sessions._compile(lowered, {"xla_cpu_is_not_an_option": ""})(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="enum"):
+        sessions._compile(lowered, {"xla_cpu_experimental_ynn_fusion_type": "wrong"})
 
 
 def test_vmapped_generate_copies_no_cache(real):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from jaxspec.decode.state import Request, Weights
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 # The newest only: on a CPU each takes up to 1000 of the 65530 memory maps that Linux gives a process by default.
 _KEPT = 32
+_YNN = "xla_cpu_experimental_ynn_fusion_type"
+_SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
+EIGEN = 64
+"""Up to so many rows of float32 XLA:CPU multiplies faster with Eigen than with YNN, its default; YNN may still sum."""
 
 
 @dataclasses.dataclass
@@ -114,6 +119,14 @@ class Session:
     def running(self) -> bool:
         return bool((fetch(self.state.status) == Status.RUNNING).any())
 
+    def _options(self) -> dict[str, Any] | None:
+        """Of the compiler, for the decoding loop: which library multiplies, unless the user's `XLA_FLAGS` say."""
+        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
+        floats = {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)}
+        eigen = platform == "cpu" and rows <= EIGEN and not floats & {"bfloat16", "int8"}
+        return {_YNN: _SUMS} if eigen and _YNN not in os.environ.get("XLA_FLAGS", "") else None
+
     def _prefill(self) -> None:
         self.state = self._call("prefill", (self.weights, self.state), donate=(1,), clock="prefill_s")
 
@@ -133,7 +146,8 @@ class Session:
                 return function(*arguments, *static)
 
             called = call if self._spread is None else self._spread.over(call, arguments)
-            _EXECUTABLES[key] = jax.jit(called, donate_argnums=donate).lower(*arguments).compile()
+            lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
+            _EXECUTABLES[key] = _compile(lowered, self._options() if method == "run" else None)
             self.timing.compile_s += time.perf_counter() - start
             if len(_EXECUTABLES) > _KEPT:
                 _EXECUTABLES.popitem(last=False)
@@ -143,3 +157,12 @@ class Session:
         if clock:
             setattr(self.timing, clock, getattr(self.timing, clock) + time.perf_counter() - start)
         return result
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Callable:
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or "compile option" not in str(error):
+            raise
+        return lowered.compile()  # an XLA that no longer knows it

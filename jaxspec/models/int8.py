@@ -78,8 +78,13 @@ def _on_cpu(x: Array, values: Array) -> Array:
         part, rows = lax.optimization_barrier((part, x))
         return lax.dot_general(rows, part.astype(jnp.float32), (((1,), (1,)), ((), ())))
 
+    if x.shape[0] == 1:
+        # A loop that XLA takes for a longer one, else it makes x anew, norm and all, for every output.
+        turns, rows = lax.optimization_barrier(jnp.int32(1)), jnp.concatenate([x, x])
+        empty = jnp.zeros((1, len(values)))
+        return lax.fori_loop(0, turns, lambda turn, _: single(rows[turn])[None], empty)
     if x.shape[0] <= ROWS:
-        return single(x[0])[None] if x.shape[0] == 1 else lax.map(single, x)
+        return lax.map(single, x)
     outputs, inputs = values.shape
     counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
     count = next(counts, 1)  # a vocabulary that nothing divides is one tile

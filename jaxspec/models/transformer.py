@@ -28,15 +28,17 @@ from jaxspec.models.rope import Rope
 def matmul(x: Float[Array, "B T I"], weight: Array | Int8, transposed: bool = False) -> Float[Array, "B T O"]:
     """`x @ weight` (or its transpose) in the weight's dtype with float32 sums. An `Int8` has one way round.
 
-    On CPU, XLA multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows.
+    XLA:CPU multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows, and so it is
+    with two to seven rows of float32 and a transposed matrix.
     """
     batch, tokens, width = x.shape
     if isinstance(weight, Int8):
         return weight.product(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
     rows = x.astype(weight.dtype).reshape(batch * tokens, width)
-    pad = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
-    if pad:
-        rows = jnp.concatenate([rows, rows])
+    count = rows.shape[0]
+    least = 2 if weight.dtype == jnp.bfloat16 else 8 if transposed and count > 1 else 1
+    if count < least:
+        rows = jnp.pad(rows, ((0, least - count), (0, 0)))
     out = lax.dot_general(
         rows,
         weight,
@@ -44,7 +46,7 @@ def matmul(x: Float[Array, "B T I"], weight: Array | Int8, transposed: bool = Fa
         precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    return (out[:1] if pad else out).reshape(batch, tokens, -1)
+    return out[:count].reshape(batch, tokens, -1)
 
 
 def look_up(table: Float[Array, "V E"] | Int8, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
