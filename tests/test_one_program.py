@@ -207,21 +207,24 @@ def test_who_multiplies_on_a_cpu(monkeypatch):
     monkeypatch.setattr(
         sessions, "_compile", lambda lowered, options: seen.append(options) or compiled(lowered, options)
     )
-
-    def eigens(dtype: str, rows: int) -> list[bool]:
-        lm = transformer(dtype=dtype)
-        weights = Weights(lm.init_params(jax.random.key(0)))
-        asked = request([[1, 2, 3]] * rows, 4, vocab=lm.vocab)
-        seen.clear()
-        sessions.clear_executables()
-        Session(decoder(lm, NoDraft(chain(7)), widths=()), weights, asked, 256).run()
-        return [options is not None for options in seen]
-
-    assert eigens("float32", 8) == [False, False, True]
-    assert eigens("float32", 9) == [False] * 3
-    assert eigens("bfloat16", 1) == [False] * 3
+    lm = transformer()
+    weights = Weights(lm.init_params(jax.random.key(0)))
+    session = Session(decoder(lm, NoDraft(chain(7))), weights, request([[1, 2, 3]] * 8, 4, vocab=lm.vocab), 256)
+    session.run()
+    option = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    assert seen == [None, None, option]
+    state = session.state
+    session.state = state._replace(length=jnp.zeros(9, jnp.int32))
+    assert session._options() is None
+    session.state, session.weights = (
+        state,
+        Weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights.target)),
+    )
+    assert session._options() is None
+    session.weights = weights
+    assert session._options() == option
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
-    assert eigens("float32", 8) == [False] * 3
+    assert session._options() is None
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():
