@@ -216,10 +216,8 @@ def test_who_multiplies_on_a_cpu(monkeypatch):
     state = session.state
     session.state = state._replace(length=jnp.zeros(9, jnp.int32))
     assert session._options() is None
-    session.state, session.weights = (
-        state,
-        Weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights.target)),
-    )
+    session.state = state
+    session.weights = Weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights.target))
     assert session._options() is None
     session.weights = weights
     assert session._options() == option
