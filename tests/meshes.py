@@ -1,5 +1,6 @@
 """What the processes of test_mesh.py run; their devices are simulated."""
 
+import dataclasses
 import pathlib
 import re
 import tempfile
@@ -10,8 +11,10 @@ from toys import lively, noisy, transformer
 
 import jaxspec
 from jaxspec.decode import session as sessions
+from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
 from jaxspec.models.int8 import quantize
 from jaxspec.models.sharding import param_shardings
+from jaxspec.text import Tokenizer
 
 LM = transformer(num_heads=8, num_kv_heads=8, vocab_size=64)
 PARAMS = lively(LM.init_params(jax.random.key(0)))
@@ -27,10 +30,20 @@ OPTIONS = {
     "stop_ids": [6, 20, 58],
     "max_new_tokens": 24,
 }
+# A letter for every token.
+LETTERS = Tokenizer.from_gguf(
+    {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [chr(c) for c in range(ord("0"), ord("0") + 64)],
+        "tokenizer.ggml.token_type": [1] * 64,
+        "tokenizer.ggml.merges": [],
+    }
+)
 
 
 def texts(target, **more) -> tuple[list[list[int]], int]:
-    out = jaxspec.generate(target, PROMPTS, **OPTIONS, **more)
+    out = jaxspec.generate(target, PROMPTS, **OPTIONS | more)
     return [row.tokens for row in out], out.stats.accepted
 
 
@@ -92,6 +105,28 @@ def loaded(target) -> dict:
     }
 
 
+def others(target) -> dict:
+    """Heads, the target's own layers, a rule with noise of its own and stop strings: of one device, and of 2 x 4."""
+    config = HeadsConfig(LM.config.hidden_size, 64, 2, inputs="path")
+    heads = DraftHeads(config, init_params(config, LM.unembedding(PARAMS)))
+    target = dataclasses.replace(target, tokenizer=LETTERS)
+    plain = {"drafter": "none", "draft": None, "tree": None}
+    ways = {
+        "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
+        "early-exit": plain | {"drafter": "early-exit", "exit_layers": 1, "tree": 2},
+        "rejection": {"rule": "rejection"},
+    }
+    stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]
+    mesh = jaxspec.make_mesh(2, 4)
+    found = {way: [texts(target, **more, mesh=where) for where in (None, mesh)] for way, more in ways.items()}
+    outs = [jaxspec.generate(target, PROMPTS, **OPTIONS, stop=stop, mesh=where) for where in (None, mesh)]
+    found["stop"] = [[(row.tokens, row.text, row.finish_reason) for row in out] for out in outs]
+    sessions.clear_executables()
+    compiled = jaxspec.precompile(target, PROMPTS, **OPTIONS, mesh=mesh)
+    found["precompile"] = [compiled, jaxspec.generate(target, PROMPTS, **OPTIONS, mesh=mesh).timing.compile_s]
+    return found
+
+
 def on_eight() -> dict:
     """Texts of one device, and of every mesh of eight; and who exchanges anything with whom."""
     target = jaxspec.Model(LM, PARAMS)
@@ -106,6 +141,7 @@ def on_eight() -> dict:
         groups = [one for program in programs for one in collectives(program)]
         assert len(programs) == 1
         found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
+    found["others"] = others(target)
     found["loaded"] = loaded(target)
     rounded = jaxspec.Model(LM, quantize(PARAMS))
     plain = OPTIONS | {"drafter": "none", "draft": None, "tree": None}

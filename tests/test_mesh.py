@@ -63,6 +63,29 @@ def test_groups_exchange_nothing(eight, mesh):
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 
+@pytest.mark.parametrize("way", ["medusa", "early-exit", "rejection"])
+def test_other_drafters_and_rules_too(eight, way):
+    """Two groups of four devices; `rejection` writes texts of its own, the drafters those of plain decoding."""
+    one, shared = eight["others"][way]
+    assert one == shared
+    assert (one[0] == eight["one"]) == (way != "rejection")
+    assert one[1] > 10, "tokens of the draft were accepted"
+
+
+def test_stop_strings_end_rows_on_a_mesh(eight):
+    one, shared = eight["others"]["stop"]
+    assert one == shared
+    cut = [row for row, (tokens, _, _) in zip(eight["one"], one) if len(tokens) < len(row)]
+    assert len(cut) > 4
+    assert all(whole[: len(tokens)] == tokens for whole, (tokens, _, _) in zip(eight["one"], one))
+
+
+def test_a_mesh_can_be_compiled_for_beforehand(eight):
+    compiled, later = eight["others"]["precompile"]
+    assert compiled > 0
+    assert later == 0
+
+
 def test_a_checkpoint_is_read_into_its_shards(eight):
     """The bits and the layout of `shard`, and each device is sent its quarter of a matrix."""
     assert eight["loaded"] == {"same": True, "whole": True, "lm": True, "share": 0.25}
