@@ -21,7 +21,7 @@ from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.models.model import load as load
 from jaxspec.output import Generation, Output
-from jaxspec.plan import DRAFTER, SCHEDULE, Batch, Plan
+from jaxspec.plan import DRAFTER, Batch, Plan
 from jaxspec.plan import plan as plan_of
 from jaxspec.prepare import Prompt
 from jaxspec.streaming import Stream
@@ -86,7 +86,7 @@ def stream(
     tree: Topology | Dynamic | int | None = None,
     exit_layers: int | None = None,
     heads: DraftHeads | str | os.PathLike | None = None,
-    schedule: str | Schedule = SCHEDULE,
+    schedule: str | Schedule | None = None,
     tuned: Tuned | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool = False,
@@ -113,7 +113,8 @@ def stream(
             that length. None: the drafter's default.
         exit_layers: layers of the drafter "early-exit".
         heads: the heads of the drafter "medusa", or where they are; see `load_heads`.
-        schedule: how deep each round may draft: a registered name, or a schedule object.
+        schedule: how deep each round may draft: a registered name, or a schedule object. None: all of the tree in
+            every round; where drafting calls no model, as in prompt lookup, only while that pays.
         tuned: what `jaxspec tune` wrote, instead of `drafter`, `tree`, `exit_layers` and `schedule`.
         samples: rows per prompt, each with its own noise.
         chat: wrap text prompts into the model's chat template, as a user's message.

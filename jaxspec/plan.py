@@ -23,7 +23,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
 from jaxspec.tuned import as_tuned
 
-DRAFTER, SCHEDULE = "prompt-lookup", "constant"
+DRAFTER = "prompt-lookup"
 """Where a user names none."""
 
 
@@ -170,8 +170,8 @@ def plan(
     keys = prepare.row_keys(key, len(ids), samples, sampling)
     stopping = prepare.stop_array(target, stop_ids, ignore_eos, 1)
     if tuned is not None:
-        more = any(given is not None for given in (tree, exit_layers, draft_params))
-        if drafter != DRAFTER or schedule != SCHEDULE or more:
+        more = any(given is not None for given in (tree, exit_layers, draft_params, schedule))
+        if drafter != DRAFTER or more:
             raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
         told = as_tuned(tuned)
         drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule

@@ -11,14 +11,18 @@ import numpy as np
 from jaxspec.core import sizes
 from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange
 from jaxspec.models.model import Model
 from jaxspec.registry import find
+from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.text.tokenizer import refuse_difference
 
+NODE_COST = 0.1
+"""What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
 
@@ -29,10 +33,13 @@ def make_decoder(
     rule: Any,
     setting: Setting,
     draft_params: Any = None,
-    schedule: Any = "constant",
+    schedule: Any = None,
     **options: Any,
 ) -> tuple[Decoder, Weights]:
-    """The decoder of members given by name or as objects (a drafter object brings its own tree)."""
+    """The decoder of members given by name or as objects (a drafter object brings its own tree).
+
+    Without a schedule every round drafts all of the tree; where no model is called for it, only while that pays.
+    """
     given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
     if isinstance(drafter, str):
         member = find("drafter", drafter)
@@ -49,11 +56,21 @@ def make_decoder(
         rule = find("rule", rule)()
     elif isinstance(rule, type) or not isinstance(rule, Rule):
         raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
-    if isinstance(schedule, str):
+    if schedule is None:
+        free = drafter.calls == 0 < drafter.shape.depth
+        schedule = while_it_pays(drafter.shape.nodes) if free else Constant()
+    elif isinstance(schedule, str):
         schedule = find("schedule", schedule)()
     elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {schedule!r:.80}")
     return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
+
+
+def while_it_pays(nodes: int) -> Adaptive:
+    """The schedule of drafts that cost nothing themselves: a round reads one token or a whole window, and deep drafts
+    are hoped for, as what is copied is mostly right."""
+    whole = 1 + NODE_COST * (nodes - 1)
+    return Adaptive(costs=(1.0, whole, whole), hope=0.9, widths=())
 
 
 def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:

@@ -172,10 +172,10 @@ class _Rounds(Session):
         return self.timing.decode_s - before, bool(np.asarray(self.state.log[0, at, 2]) > 0)
 
     def by_turns(self, seconds: dict[int, list[float]]) -> None:
-        """All depths, the deepest first, until the text ends."""
+        """All depths, those that the others' costs are drawn between first, until the text ends."""
         self.resumed, idle = [], False
         while self.running:
-            for depth in reversed(range(self.decoder.drafter.shape.depth + 1)):
+            for depth in in_turn(self.decoder.drafter.shape.depth):
                 for turn in range(TURN):
                     if not self.running:
                         return
@@ -199,6 +199,12 @@ def some_widths(tree: Topology) -> tuple[int, ...]:
     """Widths worth compiling: of the windows of depths 1, 2, 4, 8, ..., but for that of the whole tree."""
     depths = [1 << i for i in range(tree.shape.depth.bit_length())]
     return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
+
+
+def in_turn(depth: int) -> list[int]:
+    """All depths: the whole, none and the powers of two, which end a width each, before those between them."""
+    first = [depth, 0, *(1 << i for i in range(depth.bit_length()))]
+    return list(dict.fromkeys(d for d in (*first, *range(depth)) if d <= depth))
 
 
 def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:

@@ -4,8 +4,8 @@
     python scripts/schedules.py model             # the target drafts for itself: everything is accepted, nothing pays
     python scripts/schedules.py prompt-lookup
 
-First `jaxspec.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Rates are of
-decoding alone: the median over the prompts of each one's own ratio to plain decoding, with quartiles.
+First `jaxspec.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Times are of
+decoding alone: the median of a prompt's repeats, as a ratio to plain decoding's. Overall is that of the sums.
 """
 
 import argparse
@@ -50,12 +50,12 @@ def main() -> int:
 
     fixed = {"drafter": name, **models}
     ways = {"plain": {"drafter": "none"}}
-    ways |= {f"constant {n}": fixed | {"tree": n} for n in arguments.lengths}
+    ways |= {f"constant {n}": fixed | {"tree": n, "schedule": "constant"} for n in arguments.lengths}
     ways["tuned: adaptive"] = {"draft": models["draft"], "tuned": tuned}
-    speeds = {way: [] for way in ways}
+    seconds = {way: [] for way in ways}
     asked = prompts(arguments.limit, 0)
     for prompt in asked:
-        rates, texts, rounds = {way: [] for way in ways}, {}, {}
+        took, texts, rounds = {way: [] for way in ways}, {}, {}
         for repeat in range(arguments.repeats + 1):
             for way in rotated(list(ways), repeat):
                 out = jaxspec.generate(
@@ -69,16 +69,18 @@ def main() -> int:
                 )
                 texts[way], rounds[way] = out[0].tokens, out.stats.tokens_per_round
                 if repeat:  # the first may compile
-                    rates[way].append(out.timing.tokens_per_s)
+                    took[way].append(out.timing.decode_s)
         same = all(text == texts["plain"] for text in texts.values())
-        for way, values in rates.items():
-            speeds[way].append(np.median(np.array(values) / np.array(rates["plain"])))
-        shown = ", ".join(f"{way} {speeds[way][-1]:.2f} ({rounds[way]:.2f} tokens a round)" for way in ways)
+        for way in ways:
+            seconds[way].append(np.median(took[way]))
+        speeds = {way: seconds["plain"][-1] / seconds[way][-1] for way in ways}
+        shown = ", ".join(f"{way} {speeds[way]:.2f} ({rounds[way]:.2f} tokens a round)" for way in ways)
         print(f"{prompt[:40]!r}: {shown}; texts {'alike' if same else 'DIFFER'}", flush=True)
     print(f"jax {jax.__version__}, {jax.default_backend()}, float32, {len(asked)} prompts of {arguments.tokens} tokens")
-    for way, values in speeds.items():
-        low, middle, high = np.percentile(values, (25, 50, 75))
-        print(f"{way:16} {middle:.2f} times plain ({low:.2f} to {high:.2f})")
+    plain = np.array(seconds["plain"])
+    for way, values in seconds.items():
+        each = plain / values
+        print(f"{way:16} {plain.sum() / sum(values):.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
     return 0
 
 

@@ -12,9 +12,11 @@ import pytest
 from checkpoints import random_params, tiny_config, write_hf
 
 import jaxspec
-from jaxspec import Model, Sampling, branching
+from jaxspec import Model, Sampling, branching, prepare
 from jaxspec.core import noise
+from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
+from jaxspec.core.schedule import Constant
 from jaxspec.decode.session import Session
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
@@ -31,6 +33,7 @@ from jaxspec.errors import (
 from jaxspec.models.heads import init_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import DRAFTERS
+from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer
 from jaxspec.text.tokenizer import _BYTE_OF
@@ -430,6 +433,21 @@ class TestDrafting:
         output = jaxspec.generate(TOY, PROMPTS, key=KEY, sampling=HOT, max_new_tokens=24)
         assert output.session.decoder.drafter == PromptLookup()
         assert tokens(output) == tokens(go())
+
+    @pytest.mark.parametrize(
+        ("drafter", "tree", "schedule"),
+        [
+            ("prompt-lookup", None, Adaptive((1.0, 2.5, 2.5), hope=0.9, widths=())),
+            ("prompt-lookup", 4, Adaptive((1.0, 1.4, 1.4), hope=0.9, widths=())),
+            ("model", 2, Constant()),
+            ("none", None, Constant()),
+        ],
+    )
+    def test_what_costs_no_draft_is_drafted_while_it_pays(self, drafter, tree, schedule):
+        """Whatever the text, it is never later than plain decoding by more than that schedule allows."""
+        setting = Setting(TOY, DRAFT if drafter == "model" else None, prepare.as_topology(tree))
+        assert prepare.make_decoder(TOY, drafter, "coupled", setting)[0].schedule == schedule
+        assert prepare.make_decoder(TOY, drafter, "coupled", setting, schedule="constant")[0].schedule == Constant()
 
     def test_a_drafter_object_is_the_drafter_of_that_name(self):
         named, given = go(drafter="prompt-lookup"), go(drafter=PromptLookup())

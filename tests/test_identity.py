@@ -24,6 +24,7 @@ from toys import (
     transformer,
 )
 
+from jaxspec import prepare
 from jaxspec.core.records import Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.tree import branching, chain, dynamic
@@ -52,8 +53,12 @@ NOT_NUMBERS = ("nan", "all-nan", "infinite")
 DRAFTERS = {
     "narrow-none": (NoDraft(RAGGED), {}, [None]),
     "wide-none": (NoDraft(chain(4)), {"widths": ()}, [None]),
-    "lookup": (PromptLookup(chain(4), min_match=1, cost=0.0), {}, [None]),
-    "lookup-with-credit": (PromptLookup(chain(3), min_match=2), {"chunk": 64}, [None]),
+    "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
+    "lookup-while-it-pays": (
+        PromptLookup(chain(3), min_match=2),
+        {"chunk": 64, "schedule": prepare.while_it_pays(4)},
+        [None],
+    ),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in TREES.items()},
 }

@@ -107,7 +107,7 @@ def test_text_is_that_of_plain_decoding(schedule, plain):
 def test_text_is_that_of_plain_decoding_with_prompt_lookup(plain):
     """A drafter that does not draw: what is too deep is taken from its proposal."""
     limits = (0, 3, 1, 2, -5, 99)
-    config = decoder(LM, PromptLookup(chain(3), min_match=1, cost=0.0), schedule=Cycle(limits, (2,)))
+    config = decoder(LM, PromptLookup(chain(3), min_match=1), schedule=Cycle(limits, (2,)))
     result = generate(config, Weights(PARAMS), asked(), 128)
     assert texts(result) == plain
     log = np.asarray(result.log)[:, : len(limits) * 4]
@@ -232,7 +232,9 @@ def test_looking_at_the_token_would_be_seen():
     assert total_variation(law, target(())) > 0.02
 
 
-@pytest.mark.parametrize("schedule", [Confidence(threshold=0.6), Adaptive((1.0, 1.1))], ids=["doubt", "past"])
+@pytest.mark.parametrize(
+    "schedule", [Confidence(threshold=0.6), Adaptive((1.0, 1.1), weight=1.0)], ids=["doubt", "past"]
+)
 def test_the_decoded_text_follows_the_law(schedule):
     """G-test of the first four tokens over 60,000 keys with the rejection rule, through several rounds."""
     vocab, batch, chunks, length = 3, 20_000, 3, 4
@@ -358,6 +360,20 @@ def test_adaptive_follows_a_change():
     assert drafted[100:200].mean() < 0.3
     assert drafted[300:400].mean() > 6.5
     assert drafted[500:600].mean() < 0.3
+
+
+@pytest.mark.parametrize(("weight", "deep"), [(4.0, True), (1.0, False)])
+def test_one_bad_guess_does_not_keep_drafts_short(weight, deep):
+    """A first draft of which two tokens are kept, then all that is tried is: deep drafts are tried again."""
+    schedule = Adaptive((1.0, 1.3, 1.6, 1.9, 2.2, 2.4, *[2.6] * 10), hope=0.9, weight=weight)
+    state = schedule.init(1, TreeShape(16, 15, 1))
+    tried = []
+    for i in range(8):
+        limit = schedule.limit(state)
+        tried.append(int(limit[0]))
+        state = schedule.update(state, Played(limit, limit if i else jnp.minimum(limit, 2)))
+    assert tried[0] == 15
+    assert (max(tried[1:]) == 15) == deep, tried
 
 
 def test_what_adaptive_may_lose_is_bounded():

@@ -26,7 +26,7 @@ from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
-from jaxspec.tune import call_costs, conclude, some_widths, tune
+from jaxspec.tune import call_costs, conclude, in_turn, some_widths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
@@ -200,6 +200,13 @@ def test_rounds_are_timed_by_their_depth(monkeypatch):
     assert tuned.schedule.costs == (1.0, 1.5, 2.0)[: tuned.tree.shape.depth + 1]
 
 
+def test_what_others_are_drawn_between_is_timed_first():
+    """A text may end before all depths had their turn."""
+    assert in_turn(9) == [9, 0, 1, 2, 4, 8, 3, 5, 6, 7]
+    assert in_turn(2) == [2, 0, 1]
+    assert in_turn(1) == [1, 0]
+
+
 def test_costs_of_calls_by_hand():
     """A draft's call is what rounds of one width differ by; the target's is what is left, never below a plain round."""
     costs, draft = call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75]))
@@ -301,7 +308,7 @@ def test_the_benchmark_takes_schedules(tmp_path):
     assert [(m.label, m.schedule) for m in methods] == [
         ("model:4@adaptive", "adaptive"),
         ("prompt-lookup@plus-minus", "plus-minus"),
-        ("model:2x1", "constant"),
+        ("model:2x1", None),
     ]
     assert methods[0].tree == 4
     with pytest.raises(UsageError):

@@ -23,14 +23,14 @@ class Method:
         drafter: a registered name, or a drafter object, which brings its own tree.
         tree: the topology, or the length of a chain; None for the drafter's own default.
         params: of a drafter object.
-        schedule: a registered name, or an object.
+        schedule: a registered name, or an object; None for the drafter's own.
     """
 
     label: str
     drafter: str | Drafter
     tree: Topology | Dynamic | int | None = None
     params: Any = None
-    schedule: str | Schedule = "constant"
+    schedule: str | Schedule | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

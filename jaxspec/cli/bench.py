@@ -184,7 +184,7 @@ def parse_drafters(text: str) -> list["Method"]:
             raise UsageError(f"--drafters: {UnknownName('schedule', schedule, SCHEDULES)}")
         length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
         shape = (int(tree) if length else parse_tree(tree)) if colon else None
-        methods.append(Method(spec, name, shape, schedule=schedule or "constant"))
+        methods.append(Method(spec, name, shape, schedule=schedule or None))
     return [method for method in methods if method.label != PLAIN]
 
 

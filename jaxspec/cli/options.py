@@ -138,10 +138,9 @@ def add_drafting(parser: Parser) -> Callable:
     schedules = "|".join(SCHEDULES)
     add(
         "--schedule",
-        default="constant",
         type=one_of("schedule", SCHEDULES),
         metavar=schedules,
-        help="how deep each round may draft; default: constant, as deep as the tree",
+        help="how deep each round may draft; default: as the tree is deep, for prompt-lookup while that pays",
     )
     add("--tuned", metavar="FILE", help="draft as 'jaxspec tune' found best; instead of the other options but --rule")
     return add
@@ -206,9 +205,8 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
     """
     from jaxspec.tuned import Tuned
 
-    if (args.tree, args.draft_length, args.exit_layers, args.drafter, args.schedule) != (
-        *[None] * 3, DRAFTER, "constant",
-    ):  # fmt: skip
+    others = (args.tree, args.draft_length, args.exit_layers, args.schedule)
+    if args.drafter != DRAFTER or any(other is not None for other in others):
         raise UsageError("--tuned says how to draft; give it without --drafter, --tree, --schedule and their like")
     tuned = Tuned.load(args.tuned)
     args.drafter, args.exit_layers, args.schedule = tuned.drafter, tuned.exit_layers, tuned.schedule

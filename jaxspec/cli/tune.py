@@ -30,7 +30,7 @@ def add_options(parser: Parser) -> None:
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
-    parser.set_defaults(tuned=None, schedule="constant")
+    parser.set_defaults(tuned=None, schedule=None)
 
 
 def run(args: argparse.Namespace) -> int:

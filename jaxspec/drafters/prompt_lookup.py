@@ -5,11 +5,11 @@ longest, among equals the latest.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import Setting
@@ -18,39 +18,19 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.errors import InvalidConfig
 
 
-class LookupState(NamedTuple):
-    """What a row has learned of its drafts; in plain steps."""
-
-    gain: Float[Array, "B"]  # running mean of the tokens accepted by a draft
-    credit: Float[Array, "B"]  # what may still be lost on drafts that are not expected to pay
-    drafted: Bool[Array, "B"]  # last round
-
-
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Drafts a chain from the row's own text, as long as that pays.
-
-    A round that drafts costs `cost` plain steps more than one that does not, and saves one for every token
-    accepted. A row drafts while the running mean of what its drafts saved is at least that cost. Otherwise it
-    may try on credit, which grows by `refill` for every token of text and shrinks by what such a try lost: where
-    nothing ever matches, speculation costs that share of the time at most. This decides when to draft, never
-    what is emitted.
+    """Drafts a chain from the row's own text, wherever its ending stood before.
 
     Attributes:
         tree: a chain.
         min_match: tokens that must match before anything is drafted.
         max_match: tokens that are compared at most.
-        cost: what a round at full width costs beyond a plain one, in plain steps.
-        credit: what a row begins with, and has at most, in tries that fail.
-        refill: the credit per token of text, in plain steps.
     """
 
     tree: Topology | Dynamic = chain(15)
     min_match: int = 3
     max_match: int = 8
-    cost: float = 1.5
-    credit: float = 2.0
-    refill: float = 0.02
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
     draws: ClassVar[bool] = False
@@ -73,25 +53,17 @@ class PromptLookup:
     def calls(self) -> int:
         return 0
 
-    def init(self, params: Params, batch: int, capacity: int) -> LookupState:
-        nothing = jnp.zeros((batch,))
-        return LookupState(nothing, nothing + self.credit * self.cost, nothing > 0)
+    def init(self, params: Params, batch: int, capacity: int) -> None:
+        return None
 
-    def absorb(self, params: Params, state: LookupState, advance: Advance) -> LookupState:
-        if advance.nodes is None:
-            return state
-        saved = (advance.count - 1).astype(jnp.float32)
-        drafted = state.drafted & (advance.count > 0)
-        loss = jnp.where(drafted & (state.gain < self.cost), jnp.maximum(self.cost - saved, 0.0), 0.0)
-        credit = jnp.minimum(state.credit - loss + self.refill * advance.count, self.credit * self.cost)
-        return LookupState(jnp.where(drafted, (state.gain + saved) / 2, state.gain), credit, state.drafted)
+    def absorb(self, params: Params, state: None, advance: Advance) -> None:
+        return None
 
-    def propose(self, params: Params, state: LookupState, context: Context, draw: Draw) -> tuple[Proposal, LookupState]:
+    def propose(self, params: Params, state: None, context: Context, draw: Draw) -> tuple[Proposal, None]:
         drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
-        worth = (state.gain >= self.cost) | (state.credit >= self.cost)
-        drafted = (match >= self.min_match) & worth & draw.below(0)
+        drafted = (match >= self.min_match) & draw.below(0)
         tokens = jnp.where(drafted[:, None], drafts, -1)
-        return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), state._replace(drafted=drafted)
+        return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), None
 
     def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D"], Array]:
         """The draft of one row, and how many tokens matched before it (0: no draft)."""

@@ -63,7 +63,7 @@ class Adaptive:
     credit: float = 2.0
     share: float = 0.015
     memory: float = 32.0
-    weight: float = 1.0
+    weight: float = 4.0
     hysteresis: float = 0.02
     widths: tuple[int, ...] = (3, 5, 9)
 
@@ -118,7 +118,8 @@ class Adaptive:
             return share, share
 
         first = jnp.full(state.balance.shape, self.hope)
-        return lax.scan(deeper, first, (state.tried.T, state.kept.T))[1].T
+        # Unrolled: a loop in the loop would cost a GPU more than all of it.
+        return lax.scan(deeper, first, (state.tried.T, state.kept.T), unroll=True)[1].T
 
     def update(self, state: Account, played: Played) -> Account:
         most = self.extra(state.tried.shape[1])
