@@ -2,7 +2,7 @@
 
     jaxspec acceptance ... --json one.json                    # any number of them
     python scripts/pair.py TARGET DRAFT ... --json pair.json
-    python scripts/compare_rules.py one.json [MORE.json ...] [--pair pair.json] [--plot OUT.png]
+    python scripts/compare_rules.py [one.json ...] [--pair pair.json ...] [--plot OUT.png]
 
 Rules are compared on the same positions (or prompts), so the difference to `coupled` has an interval of its own: 95 %,
 by bootstrap over the prompts, of both rules at once.
@@ -37,9 +37,9 @@ def one_step(paths: list[pathlib.Path]) -> list[dict]:
     return rows
 
 
-def rounds(path: pathlib.Path) -> list[dict]:
+def rounds(paths: list[pathlib.Path]) -> list[dict]:
     """A row per setting, tree and rule of a pair: tokens per round, and how far they are from the base's."""
-    found = json.loads(path.read_text())["rows"]
+    found = [row for path in paths for row in json.loads(path.read_text())["rows"]]
     base = {(r["temperature"], r["top_p"], r["tree"]): r["prompts"] for r in found if r["rule"] == BASE}
     for row in found:
         theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
@@ -98,15 +98,20 @@ def plot(steps: list[dict], path: pathlib.Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("acceptance", nargs="+", type=pathlib.Path)
-    parser.add_argument("--pair", type=pathlib.Path)
+    parser.add_argument("acceptance", nargs="*", type=pathlib.Path)
+    parser.add_argument("--pair", nargs="+", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
     given = parser.parse_args()
+    if not given.acceptance and (given.plot or not given.pair):
+        parser.error(
+            "give what `jaxspec acceptance` wrote, which --plot draws; or --pair and what scripts/pair.py wrote"
+        )
     steps = one_step(given.acceptance)
-    print(f"One step, {', '.join(dict.fromkeys(row['on'] for row in steps))} texts.\n")
-    table(steps, "children", "acceptance", 3)
-    if given.pair:
+    if steps:
+        print(f"One step, {', '.join(dict.fromkeys(row['on'] for row in steps))} texts.\n")
+        table(steps, "children", "acceptance", 3)
         print()
+    if given.pair:
         table(rounds(given.pair), "tree", "tokens_per_round", 2)
     if given.plot:
         plot(steps, given.plot)
