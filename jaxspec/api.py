@@ -114,7 +114,7 @@ def stream(
         exit_layers: layers of the drafter "early-exit".
         heads: the heads of the drafter "medusa", or where they are; see `load_heads`.
         schedule: how deep each round may draft: a registered name, or a schedule object. None: all of the tree in
-            every round; where drafting calls no model, as in prompt lookup, only while that pays.
+            every round; where it is copied from the text, as by prompt lookup, only while that pays.
         tuned: what `jaxspec tune` wrote, instead of `drafter`, `tree`, `exit_layers` and `schedule`.
         samples: rows per prompt, each with its own noise.
         chat: wrap text prompts into the model's chat template, as a user's message.

@@ -38,7 +38,7 @@ def make_decoder(
 ) -> tuple[Decoder, Weights]:
     """The decoder of members given by name or as objects (a drafter object brings its own tree).
 
-    Without a schedule every round drafts all of the tree; where no model is called for it, only while that pays.
+    Without a schedule every round drafts all of the tree; where it is copied, not drawn, only while that pays.
     """
     given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
     if isinstance(drafter, str):
@@ -57,8 +57,8 @@ def make_decoder(
     elif isinstance(rule, type) or not isinstance(rule, Rule):
         raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
     if schedule is None:
-        free = drafter.calls == 0 < drafter.shape.depth
-        schedule = while_it_pays(drafter.shape.nodes) if free else Constant()
+        copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
+        schedule = while_it_pays(drafter.shape.nodes) if copies else Constant()
     elif isinstance(schedule, str):
         schedule = find("schedule", schedule)()
     elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
