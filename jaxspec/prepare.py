@@ -67,8 +67,8 @@ def make_decoder(
 
 
 def while_it_pays(nodes: int) -> Adaptive:
-    """The schedule of drafts that cost nothing themselves: a round reads one token or a whole window, and deep drafts
-    are hoped for, as what is copied is mostly right."""
+    """The schedule of copied drafts, in windows of `nodes` tokens: a round reads one token or a whole window, and deep
+    drafts are hoped for, as what is copied is mostly right."""
     whole = 1 + NODE_COST * (nodes - 1)
     return Adaptive(costs=(1.0, whole, whole), hope=0.9, widths=())
 

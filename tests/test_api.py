@@ -443,8 +443,8 @@ class TestDrafting:
             ("none", None, Constant()),
         ],
     )
-    def test_what_costs_no_draft_is_drafted_while_it_pays(self, drafter, tree, schedule):
-        """Whatever the text, it is never later than plain decoding by more than that schedule allows."""
+    def test_what_is_copied_is_drafted_while_it_pays(self, drafter, tree, schedule):
+        """Without a schedule; what that may lose is bounded in test_schedules.py. A schedule that is given is kept."""
         setting = Setting(TOY, DRAFT if drafter == "model" else None, prepare.as_topology(tree))
         assert prepare.make_decoder(TOY, drafter, "coupled", setting)[0].schedule == schedule
         assert prepare.make_decoder(TOY, drafter, "coupled", setting, schedule="constant")[0].schedule == Constant()
