@@ -68,9 +68,9 @@ def make_decoder(
 
 def while_it_pays(nodes: int) -> Adaptive:
     """The schedule of copied drafts, in windows of `nodes` tokens: a round reads one token or a whole window, and deep
-    drafts are hoped for, as what is copied is mostly right."""
-    whole = 1 + NODE_COST * (nodes - 1)
-    return Adaptive(costs=(1.0, whole, whole), hope=0.9, widths=())
+    drafts are hoped for, as what is copied is mostly right. Two whole windows may fail before any is right."""
+    more = NODE_COST * (nodes - 1)
+    return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())
 
 
 def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:

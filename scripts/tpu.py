@@ -36,9 +36,9 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.models.by_output import quantize
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import DraftHeads, HeadsConfig
-from jaxspec.models.int8 import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled

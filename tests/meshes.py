@@ -11,8 +11,8 @@ from toys import lively, noisy, transformer
 
 import jaxspec
 from jaxspec.decode import session as sessions
+from jaxspec.models.by_output import quantize
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
-from jaxspec.models.int8 import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.text import Tokenizer
 
@@ -93,15 +93,19 @@ def loaded(target) -> dict:
     """What was saved, read straight onto a mesh, beside what is laid there from one device."""
     mesh = jaxspec.make_mesh(2, 4)
     with tempfile.TemporaryDirectory() as folder:
-        read = jaxspec.load(jaxspec.save(target, pathlib.Path(folder) / "model"), mesh=mesh)
+        path = jaxspec.save(target, pathlib.Path(folder) / "model")
+        read = jaxspec.load(path, mesh=mesh)
+        turned = jaxspec.load(path, mesh=mesh, by_output=True)
     one, other = jaxspec.shard(target, mesh), jaxspec.shard(read, mesh)
     pairs = list(zip(jax.tree.leaves(one.params), jax.tree.leaves(read.params), strict=True))
+    held = turned.params["layers"][0]
+    arrays = [read.params["layers"][0]["qkv"], held["qkv"].values, held["down"].values]
     return {
         "same": all(a.sharding == b.sharding and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs),
         "whole": all(a is b for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(other.params))),
         "lm": read.lm == one.lm,
-        "share": max(s.data.nbytes for s in read.params["layers"][0]["qkv"].addressable_shards)
-        / read.params["layers"][0]["qkv"].nbytes,
+        "shares": [max(s.data.nbytes for s in a.addressable_shards) / a.nbytes for a in arrays],
+        "turned": texts(turned, mesh=mesh)[0],
     }
 
 

@@ -201,7 +201,8 @@ def test_a_round_copies_no_cache(real, tree):
 
 
 def test_who_multiplies_on_a_cpu(monkeypatch):
-    """In the loop alone: Eigen, a few rows of float32; all else as XLA does, or as `XLA_FLAGS` says."""
+    """Without AVX-512, in the loop alone: Eigen, a few rows of float32; all else as XLA or `XLA_FLAGS` says."""
+    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: True)
     seen: list[dict | None] = []
     compiled = sessions._compile
     monkeypatch.setattr(
@@ -221,6 +222,9 @@ def test_who_multiplies_on_a_cpu(monkeypatch):
     assert session._options() is None
     session.weights = weights
     assert session._options() == option
+    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: False)
+    assert session._options() is None
+    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
     assert session._options() is None
 

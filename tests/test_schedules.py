@@ -32,6 +32,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.functional import FunctionLM
+from jaxspec.prepare import while_it_pays
 from jaxspec.registry import RULES, SCHEDULES, find
 from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.adaptive import Adaptive
@@ -374,6 +375,16 @@ def test_one_bad_guess_does_not_keep_drafts_short(weight, deep):
         state = schedule.update(state, Played(limit, limit if i else jnp.minimum(limit, 2)))
     assert tried[0] == 15
     assert (max(tried[1:]) == 15) == deep, tried
+
+
+@pytest.mark.parametrize("nodes", [4, 16])
+def test_copied_drafts_may_fail_twice(nodes):
+    """Whole windows at first, one more after one that failed, and none after two."""
+    schedule = while_it_pays(nodes)
+    state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
+    for limit in (nodes - 1, nodes - 1, 0) if nodes == 16 else (nodes - 1, nodes - 1):
+        assert schedule.limit(state).tolist() == [limit]
+        state = schedule.update(state, Played(schedule.limit(state), jnp.zeros(1, jnp.int32)))
 
 
 def test_what_adaptive_may_lose_is_bounded():

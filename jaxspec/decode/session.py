@@ -2,7 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import os
+import pathlib
+import platform
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +27,19 @@ _KEPT = 32
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
 EIGEN = 64
-"""Up to so many rows of float32 XLA:CPU multiplies faster with Eigen than with YNN, its default; YNN may still sum."""
+"""Up to so many rows of float32 a CPU without AVX-512 multiplies faster with Eigen than with YNN, XLA:CPU's default.
+
+YNN may still sum.
+"""
+
+
+@functools.cache
+def _narrow_vectors() -> bool:
+    """Whether this is x86-64 without AVX-512, where Eigen is faster; with it YNN is, and others were not measured."""
+    try:
+        return platform.machine() == "x86_64" and "avx512f" not in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 @dataclasses.dataclass
@@ -121,10 +136,11 @@ class Session:
 
     def _options(self) -> dict[str, Any] | None:
         """Of the compiler, for the decoding loop: which library multiplies, unless the user's `XLA_FLAGS` say."""
-        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        kind = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
         rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
         floats = {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)}
-        eigen = platform == "cpu" and rows <= EIGEN and not floats & {"bfloat16", "int8"}
+        few = kind == "cpu" and rows <= EIGEN and not floats & {"bfloat16", "int8"}
+        eigen = few and _narrow_vectors()
         return {_YNN: _SUMS} if eigen and _YNN not in os.environ.get("XLA_FLAGS", "") else None
 
     def _prefill(self) -> None:

@@ -221,10 +221,10 @@ def read_params(
 
     Args:
         checkpoint: what `open_checkpoint` gave.
-        dtype: "float32", "bfloat16" or "int8" (see `jaxspec.models.int8`), of the matrices; norms and biases are
+        dtype: "float32", "bfloat16" or "int8" (see `jaxspec.models.by_output`), of the matrices; norms and biases are
             float32 always.
         progress: called as `progress(done, total, name)` after each parameter.
-        put: gets the last part of each parameter's name and the array (or the `Int8` of two) as soon as it is read, and
+        put: gets the last part of each parameter's name and the array (or the `ByOutput`) as soon as it is read, and
             takes it to a device: so the host holds no more than one.
 
     Returns:
@@ -248,9 +248,9 @@ def read_params(
         *layer, leaf = name.split(".")
         array = finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
-            from jaxspec.models.int8 import Int8  # which needs JAX
+            from jaxspec.models.by_output import ByOutput  # which needs JAX
 
-            array = Int8.of(array, is_table(leaf))
+            array = ByOutput.rounded(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)
         if progress is not None:
             progress(done, len(shapes), name)

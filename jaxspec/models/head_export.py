@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxspec.errors import InvalidConfig, UnknownName
 from jaxspec.models import folder
+from jaxspec.models.by_output import ByOutput
 from jaxspec.models.head_files import write
 from jaxspec.models.head_layouts import FILES as HEADS
 from jaxspec.models.head_layouts import Layout
 from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten
-from jaxspec.models.int8 import Int8
 
 FILES = {"v0.1": HEADS[0], "legacy": HEADS[0], "vllm": folder.WHOLE}
 
@@ -98,6 +98,6 @@ def _with_projections(
     else:
         one = target.lm.unembedding(target.params)
         one = one if config.draft_vocab_size is None else one[params["tokens"]]
-        one = one.astype(np.float32) if isinstance(one, Int8) else one
+        one = one.astype(np.float32) if isinstance(one, ByOutput) else one
     config = dataclasses.replace(config, projection="single" if layout == "vllm" else "own")
     return config, params | {f"projections.{i}": one for i in range(config.num_projections)}

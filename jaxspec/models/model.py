@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.core.mesh import MODEL, check
@@ -14,6 +15,7 @@ from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import MissingTokenizer
 from jaxspec.models.checkpoint import Checkpoint, beside, open_source, read_params
+from jaxspec.models.config import is_table
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -73,6 +75,7 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
+    by_output: bool | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -81,12 +84,14 @@ def load(
     Args:
         source: which.
         dtype: of the matrices, "float32", "bfloat16" or "int8". With "int8" the weights are rounded to a byte each, and
-            all else is float32: another model, a quarter the size; see `jaxspec.models.int8`.
+            all else is float32: another model, a quarter the size; see `jaxspec.models.by_output`.
         context: the longest text that will be decoded, in tokens; None for what the model was made for. See
             `jaxspec.models.checkpoint.open_source` on models with LongRoPE.
         revision: of a Hub repository.
         mesh: devices to lay it on, see `jaxspec.make_mesh`; each parameter goes there as it is read, to a device the
             part that it needs. None for the default device.
+        by_output: whether float matrices stand an output a row; None for what is fastest: so in bfloat16 on a CPU,
+            else not. In float32 on a CPU it makes rounds of up to three tokens faster and others slower.
         report: called with a line of text now and then while something is fetched.
         progress: called with (parameters read, parameters in all, name).
 
@@ -94,6 +99,7 @@ def load(
         UnknownName, FetchError, CheckpointError, InvalidConfig: what is wrong, and where.
     """
     from jaxspec.models import sharding
+    from jaxspec.models.by_output import ByOutput
     from jaxspec.models.transformer import TransformerLM
 
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
@@ -102,7 +108,13 @@ def load(
     known = None if tokenizer is None else min(tokenizer.vocab_size, checkpoint.config.vocab_size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
+    if by_output is None:
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        by_output = dtype == "bfloat16" and platform == "cpu"
+
     def put(part: str, array: Any) -> Any:
+        if by_output and isinstance(array, np.ndarray) and array.ndim > 1 and not is_table(part):
+            array = ByOutput(np.ascontiguousarray(array.T))
         if mesh is None:
             return jax.tree.map(jnp.asarray, array)
         return sharding.place(part, array, checkpoint.config, mesh)

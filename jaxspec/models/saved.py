@@ -50,6 +50,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     import jax
     import orbax.checkpoint as ocp
 
+    from jaxspec.models.by_output import by_input
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model.lm, TransformerLM):
@@ -76,7 +77,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
             if tokenizer is not None:
                 tokenizer.save(part)
             with ocp.StandardCheckpointer() as writer:
-                writer.save(part / PARAMS, _as_tree(model.params))
+                writer.save(part / PARAMS, _as_tree(by_input(model.params)))
             os.replace(part, place)
         finally:
             shutil.rmtree(part, ignore_errors=True)

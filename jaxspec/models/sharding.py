@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.core.mesh import MODEL, check, everywhere, lay
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
+from jaxspec.models.by_output import ByOutput
 from jaxspec.models.config import ModelConfig, is_table
-from jaxspec.models.int8 import Int8
 from jaxspec.models.transformer import TransformerLM, joined
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def place(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1
     """
     size = mesh.shape[MODEL]
     if name in _JOINED and shards != size:
-        if isinstance(leaf, Int8):
-            leaf = Int8(joined(name, leaf.values.T, config, size).T, joined(name, leaf.scale, config, size))
+        if isinstance(leaf, ByOutput):
+            leaf = jax.tree.map(lambda array: joined(name, array.T, config, size).T, leaf)
         else:
             leaf = joined(name, leaf, config, size)
     return jax.tree.map(lay, leaf, _laid(name, leaf, mesh))
@@ -81,9 +81,9 @@ def _laid(name: str, leaf: Any, mesh: Mesh) -> Any:
         whole = size == 1 or axis is None or array.shape[axis] % size
         return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
 
-    if isinstance(leaf, Int8):  # an output a row
-        by_output = name in _JOINED or is_table(name)
-        return Int8(split(leaf.values, 0 if by_output else 1), split(leaf.scale, 0 if by_output else None))
+    if isinstance(leaf, ByOutput):
+        outputs = name in _JOINED or is_table(name)
+        return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
     return split(leaf, leaf.ndim - 1 if name in _JOINED else 0 if name in _BY_ROW else None)
 
 
@@ -97,4 +97,4 @@ def param_shardings(params: Params, mesh: Mesh) -> Params:
 
 
 def _whole(leaf: Any) -> bool:
-    return isinstance(leaf, Int8)
+    return isinstance(leaf, ByOutput)

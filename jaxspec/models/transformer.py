@@ -20,43 +20,44 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
+from jaxspec.models.by_output import ByOutput
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.int8 import Int8
 from jaxspec.models.rope import Rope
 
 
-def matmul(x: Float[Array, "B T I"], weight: Array | Int8, transposed: bool = False) -> Float[Array, "B T O"]:
-    """`x @ weight` (or its transpose) in the weight's dtype with float32 sums. An `Int8` has one way round.
+def matmul(x: Float[Array, "B T I"], weight: Array | ByOutput, transposed: bool = False) -> Float[Array, "B T O"]:
+    """`x @ weight` in the weight's dtype with float32 sums; of an array that is `transposed`, and of a `ByOutput`,
+    with its transpose.
 
-    XLA:CPU multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows, and so it is
-    with two to seven rows of float32 and a transposed matrix.
+    XLA:CPU multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows.
     """
     batch, tokens, width = x.shape
-    if isinstance(weight, Int8):
+    if transposed and not isinstance(weight, ByOutput):
+        weight = ByOutput(weight)
+    if isinstance(weight, ByOutput):
         return weight.product(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
     rows = x.astype(weight.dtype).reshape(batch * tokens, width)
     count = rows.shape[0]
-    least = 2 if weight.dtype == jnp.bfloat16 else 8 if transposed and count > 1 else 1
-    if count < least:
-        rows = jnp.pad(rows, ((0, least - count), (0, 0)))
+    if count == 1 and weight.dtype == jnp.bfloat16:
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = lax.dot_general(
         rows,
         weight,
-        (((1,), (1 if transposed else 0,)), ((), ())),
+        (((1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
     return out[:count].reshape(batch, tokens, -1)
 
 
-def look_up(table: Float[Array, "V E"] | Int8, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def look_up(table: Float[Array, "V E"] | ByOutput, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """Rows of an embedding, in float32.
 
     XLA:CPU converts a bfloat16 table before it gathers, and would hoist that out of the decode loop, a copy of
     the table at every call. Behind the barrier the table depends on the tokens, and only rows are converted.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
-    return table[tokens].astype(jnp.float32)  # of an Int8, too
+    return table[tokens].astype(jnp.float32)  # of an ByOutput, too
 
 
 def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
@@ -262,10 +263,10 @@ class TransformerLM:
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 
-    def embedding(self, params: Params) -> Float[Array, "V E"] | Int8:
+    def embedding(self, params: Params) -> Float[Array, "V E"] | ByOutput:
         """The table of the tokens' embeddings, unscaled."""
         return params["embed"]
 
-    def unembedding(self, params: Params) -> Float[Array, "V E"] | Int8:
+    def unembedding(self, params: Params) -> Float[Array, "V E"] | ByOutput:
         """The table whose rows `head` multiplies features with; padded tokens included."""
         return params["embed"] if self.config.tie_embeddings else params["head"]

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
+from jaxspec.models.by_output import ByOutput, by_input
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
-from jaxspec.models.int8 import Int8
 from jaxspec.models.model import Model
 from jaxspec.train import losses, texts
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
@@ -74,11 +74,11 @@ def train(
         raise InvalidConfig(f"heads are trained on a transformer of this library, got {type(target.lm).__name__}")
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{settings.devices} devices are wanted, there are {jax.device_count()}")
-    if settings.medusa2 and isinstance(lm.unembedding(target.params), Int8):
+    if settings.medusa2 and isinstance(lm.unembedding(target.params), ByOutput):
         raise InvalidConfig("medusa2 trains the target, whose weights have no gradient in int8; use another dtype")
     if settings.medusa2 and settings.draft_vocab:
         raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
-    print_of_target = fingerprint(target.params)
+    print_of_target = fingerprint(by_input(target.params))
     about = {"target": print_of_target, "prompts": list(map(_digest, prompts)), **dataclasses.asdict(settings)}
     claim(folder / "settings.json", about, "a run")
     used = prepare(target, print_of_target, prompts, shelf, settings, watch)
