@@ -2,7 +2,6 @@
 
     python scripts/measure.py widths                 # ms a round by width, dtype and capacity; the memory limit
     python scripts/measure.py lookup                 # prompt lookup against plain: a copying task, ten ordinary
-    python scripts/measure.py peer --peer-python P   # plain decoding against transformers, run by interpreter P
     python scripts/measure.py compile                # import time; compile time by configuration and by layers
     python scripts/measure.py memory --source S      # peak memory of loading a model, beside the model's size
     python scripts/measure.py rules --source S       # what a rule's arithmetic costs beside the target's call
@@ -34,7 +33,6 @@ from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.presets import fetch
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.prepare import make_request, row_keys, stop_array
 from jaxspec.registry import RULES, find
@@ -128,52 +126,6 @@ def lookup(arguments) -> None:
                 f"same {texts['none'] == texts['prompt-lookup']}",
                 flush=True,
             )
-
-
-PEER = """
-import sys, time, torch, transformers
-path, name = sys.argv[1].rsplit("/", 1)
-model = transformers.AutoModelForCausalLM.from_pretrained(path, gguf_file=name, dtype=torch.float32).eval()
-model.generation_config.eos_token_id = None  # decode on past the end, as we do
-print("transformers", transformers.__version__, "torch", torch.__version__, torch.get_num_threads(), flush=True)
-for line in sys.stdin:
-    new, *ids = map(int, line.split())
-    ids = torch.tensor([ids])
-    seconds = []
-    for n in (1, new):
-        start = time.perf_counter()
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
-        seconds.append(time.perf_counter() - start)
-    print((new - 1) / (seconds[1] - seconds[0]), *out[0, ids.shape[1]:].tolist(), flush=True)
-"""
-
-
-def peer(arguments) -> None:
-    """Plain greedy float32 decoding by turns; the peer's prefill is taken off by a run of one token."""
-    if not arguments.peer_python:
-        sys.exit("give --peer-python: an interpreter that has torch, transformers, accelerate and gguf")
-    model = jaxspec.load(MODEL)
-    worker = subprocess.Popen(
-        [arguments.peer_python, "-c", PEER, str(fetch(MODEL))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    print(worker.stdout.readline().strip(), "threads")
-    ours, theirs = [], []
-    for repeat in range(arguments.repeats + 1):
-        ids = model.encode_chat([{"role": "user", "content": ORDINARY[repeat % len(ORDINARY)]}])
-        worker.stdin.write(" ".join(map(str, [128, *ids])) + "\n")
-        worker.stdin.flush()
-        rate, *tokens = worker.stdout.readline().split()
-        out = jaxspec.generate(model, ids, drafter="none", max_new_tokens=128, ignore_eos=True)
-        same = out[0].tokens == list(map(int, tokens))
-        print(f"  jaxspec {out.timing.tokens_per_s:.1f} transformers {float(rate):.1f} tokens/s, same text {same}")
-        if repeat:
-            ours.append(out.timing.tokens_per_s)
-            theirs.append(float(rate))
-    worker.stdin.close()
-    worker.wait()
-    print(f"jaxspec {spread(ours)}, transformers {spread(theirs)} tokens/s, ratio {spread(np.divide(ours, theirs))}")
 
 
 def compile_times(arguments) -> None:
@@ -380,7 +332,6 @@ def main() -> None:
     parts = {
         "widths": widths,
         "lookup": lookup,
-        "peer": peer,
         "compile": compile_times,
         "memory": memory,
         "rules": rules,
@@ -390,7 +341,6 @@ def main() -> None:
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--peer-python")
     parser.add_argument("--source", default=MODEL)
     parser.add_argument("--heads", help="of the drafter medusa, in `batches`")
     arguments = parser.parse_args()
