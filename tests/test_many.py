@@ -1,5 +1,6 @@
 """More prompts than places: rows take turns, texts are those of one batch, and a file keeps them."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,6 +13,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.decode import session as sessions
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import TableLM
+from jaxspec.text import Tokenizer
 
 V = 24
 LM = TableLM(V)
@@ -128,7 +130,26 @@ def test_sizes_are_decoded_apart_and_memory_is_known():
     assert [len(row.tokens) for row in running.output] == [10] * 8
 
 
-def test_stop_strings_and_callbacks_end_rows_in_turns():
+def test_stop_strings_end_rows_in_turns():
+    letters = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [chr(ord("A") + i) for i in range(V)],
+        "tokenizer.ggml.token_type": [1] * V,
+        "tokenizer.ggml.merges": [],
+    }
+    target = dataclasses.replace(TARGET, tokenizer=Tokenizer.from_gguf(letters))
+    options = {"drafter": "none", "max_new_tokens": 20} | SAMPLED
+    plain = [row.text for row in jaxspec.generate(target, PROMPTS, **options)]
+    stop = [plain[0][4:6], plain[7][9:11]]
+    ends = [min((text.find(one) for one in stop if one in text), default=None) for text in plain]
+    assert 2 <= sum(end is not None for end in ends) < 23
+    got = jaxspec.generate(target, PROMPTS, batch=3, stop=stop, **options)
+    assert [row.text for row in got] == [text[:end] for text, end in zip(plain, ends)]
+    assert [row.finish_reason == "stop" for row in got] == [end is not None for end in ends]
+
+
+def test_callbacks_end_rows_in_turns():
     seen = []
 
     def on_token(row, token, text):
