@@ -21,7 +21,7 @@ from jaxspec.registry import find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.text.tokenizer import refuse_difference
 
-NODE_COST = 0.1
+NODE_COST, INT8_ON_CPU = 0.1, 0.55
 """What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
@@ -58,7 +58,7 @@ def make_decoder(
         raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
     if schedule is None:
         copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
-        schedule = while_it_pays(drafter.shape.nodes) if copies else Constant()
+        schedule = while_it_pays(drafter.shape.nodes, node_cost(target)) if copies else Constant()
     elif isinstance(schedule, str):
         schedule = find("schedule", schedule)()
     elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
@@ -66,10 +66,19 @@ def make_decoder(
     return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
 
-def while_it_pays(nodes: int) -> Adaptive:
-    """The schedule of copied drafts, in windows of `nodes` tokens: a round reads one token or a whole window, and deep
-    drafts are hoped for, as what is copied is mostly right. Two whole windows may fail before any is right."""
-    more = NODE_COST * (nodes - 1)
+def node_cost(target: Model) -> float:
+    """See `NODE_COST`. A CPU reads weights of one byte anew for each of a few tokens."""
+    bytes_ = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
+    return INT8_ON_CPU if bytes_ and jax.default_backend() == "cpu" else NODE_COST
+
+
+def while_it_pays(nodes: int, each: float = NODE_COST) -> Adaptive:
+    """The schedule of copied drafts, in windows of `nodes` tokens that cost `each` plain rounds.
+
+    A round reads one token or a whole window, and deep drafts are hoped for, as what is copied is mostly right. Two
+    whole windows may fail before any is right.
+    """
+    more = each * (nodes - 1)
     return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())
 
 

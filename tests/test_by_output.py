@@ -13,8 +13,10 @@ import pytest
 from toys import lively, noisy, transformer
 
 import jaxspec
+from jaxspec import prepare
 from jaxspec.cli import options
 from jaxspec.cli.inspect import memory_section
+from jaxspec.core.protocols import Setting
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import by_output, checkpoint
 from jaxspec.models.by_output import FEW, ByOutput, by_input, quantize
@@ -170,6 +172,16 @@ def test_text_is_plain_decodings_with_any_drafter():
         assert accepted > 10
     assert write(drafter="prompt-lookup")[0] == plain
     assert write(drafter="early-exit", exit_layers=2)[0] == plain
+
+
+def test_only_short_copies_are_drafted_without_a_schedule():
+    """On a CPU, where each token of a window reads the bytes anew."""
+    for params, tree, drafts in ((TARGET.params, None, False), (TARGET.params, 3, True), (FLOATS, None, True)):
+        target = jaxspec.Model(LM, params)
+        setting = Setting(target, None, prepare.as_topology(tree))
+        decoder, _ = prepare.make_decoder(target, "prompt-lookup", "coupled", setting)
+        state = decoder.schedule.init(1, decoder.drafter.shape)
+        assert (decoder.schedule.limit(state)[0] > 0) == drafts
 
 
 def test_it_drafts_for_the_model_it_was_rounded_from():
