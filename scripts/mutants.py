@@ -284,11 +284,13 @@ def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int) -> tuple[int, list[str], str]:
-    """pytest's exit status, the tests that failed by an assertion, and what was printed."""
+def tested(
+    tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None = TIMEOUT
+) -> tuple[int, list[str], str]:
+    """pytest's exit status, the tests that failed by an assertion, and what was printed; `limit` is in seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     failed = re.findall(r"^FAILED (\S+)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
     return done.returncode, failed, done.stdout + done.stderr
 
@@ -322,7 +324,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with tempfile.TemporaryDirectory() as folder:
             prepared(None, pathlib.Path(folder))
             for seed in range(arguments.clean):
-                status, _, printed = tested(tests, pathlib.Path(folder), seed)
+                status, _, printed = tested(tests, pathlib.Path(folder), seed, None)  # all of them at once
                 red += status != 0
                 print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
         return 1 if red else 0
