@@ -284,9 +284,7 @@ def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def tested(
-    tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None = TIMEOUT
-) -> tuple[int, list[str], str]:
+def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None) -> tuple[int, list[str], str]:
     """pytest's exit status, the tests that failed by an assertion, and what was printed; `limit` is in seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
@@ -298,7 +296,7 @@ def tested(
 def kill(mutant: Mutant) -> tuple[Mutant, list[str], float, str]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        _, failed, printed = tested(mutant.tests, prepared(mutant, pathlib.Path(folder)), 0)
+        _, failed, printed = tested(mutant.tests, prepared(mutant, pathlib.Path(folder)), 0, TIMEOUT)
     return mutant, failed, time.perf_counter() - start, printed
 
 
