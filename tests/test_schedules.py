@@ -379,7 +379,7 @@ def test_one_bad_guess_does_not_keep_drafts_short(weight, deep):
 
 @pytest.mark.parametrize("nodes", [4, 16])
 def test_copied_drafts_may_fail_twice(nodes):
-    """Whole windows at first, one more after one that failed, and none after two."""
+    """Whole windows at first, one more after one that failed; none after two that were long."""
     schedule = while_it_pays(nodes)
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
     for limit in (nodes - 1, nodes - 1, 0) if nodes == 16 else (nodes - 1, nodes - 1):

@@ -57,7 +57,7 @@ def look_up(table: Float[Array, "V E"] | ByOutput, tokens: Int[Array, "B T"]) ->
     the table at every call. Behind the barrier the table depends on the tokens, and only rows are converted.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
-    return table[tokens].astype(jnp.float32)  # of an ByOutput, too
+    return table[tokens].astype(jnp.float32)  # of a ByOutput, too
 
 
 def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
