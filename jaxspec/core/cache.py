@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxspec.core.layout import row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
 
@@ -62,6 +63,7 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
         new = jnp.where(jnp.isfinite(new), new, 0).astype(held(slots.dtype))
         if slots.dtype != new.dtype:
             new = lax.bitcast_convert_type(new, slots.dtype)
+        new = row_major(new)
 
         def row(b: Array, slots: Array) -> Array:
             return lax.dynamic_update_slice(slots, lax.dynamic_slice_in_dim(new, b, 1, axis=1), (0, b, 0, start[b], 0))

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
+from jaxspec.core.layout import row_major
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
@@ -116,7 +117,7 @@ class Block(nnx.Module):
         """The residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         c = self.config
         batch, tokens, _ = x.shape
-        projected = project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias)
+        projected = row_major(project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias))
         heads = projected.reshape(batch, tokens, shards, -1, c.head_dim)
         borders = c.num_heads // shards, (c.num_heads + c.num_kv_heads) // shards
         parts = jnp.split(heads, borders, axis=3)

@@ -1,0 +1,157 @@
+"""Reads the text of an optimized HLO module of a TPU: its computations, and the bytes of HBM a part of it moves."""
+
+import math
+import re
+from typing import NamedTuple
+
+WIDTH = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+ARRAY = r"(\w+)\[([\d,]*)\](\{[^}]*\})?"
+MOVE_NOTHING = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done", "slice-done",
+    "partition-id", "replica-id",
+)  # fmt: skip
+
+
+class Instruction(NamedTuple):
+    """One line: `%name = type op(%operand, ...), rest`."""
+
+    name: str
+    type: str
+    op: str
+    operands: list[str]
+    rest: str
+    root: bool
+
+
+def computations(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of every computation of a module, the entry's under "ENTRY"."""
+    found: dict[str, list[Instruction]] = {}
+    here: list[Instruction] | None = None
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            here = found.setdefault("ENTRY" if head[1] else head[2], [])
+        elif line.startswith("}"):
+            here = None
+        elif here is not None and " = " in line:
+            here.append(_instruction(line.strip()))
+    return found
+
+
+def _instruction(line: str) -> Instruction:
+    name, rest = line.removeprefix("ROOT ").split(" = ", 1)
+    end = rest.index(" ")
+    if rest.startswith("("):  # a tuple's type has spaces, and tuples in it
+        depth = 0
+        for end, character in enumerate(rest):
+            depth += (character == "(") - (character == ")")
+            if depth == 0:
+                end += 1
+                break
+    type, call = rest[:end], rest[end + 1 :]
+    op, rest = call.split("(", 1)
+    operands = [part.split()[-1].lstrip("%") for part in rest.split(")", 1)[0].split(", ") if part]
+    return Instruction(name.lstrip("%"), type, op, operands, rest, line.startswith("ROOT "))
+
+
+def size(type: str, anywhere: bool = False) -> int:
+    """Bytes of the arrays of a type that lie in HBM, or of all: others stand in a space of their own, `S(1)`."""
+    return sum(
+        math.prod(map(int, filter(None, dims.split(",")))) * WIDTH.get(dtype, 4)
+        for dtype, dims, layout in re.findall(ARRAY, type)
+        if anywhere or not re.search(r"S\([1-9]", layout)
+    )
+
+
+def called(instruction: Instruction, key: str) -> str:
+    found = re.search(rf"\b{key}=%?([\w.\-]+)", instruction.rest)
+    if not found:
+        raise ValueError(f"{instruction.name}: {instruction.op} without {key}=")
+    return found[1]
+
+
+def moved(parts: dict[str, list[Instruction]], name: str) -> int:
+    """Bytes of HBM that a computation reads and writes, loops inside it counted once, of branches the costliest.
+
+    What is sliced, gathered or updated in place counts by its part, and what was fetched into VMEM before counts where
+    it is fetched.
+    """
+    types = {one.name: one.type for one in parts[name]}
+    return sum(_moved(parts, types, one) for one in parts[name])
+
+
+def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Instruction) -> int:
+    if one.op in MOVE_NOTHING or "ConcatBitcast" in one.rest:
+        return 0
+    if one.op == "while":
+        return moved(parts, called(one, "body"))
+    if one.op == "call":
+        return moved(parts, called(one, "to_apply"))
+    if one.op == "conditional":
+        listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+        names = (
+            re.findall(r"[\w.\-]+", listed[1])
+            if listed
+            else [called(one, f"{a}_computation") for a in ("true", "false")]
+        )
+        return max(moved(parts, branch) for branch in names)
+    operands = [types.get(operand, "") for operand in one.operands]
+    if one.op in ("dynamic-slice", "slice", "gather"):
+        return 2 * size(one.type)
+    if one.op == "dynamic-update-slice":
+        return 2 * size(operands[1])
+    if one.op == "copy-start":  # its type names source and destination
+        return size(one.type)
+    if one.op == "slice-start":
+        _, part = [array[0] for array in re.finditer(ARRAY, one.type)][:2]
+        return size(part, anywhere=True) + size(part)
+    if one.op != "fusion":
+        return size(one.type) + sum(map(size, operands))
+    inner = called(one, "calls")
+    read = 0
+    for i, type in enumerate(operands):
+        if whole := size(type):
+            part = _read(parts, inner, i, whole)
+            read += whole if part is None else part
+    return read + _written(parts[inner], one.type)
+
+
+def _read(parts: dict[str, list[Instruction]], name: str, index: int, whole: int) -> int | None:
+    """How much of a fusion's parameter it reads; None where the parameter is itself what comes out."""
+    root = next(one.name for one in parts[name] if one.root)
+
+    def of(value: str) -> int | None:
+        if value == root:
+            return None
+        total = 0
+        for one in parts[name]:
+            for place, operand in enumerate(one.operands):
+                if operand != value or one.op == "parameter":
+                    continue
+                if one.op == "bitcast":
+                    part = of(one.name)
+                elif one.op in ("dynamic-slice", "slice", "gather") and place == 0:
+                    part = size(one.type, anywhere=True)
+                elif one.op == "dynamic-update-slice" and place == 0:
+                    part = 0
+                elif one.op == "fusion":
+                    part = _read(parts, called(one, "calls"), place, whole)
+                    part = of(one.name) if part is None else part
+                else:
+                    return whole
+                if part is None:
+                    return None
+                total += part
+        return min(total, whole)
+
+    return next(of(one.name) for one in parts[name] if one.op == "parameter" and one.operands == [str(index)])
+
+
+def _written(inside: list[Instruction], type: str) -> int:
+    """What a fusion writes: its result, or of a large one that is updated in place the part."""
+    by_name = {one.name: one for one in inside}
+    root = next(one for one in inside if one.root)
+    while root.op == "bitcast":
+        root = by_name[root.operands[0]]
+    if root.op == "dynamic-update-slice" and size(type):
+        return size(by_name[root.operands[1]].type, anywhere=True)
+    return size(type)
