@@ -12,12 +12,12 @@ Rates are of decoding alone, medians with the quartiles beside them.
 """
 
 import argparse
-import functools
 import itertools
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +245,35 @@ def rules(arguments) -> None:
             print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
 
 
+def target_calls(
+    model: jaxspec.Model, rows: int, nodes: int, length: int, capacity: int, times: int
+) -> Callable[[], float]:
+    """Compiles so many calls of the target in a row, each of `rows` windows; what is returned takes them once, and says
+    the milliseconds of one."""
+    cache = model.lm.init_cache(rows, capacity)._replace(length=jnp.full((rows,), length))
+
+    @jax.jit
+    def calls(params, cache):
+        def call(_, token):  # each call waits for the one before
+            window = Window(
+                jnp.broadcast_to(token, (rows, nodes)),
+                jnp.broadcast_to(length + jnp.arange(nodes), (rows, nodes)),
+                jnp.broadcast_to(jnp.tri(nodes) > 0, (rows, nodes, nodes)),
+            )
+            features, _ = model.lm.apply(params, window, cache)
+            return model.lm.head(params, features)[0, -1].argmax().astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, times, call, jnp.int32(1))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        calls(model.params, cache).block_until_ready()
+        return (time.perf_counter() - start) / times * 1e3
+
+    timed()
+    return timed
+
+
 def overhead(arguments) -> None:
     """By turns, ten rounds at a time: whole rounds, and the target's calls alone at the same width and length."""
     model = jaxspec.load(arguments.source)
@@ -255,22 +284,10 @@ def overhead(arguments) -> None:
     drafters = {"plain": (NoDraft(), Coupled()), "prompt lookup 4": (PromptLookup(chain), Coupled())}
     drafters["prompt lookup 4, deterministic"] = (PromptLookup(chain), find("rule", "deterministic")())
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def calls(params, cache, nodes):
-        def call(_, token):  # each call waits for the one before
-            window = Window(
-                jnp.broadcast_to(token, (1, nodes)), length + jnp.arange(nodes)[None], jnp.tri(nodes)[None] > 0
-            )
-            features, _ = model.lm.apply(params, window, cache)
-            return model.lm.head(params, features)[0, -1].argmax().astype(jnp.int32)
-
-        return jax.lax.fori_loop(0, times, call, jnp.int32(1))
-
     for (name, (drafter, rule)), (label, sampling) in itertools.product(drafters.items(), settings.items()):
         decoder = jaxspec.Decoder(model.lm, drafter, rule, widths=())
         nodes = drafter.shape.nodes
-        cache = model.lm.init_cache(1, capacity)._replace(length=jnp.full((1,), length))
-        calls(model.params, cache, nodes).block_until_ready()
+        call = target_calls(model, 1, nodes, length, capacity, times)
         rounds, alone = [], []
         for _ in range(arguments.repeats):
             request = make_request(
@@ -282,9 +299,7 @@ def overhead(arguments) -> None:
             session.timing.decode_s = 0.0
             session.run(times)
             rounds.append(session.timing.decode_s / times * 1e3)
-            start = time.perf_counter()
-            calls(model.params, cache, nodes).block_until_ready()
-            alone.append((time.perf_counter() - start) / times * 1e3)
+            alone.append(call())
         share = 1 - np.array(alone) / np.array(rounds)
         print(f"V = {vocab}, {name}, {label}: round {spread(rounds)} ms, target's call {spread(alone)} ms, "
               f"everything else {np.median(share):.1%} ({np.percentile(share, 25):.1%} to "
@@ -292,30 +307,45 @@ def overhead(arguments) -> None:
 
 
 def batches(arguments) -> None:
-    """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts."""
+    """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts.
+
+    Beside it what the target alone costs at the width of the drafter's round, timed apart: with more tokens a round
+    than that, speculation should pay.
+    """
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
-        drafters = {"none": {}, "prompt-lookup": {"tree": 4}}
-        if arguments.heads:
-            drafters["medusa"] = {"heads": jaxspec.load_heads(arguments.heads, target=model)}
-        for rows in (1, 2, 4, 8, 16, 32):
+        drafters = {
+            "none": {},
+            "prompt-lookup": {"tree": 4},
+            "medusa": {"heads": jaxspec.load_heads(MODEL, target=model)},
+        }
+        for rows in arguments.rows:
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
             rates: dict[str, list[float]] = {name: [] for name in drafters}
-            rounds = {}
+            rounds, costs = {}, {}
             for repeat in range(arguments.repeats + 1):
                 for name, given in drafters.items():
                     given = given | {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+                    given = given | {"schedule": "constant"}  # every round at full width
                     out = jaxspec.generate(model, prompts, drafter=name, **given)
                     rounds[name] = out.stats.tokens_per_round
+                    costs[name] = out.session.decoder.drafter.shape.nodes
                     if repeat:
                         rates[name].append(out.timing.tokens_per_s)
             clear_executables()
+            calls = {nodes: target_calls(model, rows, nodes, 100, 512, 4) for nodes in sorted(set(costs.values()))}
+            alone = {nodes: [] for nodes in calls}
+            for _ in range(arguments.repeats):
+                for nodes, call in calls.items():
+                    alone[nodes].append(call())
             for name, values in rates.items():
                 ratio = np.median(np.array(values) / np.array(rates["none"]))
+                wide = np.median(np.array(alone[costs[name]]) / np.array(alone[costs["none"]]))
                 print(
                     f"{dtype} {rows:2} rows {name:14} {spread(values)} tokens/s, {ratio:.2f} x plain, "
-                    f"{rounds[name]:.2f} tokens/round, so a round costs {rounds[name] / ratio:.2f} plain ones",
+                    f"{rounds[name]:.2f} tokens/round, so a round costs {rounds[name] / ratio:.2f} plain ones, "
+                    f"the target alone {wide:.2f}",
                     flush=True,
                 )
 
@@ -342,7 +372,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--source", default=MODEL)
-    parser.add_argument("--heads", help="of the drafter medusa, in `batches`")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="in `batches`")
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
     parts[arguments.part](arguments)
