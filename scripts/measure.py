@@ -309,43 +309,48 @@ def overhead(arguments) -> None:
 def batches(arguments) -> None:
     """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts.
 
-    Beside it what the target alone costs at the width of the drafter's round, timed apart: with more tokens a round
-    than that, speculation should pay.
+    A call ends with its slowest row, so rates are given beside what they would be while every row runs: tokens a round,
+    over what a round costs. Beside that, what the target alone costs at the width of the drafter's round, timed apart:
+    with more tokens a round than that, speculation should pay.
     """
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
-        drafters = {
-            "none": {},
-            "prompt-lookup": {"tree": 4},
-            "medusa": {"heads": jaxspec.load_heads(MODEL, target=model)},
-        }
+        heads = jaxspec.load_heads(MODEL, target=model)
+        drafters = {"none": {}, "prompt-lookup": {"tree": 4}, "medusa": {"heads": heads}}
+        given = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+        given["schedule"] = "constant"  # every round that drafts has the full width
         for rows in arguments.rows:
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
-            rates: dict[str, list[float]] = {name: [] for name in drafters}
-            rounds, costs = {}, {}
+            rates, costs = ({name: [] for name in drafters} for _ in range(2))
+            tokens, nodes = {}, {}
             for repeat in range(arguments.repeats + 1):
-                for name, given in drafters.items():
-                    given = given | {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
-                    given = given | {"schedule": "constant"}  # every round at full width
-                    out = jaxspec.generate(model, prompts, drafter=name, **given)
-                    rounds[name] = out.stats.tokens_per_round
-                    costs[name] = out.session.decoder.drafter.shape.nodes
+                for name, options in drafters.items():
+                    out = jaxspec.generate(model, prompts, drafter=name, **given, **options)
+                    tokens[name] = out.stats.tokens_per_round
+                    nodes[name] = out.session.decoder.drafter.shape.nodes
                     if repeat:
                         rates[name].append(out.timing.tokens_per_s)
+                        costs[name].append(out.timing.decode_s / max(row.stats.rounds for row in out))
             clear_executables()
-            calls = {nodes: target_calls(model, rows, nodes, 100, 512, 4) for nodes in sorted(set(costs.values()))}
-            alone = {nodes: [] for nodes in calls}
+            calls = {width: target_calls(model, rows, width, 100, 512, 4) for width in sorted(set(nodes.values()))}
+            alone = {width: [] for width in calls}
             for _ in range(arguments.repeats):
-                for nodes, call in calls.items():
-                    alone[nodes].append(call())
-            for name, values in rates.items():
-                ratio = np.median(np.array(values) / np.array(rates["none"]))
-                wide = np.median(np.array(alone[costs[name]]) / np.array(alone[costs["none"]]))
+                for width, call in calls.items():
+                    alone[width].append(call())
+            for name in drafters:
+                ratio, cost, wide = (
+                    np.median(np.array(own) / np.array(plain))
+                    for own, plain in (
+                        (rates[name], rates["none"]),
+                        (costs[name], costs["none"]),
+                        (alone[nodes[name]], alone[nodes["none"]]),
+                    )
+                )
                 print(
-                    f"{dtype} {rows:2} rows {name:14} {spread(values)} tokens/s, {ratio:.2f} x plain, "
-                    f"{rounds[name]:.2f} tokens/round, so a round costs {rounds[name] / ratio:.2f} plain ones, "
-                    f"the target alone {wide:.2f}",
+                    f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
+                    f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens/round, a round costs "
+                    f"{cost:.2f} plain ones, the target alone {wide:.2f}",
                     flush=True,
                 )
 

@@ -7,9 +7,9 @@ device and on a mesh of 2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. T
 (package libtpu). What must hold is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or
 fetched from the host, no copy of a cache or of a matrix inside the loop or before it, the caches updated in place.
 What is printed: the bytes of HBM that a round moves, counted in the compiled program (`hlo.py`; of two branches the
-costlier, of attention's loop over later blocks one), beside those of the target's matrices, which every round must
-read; the FLOPs by the compiler's own count; and the time each would take at the chip's published bandwidth and peak.
-Nothing is run.
+costlier, of every loop inside one turn: the levels that a draft model drafts one after the other count once), beside
+those of the target's matrices, which every round must read; the FLOPs by the compiler's own count; and the time each
+would take at the chip's published bandwidth and peak. Nothing is run.
 """
 
 import argparse

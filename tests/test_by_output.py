@@ -17,6 +17,7 @@ from jaxspec import prepare
 from jaxspec.cli import options
 from jaxspec.cli.inspect import memory_section
 from jaxspec.core.protocols import Setting
+from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import by_output, checkpoint
 from jaxspec.models.by_output import FEW, ByOutput, by_input, quantize
@@ -112,9 +113,17 @@ def test_a_model_is_the_same_by_output(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, by_input(turned.params), plain.params)
         assert isinstance(jaxspec.load(path, dtype=dtype).params["layers"][0]["qkv"], ByOutput) == default
         assert turned.bytes == plain.bytes
-        out = [jaxspec.generate(m, PROMPTS, max_new_tokens=24, tree=4) for m in (turned, plain)]
-        alike = np.mean([a == b for x, y in zip(*out) for a, b in zip(x.tokens, y.tokens)])
-        assert alike == 1 or (alike > 0.5 and dtype == "bfloat16")  # in which another order of sums parts texts
+        if dtype == "float32":
+            outputs = (jaxspec.generate(m, PROMPTS, max_new_tokens=24, tree=4) for m in (turned, plain))
+            texts = [[row.tokens for row in output] for output in outputs]
+            assert texts[0] == texts[1]
+        # In bfloat16 another order of sums may part texts where two tokens are close; the logits stay.
+        tokens = jnp.asarray([PROMPTS[2]])
+        window = Window(tokens, jnp.arange(30)[None], jnp.tri(30)[None] > 0)
+        one, other = (
+            m.lm.head(m.params, m.lm.apply(m.params, window, m.lm.init_cache(1, 256))[0]) for m in (turned, plain)
+        )
+        np.testing.assert_allclose(one, other, atol=(1e-5 if dtype == "float32" else 0.02) * float(jnp.ptp(one)))
 
 
 def test_an_embedding_is_looked_up_in_bytes():
