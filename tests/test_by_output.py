@@ -20,7 +20,7 @@ from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import by_output, checkpoint
-from jaxspec.models.by_output import FEW, ByOutput, by_input, quantize
+from jaxspec.models.by_output import FEW, LONGEST, ByOutput, by_input, quantize
 from jaxspec.models.transformer import look_up, matmul
 
 RNG = np.random.default_rng(0)
@@ -130,6 +130,23 @@ def test_an_embedding_is_looked_up_in_bytes():
     table = jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX, transposed=True))
     tokens = jnp.asarray([[3, 0], [47, 3]])
     np.testing.assert_array_equal(look_up(table, tokens), table.astype(jnp.float32)[tokens])
+
+
+@pytest.mark.parametrize("kind", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_long_row_is_multiplied_in_parts(kind, rows):
+    """XLA:CPU would write the whole matrix anew, in float32 and turned, for a row of 16 KB and more."""
+    inputs = 2 * LONGEST + 100
+    matrix = RNG.normal(size=(inputs, 512)).astype(np.float32)
+    weight = ByOutput.rounded(matrix) if kind == "int8" else ByOutput(jnp.asarray(matrix.T, kind))
+    weight = jax.tree.map(jnp.asarray, weight)
+    x = np.asarray(jnp.asarray(RNG.normal(size=(1, rows, inputs)), "bfloat16"), np.float32)
+    exact = x.astype(np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64).T
+    compiled = jax.jit(matmul).lower(x, weight).compile()
+    got = compiled(x, weight)
+    np.testing.assert_allclose(got, exact, rtol=2e-6, atol=2e-3)
+    np.testing.assert_array_equal(jax.jit(matmul)(x[:, :1], weight), got[:, :1])
+    assert compiled.memory_analysis().temp_size_in_bytes < matrix.size / 4
 
 
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])

@@ -19,6 +19,9 @@ from jaxspec.models.config import is_table
 FEW = {"int8": 12, "bfloat16": 3, "float32": 3}
 """On CPU up to so many rows read the weights once each, which XLA does at the speed of the memory."""
 LEAST = 8
+LONGEST = 4032
+"""XLA:CPU converts weights inside the product of a row shorter than 16 KB; of a longer one it would first write them
+anew in float32, so it is multiplied in parts of so many columns."""
 TILE = 1 << 19
 """More rows meet tiles of so many int8 weights in float32."""
 
@@ -89,22 +92,28 @@ def by_input(params: Any) -> Any:
 
 def _on_cpu(x: Array, values: Array) -> Array:
     # Behind a barrier conversions cannot be done ahead of the loops around, in a float32 copy of all weights.
-    def single(row: Array) -> Array:
+    def single(row: Array, start: int = 0) -> Array:
         matrix, row = lax.optimization_barrier((values, row))
+        row, matrix = row[start : start + LONGEST], matrix[:, start : start + LONGEST]
         # The transpose makes XLA convert inside the product.
         return jnp.matmul(row.astype(jnp.float32), matrix.T.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+    def in_loops(row: Array) -> Array:
+        # Loops that XLA takes for longer ones, else it makes the row anew, norm and all, for every output, and joins
+        # the products with what adds them.
+        turns, rows = lax.optimization_barrier(jnp.int32(1)), jnp.stack([row, row])
+        empty = jnp.zeros(len(values))
+        starts = range(0, len(row), LONGEST)
+        return sum(lax.fori_loop(0, turns, lambda turn, _, i=i: single(rows[turn], i), empty) for i in starts)
 
     def tile(part: Array) -> Array:
         part, rows = lax.optimization_barrier((part, x))
         return _dot(rows, part.astype(jnp.float32))
 
     if x.shape[0] == 1:
-        # A loop that XLA takes for a longer one, else it makes x anew, norm and all, for every output.
-        turns, rows = lax.optimization_barrier(jnp.int32(1)), jnp.concatenate([x, x])
-        empty = jnp.zeros((1, len(values)))
-        return lax.fori_loop(0, turns, lambda turn, _: single(rows[turn])[None], empty)
+        return in_loops(x[0])[None]
     if x.shape[0] <= FEW[str(values.dtype)]:
-        return lax.map(single, x)
+        return lax.map(single if x.shape[1] <= LONGEST else in_loops, x)
     if values.dtype != jnp.int8:
         # Two to seven rows of float32 take Eigen eight times as long as eight.
         least = LEAST if values.dtype == jnp.float32 else 1
