@@ -6,6 +6,7 @@ one that was read; every promise holds of it. In floats it is the same model.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -104,7 +105,8 @@ def _on_cpu(x: Array, values: Array) -> Array:
         turns, rows = lax.optimization_barrier(jnp.int32(1)), jnp.stack([row, row])
         empty = jnp.zeros(len(values))
         starts = range(0, len(row), LONGEST)
-        return sum(lax.fori_loop(0, turns, lambda turn, _, i=i: single(rows[turn], i), empty) for i in starts)
+        parts = [lax.fori_loop(0, turns, lambda turn, _, i=i: single(rows[turn], i), empty) for i in starts]
+        return functools.reduce(jnp.add, parts)
 
     def tile(part: Array) -> Array:
         part, rows = lax.optimization_barrier((part, x))
