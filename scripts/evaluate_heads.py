@@ -1,11 +1,12 @@
 """What trained heads are worth on MT-bench, which they were not trained on.
 
-    python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE] [--json OUT]
+    python scripts/evaluate_heads.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE | --nodes N]
+        [--json OUT]
 
 The target answers the first turn of every question greedily; each head's accuracy on those answers stands beside
-Medusa's published ones. Then tokens per round on the heads' own tree, or the given one: greedily, where every text is
-compared with plain decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS`
-measures the time.
+Medusa's published ones. Then tokens per round on the heads' own tree, the given one, or the best of N nodes for the
+acceptances that were measured after training, on other texts: greedily, where every text is compared with plain
+decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS` measures the time.
 """
 
 import argparse
@@ -19,7 +20,9 @@ import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
 from jaxspec.cli.options import parse_tree
+from jaxspec.models.head_files import open_heads
 from jaxspec.registry import find
+from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks
 from jaxspec.train.texts import Text
 
@@ -36,7 +39,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=384)
-    parser.add_argument("--tree", type=parse_tree, help="such as 4x2x1 or mc_sim_7b_63")
+    trees = parser.add_mutually_exclusive_group()
+    trees.add_argument("--tree", type=parse_tree, help="such as 4x2x1 or mc_sim_7b_63")
+    trees.add_argument("--nodes", type=int, help="of a tree fitted to the figures beside the heads")
     parser.add_argument("--rules", nargs="*", default=list(RULES))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
@@ -64,6 +69,9 @@ def main() -> int:
 
     failed = 0
     tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
+    if given.nodes:
+        measured = json.loads((open_heads(given.heads).place / FIGURES).read_text())["acceptance_by_rank"]
+        tree = jaxspec.best_tree(measured, given.nodes, heads.config.num_heads)
     print(f"tree of {tree.shape.nodes} nodes, {tree.shape.depth} deep")
     for temperature, rule in [(0.0, "coupled"), *((0.7, rule) for rule in given.rules)]:
         sampling = jaxspec.Sampling(temperature=temperature)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.core.layout import row_major
+from jaxspec.core.layout import compact, row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
 
@@ -37,7 +37,8 @@ def read(kv: KV, layer: int, block: Array | int) -> KV:
 
     def one(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
-        part = lax.dynamic_slice(slots, (layer, 0, 0, block * BLOCK, 0), (1, batch, heads, BLOCK, width))[0]
+        part = lax.dynamic_slice(slots, (layer, 0, 0, block * BLOCK, 0), (1, batch, heads, BLOCK, width))
+        part = compact(part)[0]
         return part if part.dtype == held(part.dtype) else lax.bitcast_convert_type(part, held(part.dtype))
 
     return KV(one(kv.keys), one(kv.values))
