@@ -122,6 +122,23 @@ def test_the_bytes_of_a_round_are_counted_by_hand(tpu):
     assert counted == rows + matrix + fetched + update + branch + indices
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "order"),
+    [("row_major", (1, 5, 64), "2, 1, 0"), ("compact", (1, 256, 64), "1, 2, 0"), ("compact", (1, 256, 128), None)],
+)
+def test_layouts_are_asked_for_on_a_tpu_alone(name, shape, order):
+    """The densest axis is named first."""
+    import jax
+
+    from jaxspec.core import layout
+
+    traced = jax.jit(getattr(layout, name)).trace(jax.ShapeDtypeStruct(shape, "float32"))
+    asked = f"result_layouts = [dense<[{order}]>"
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert asked in text if order else "LayoutConstraint" not in text
+    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
 def test_the_loop_of_every_drafter(chip, tmp_path):

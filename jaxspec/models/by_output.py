@@ -20,6 +20,7 @@ from jaxspec.models.config import is_table
 FEW = {"int8": 12, "bfloat16": 3, "float32": 3}
 """On CPU up to so many rows read the weights once each, which XLA does at the speed of the memory."""
 LEAST = 8
+"""Fewer rows of float32, but for one, are padded to so many: two to seven take Eigen eight times as long as eight."""
 LONGEST = 4032
 """XLA:CPU converts weights inside the product of a row shorter than 16 KB; of a longer one it would first write them
 anew in float32, so it is multiplied in parts of so many columns."""
@@ -117,7 +118,6 @@ def _on_cpu(x: Array, values: Array) -> Array:
     if x.shape[0] <= FEW[str(values.dtype)]:
         return lax.map(single if x.shape[1] <= LONGEST else in_loops, x)
     if values.dtype != jnp.int8:
-        # Two to seven rows of float32 take Eigen eight times as long as eight.
         least = LEAST if values.dtype == jnp.float32 else 1
         return _dot(jnp.pad(x, ((0, max(least - len(x), 0)), (0, 0))), values)[: len(x)]
     outputs, inputs = values.shape
