@@ -35,12 +35,15 @@ class Peer:
         if self.method == "dying":
             import os
             os._exit(3)
+        if self.method == "killed":
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
         text = self.texts[json.dumps(tokens)][:count]
         time.sleep(0.02)
         return {"tokens": text[:-1] if text[-1] == 7 else text, "stopped": text[-1] == 7, "first": 1,
                 "first_s": 0.004, "total_s": 0.02}
 '''
-METHOD_NAMES = ("plain", "broken", "dying")
+METHOD_NAMES = ("plain", "broken", "dying", "killed")
 GREEDY = SETTINGS | {"sampling": jaxspec.Sampling()}
 
 
@@ -101,11 +104,13 @@ def test_peers_decode_greedily(models, tmp_path):
 
 def test_what_does_not_start_is_said_and_left_out(models, tmp_path, monkeypatch):
     """An error in its process, a format it does not read, packages that are not there; and one that dies at work."""
-    workers, missing = worker.start([("fake", "broken"), ("fake", "dying")], models, tmp_path, lambda line: None)
+    wanted = [("fake", method) for method in ("broken", "dying", "killed")]
+    workers, missing = worker.start(wanted, models, tmp_path, lambda line: None)
     assert list(missing) == ["fake broken"]
     assert "fake broken: OSError: no such weights (all it said: " in missing["fake broken"]
-    with pytest.raises(peers.PeerError, match="fake dying: more noise"):
-        workers[0].decode(run.Prompt("t", "c", "i", 1, [6], None), 4, False)
+    for one, said in zip(workers, ("fake dying: more noise", "fake killed: ended by SIGKILL; .* memory"), strict=True):
+        with pytest.raises(peers.PeerError, match=said):
+            one.decode(run.Prompt("t", "c", "i", 1, [6], None), 4, False)
     gguf = dataclasses.replace(models, target={"gguf": "x"})
     _, missing = worker.start([("fake", "plain")], gguf, tmp_path, lambda line: None)
     assert "fake reads hf, the target is in another format" in missing["fake plain"]

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,6 +122,10 @@ class Worker:
         return answer
 
     def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(10)) < 0:
+                why = "; the system ends a process so when memory runs out" if -code == signal.SIGKILL else ""
+                return f"ended by {signal.Signals(-code).name}{why}"
         said = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return said[-1][:300] if said else "it ended without a word"
 
