@@ -48,6 +48,13 @@ def main() -> int:
     given = parser.parse_args()
     target = jaxspec.load(given.target, dtype=given.dtype)
     heads = jaxspec.load_heads(given.heads)
+    tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
+    if given.nodes:
+        figures = open_heads(given.heads).place / FIGURES
+        if not figures.exists():
+            parser.error(f"--nodes needs {figures}, which training writes; give --tree")
+        measured = json.loads(figures.read_text())["acceptance_by_rank"]
+        tree = jaxspec.best_tree(measured, given.nodes, heads.config.num_heads)
     questions = [q.turns[0] for q in tasks.load("mt-bench", given.limit).questions]
     prompts = sorted((target.encode_chat([{"role": "user", "content": q}]) for q in questions), key=len)
     prompts = [prompt for prompt in prompts if len(prompt) <= given.longest]
@@ -68,10 +75,6 @@ def main() -> int:
         print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)
 
     failed = 0
-    tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
-    if given.nodes:
-        measured = json.loads((open_heads(given.heads).place / FIGURES).read_text())["acceptance_by_rank"]
-        tree = jaxspec.best_tree(measured, given.nodes, heads.config.num_heads)
     print(f"tree of {tree.shape.nodes} nodes, {tree.shape.depth} deep")
     for temperature, rule in [(0.0, "coupled"), *((0.7, rule) for rule in given.rules)]:
         sampling = jaxspec.Sampling(temperature=temperature)

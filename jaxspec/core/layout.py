@@ -5,6 +5,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 LANES = 128
+"""Of a TPU: its arrays stand in tiles of so many columns."""
 
 
 def row_major(values: Array) -> Array:
@@ -17,9 +18,9 @@ def row_major(values: Array) -> Array:
 
 
 def compact(values: Array) -> Array:
-    """The same values, where they are narrower than a TPU's 128 lanes with rows and columns exchanged there.
+    """The same values `[..., rows, columns]`; where these are narrower than a TPU's lanes the rows densest there.
 
-    So a TPU lays arrays of that shape by itself, since by rows they would be padded to 128. A part that is read of a
+    So a TPU lays arrays of that shape by itself, since row by row they would be padded to 128. A part that is read of a
     cache could pull the other layout over the whole of it.
     """
     *most, rows, columns = range(values.ndim)
