@@ -15,6 +15,7 @@ from jaxspec.core import noise
 from jaxspec.core.draw import Noise
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig
+from jaxspec.models.by_output import ByOutput
 from jaxspec.output import Generation
 from jaxspec.plan import Plan
 
@@ -102,10 +103,18 @@ def _about(plan: Plan, stops: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _looks(params: Any) -> list[tuple]:
-    """What tells models apart without reading all of them: the first numbers of every array, shapes and types."""
+    """What tells models apart without reading all of them: the first numbers of every array, shapes and types.
 
-    def of(leaf: Any) -> list:
-        some = leaf[(0,) * (leaf.ndim - 1)][:8] if leaf.ndim and leaf.is_fully_addressable else []
-        return np.asarray(some, np.float64).tolist()
+    A float matrix looks the same whichever way round it stands.
+    """
 
-    return [(leaf.shape, str(leaf.dtype), of(jnp.asarray(leaf))) for leaf in jax.tree.leaves(params)]
+    def turned(leaf: Any) -> bool:
+        return isinstance(leaf, ByOutput) and leaf.scale is None
+
+    def of(leaf: Any) -> tuple:
+        held = jnp.asarray(leaf.values if turned(leaf) else leaf)
+        first = held[:8, 0] if turned(leaf) else held[(0,) * (held.ndim - 1)][:8] if held.ndim else []
+        some = np.asarray(first, np.float64).tolist() if held.is_fully_addressable else []
+        return held.shape[:: -1 if turned(leaf) else 1], str(held.dtype), some
+
+    return [of(leaf) for leaf in jax.tree.leaves(params, is_leaf=turned)]

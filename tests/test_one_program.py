@@ -203,7 +203,7 @@ def test_a_round_copies_no_cache(real, tree):
 
 def test_who_multiplies_on_a_cpu(monkeypatch):
     """Without AVX-512, in the loop alone: Eigen, a few rows of float32; all else as XLA or `XLA_FLAGS` says."""
-    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: True)
+    monkeypatch.setattr(sessions, "has_avx512", lambda: False)
     seen: list[dict | None] = []
     compiled = sessions._compile
     monkeypatch.setattr(
@@ -223,9 +223,9 @@ def test_who_multiplies_on_a_cpu(monkeypatch):
     assert session._options() is None
     session.weights = weights
     assert session._options() == option
-    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: False)
+    monkeypatch.setattr(sessions, "has_avx512", lambda: True)
     assert session._options() is None
-    monkeypatch.setattr(sessions, "_narrow_vectors", lambda: True)
+    monkeypatch.setattr(sessions, "has_avx512", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
     assert session._options() is None
 

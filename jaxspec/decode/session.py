@@ -2,10 +2,7 @@
 
 import collections
 import dataclasses
-import functools
 import os
-import pathlib
-import platform
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.core.cpu import has_avx512
 from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
 from jaxspec.decode.loop import FOREVER, Decoder
@@ -31,15 +29,6 @@ EIGEN = 64
 
 YNN may still sum.
 """
-
-
-@functools.cache
-def _narrow_vectors() -> bool:
-    """Whether this is x86-64 without AVX-512, where Eigen is faster; with it YNN is, and others were not measured."""
-    try:
-        return platform.machine() == "x86_64" and "avx512f" not in pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
 
 
 @dataclasses.dataclass
@@ -140,7 +129,7 @@ class Session:
         rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
         floats = {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)}
         few = kind == "cpu" and rows <= EIGEN and not floats & {"bfloat16", "int8"}
-        eigen = few and _narrow_vectors()
+        eigen = few and has_avx512() is False
         return {_YNN: _SUMS} if eigen and _YNN not in os.environ.get("XLA_FLAGS", "") else None
 
     def _prefill(self) -> None:

@@ -7,6 +7,7 @@ one that was read; every promise holds of it. In floats it is the same model.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,10 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.config import is_table
 
-FEW = {"int8": 12, "bfloat16": 3, "float32": 3}
+FEW = {"int8": 12, "bfloat16": 3, "float32": 1}
 """On CPU up to so many rows read the weights once each, which XLA does at the speed of the memory."""
-LEAST = 8
-"""Fewer rows of float32, but for one, are padded to so many: two to seven take Eigen eight times as long as eight."""
+SOME = 128
+"""Up to so many rows of float32 are the second factor: of a product's factors XLA:CPU packs the second one anew."""
 LONGEST = 4032
 """XLA:CPU converts weights inside the product of a row shorter than 16 KB; of a longer one it would first write them
 anew in float32, so it is multiplied in parts of so many columns."""
@@ -92,7 +93,8 @@ def by_input(params: Any) -> Any:
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, ByOutput))
 
 
-def _on_cpu(x: Array, values: Array) -> Array:
+@jax.custom_batching.custom_vmap
+def _in_rows(x: Array, values: Array) -> Array:
     # Behind a barrier conversions cannot be done ahead of the loops around, in a float32 copy of all weights.
     def single(row: Array, start: int = 0) -> Array:
         matrix, row = lax.optimization_barrier((values, row))
@@ -117,14 +119,45 @@ def _on_cpu(x: Array, values: Array) -> Array:
         return in_loops(x[0])[None]
     if x.shape[0] <= FEW[str(values.dtype)]:
         return lax.map(single if x.shape[1] <= LONGEST else in_loops, x)
+    if values.dtype == jnp.float32 and len(x) <= SOME:
+        return _weights_first(x, values)
     if values.dtype != jnp.int8:
-        least = LEAST if values.dtype == jnp.float32 else 1
-        return _dot(jnp.pad(x, ((0, max(least - len(x), 0)), (0, 0))), values)[: len(x)]
+        return _dot(x, values)
     outputs, inputs = values.shape
     counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
     count = next(counts, 1)  # a vocabulary that nothing divides is one tile
     parts = lax.map(tile, values.reshape(count, outputs // count, inputs))
     return parts.swapaxes(0, 1).reshape(len(x), outputs)
+
+
+@_in_rows.def_vmap
+def _in_more_rows(size: int, mapped: Sequence[bool], x: Array, values: Array) -> tuple[Array, bool]:
+    # How many rows there are decides how they are multiplied: those of a vmap are rows like others.
+    if mapped[1]:  # several models at once
+        return jax.vmap(_dot, (0 if mapped[0] else None, 0))(x, values.astype(x.dtype)), True
+    return _in_rows(x.reshape(-1, x.shape[-1]), values).reshape(size, x.shape[1], -1), True
+
+
+@jax.custom_jvp
+def _on_cpu(x: Array, values: Array) -> Array:
+    return _in_rows(x, values)
+
+
+@_on_cpu.defjvp
+def _derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    # The loops have no derivative by themselves.
+    (x, values), (dx, dvalues) = primals, tangents
+    if values.dtype == jnp.int8:
+        return _on_cpu(x, values), _dot(dx, values.astype(dx.dtype))
+    return _on_cpu(x, values), _dot(dx, values) + _dot(x, dvalues)
+
+
+def _weights_first(x: Array, values: Array) -> Array:
+    rows = len(x)
+    full = 1 << (rows - 1).bit_length() if rows < 16 else -(-rows // 16) * 16  # what the libraries have kernels for
+    out = _dot(values, jnp.pad(x, ((0, full - rows), (0, 0))))
+    # Without the barrier XLA turns the product round again, so that nothing is left to transpose.
+    return lax.optimization_barrier(out).T[:rows]
 
 
 def _elsewhere(x: Array, values: Array) -> Array:

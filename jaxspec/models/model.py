@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.core.cpu import has_avx512
 from jaxspec.core.mesh import MODEL, check
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
@@ -90,8 +91,8 @@ def load(
         revision: of a Hub repository.
         mesh: devices to lay it on, see `jaxspec.make_mesh`; each parameter goes there as it is read, to a device the
             part that it needs. None for the default device.
-        by_output: whether float matrices stand an output a row; None for what is fastest: so in bfloat16 on a CPU,
-            else not. In float32 on a CPU it makes rounds of up to three tokens faster and others slower.
+        by_output: whether float matrices stand an output a row; None for what is fastest: so on a CPU, in float32 with
+            AVX-512 alone (others were not measured); else not.
         report: called with a line of text now and then while something is fetched.
         progress: called with (parameters read, parameters in all, name).
 
@@ -110,7 +111,7 @@ def load(
 
     if by_output is None:
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        by_output = dtype == "bfloat16" and platform == "cpu"
+        by_output = platform == "cpu" and (dtype == "bfloat16" or has_avx512() is True)
 
     def put(part: str, array: Any) -> Any:
         if by_output and isinstance(array, np.ndarray) and array.ndim > 1 and not is_table(part):
