@@ -79,12 +79,17 @@ def write(
         "| top-1 | " + " | ".join(f"{share:.3f}" for share in measured["top1"]) + " |",
         "| top-5 | " + " | ".join(f"{share:.3f}" for share in measured["top5"]) + " |",
         "",
-        f"On {measured['positions']} positions. Trees, on {measured['device']} with JAX {measured['jax']}, greedily:",
-        "",
-        "| nodes | expected tokens per round | decoded | ms per round | times plain |",
-        "|---|---|---|---|---|",
+        f"On {measured['positions']} positions.",
     ]
     trees = measured["trees"]
+    if trees:
+        lines += [
+            "",
+            f"Trees, on {measured['device']} with JAX {measured['jax']}, greedily:",
+            "",
+            "| nodes | expected tokens per round | decoded | ms per round | times plain |",
+            "|---|---|---|---|---|",
+        ]
     plain = next((t for t in trees if t["nodes"] == 1), None)
     for tree in trees:
         ratio = ""
