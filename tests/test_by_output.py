@@ -106,6 +106,15 @@ def test_a_product_of_floats_is_that_of_the_matrix(dtype):
             np.testing.assert_array_equal(got, jax.jit(matmul)(x[:, :few], ByOutput(held.T))[:, :rows])
 
 
+def test_some_rows_of_float32_are_the_second_factor():
+    """Padded to what the libraries have kernels for; XLA:CPU would lay the weights anew, were they the second."""
+    for rows, full in ((3, 4), (9, 16), (33, 48)):
+        text = jax.jit(matmul).lower(jnp.ones((1, rows, 96)), ByOutput(jnp.ones((320, 96)))).compile().as_text()
+        products = [line for line in text.splitlines() if " dot(" in line]
+        assert products
+        assert all(f"f32[320,{full}]" in line for line in products)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_the_rows_of_a_vmap_are_rows_like_others(kind):
     """The bits are those of one call with all of them; matrices may be mapped, too."""
