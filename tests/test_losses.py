@@ -60,7 +60,13 @@ def reference(kind: str, config: HeadsConfig, named: dict, reduced: bool, weight
             if config.inputs == "path":
                 words = [embed[tokens[b, t + 1 + j]] for j in range(head + 1)]
                 read = np.concatenate([x, *(w / np.sqrt(np.mean(w * w)) for w in words)])
-            for layer in range(config.num_layers):
+            for j in range(head + 1 if config.inputs == "recurrent" else 0):
+                word = embed[tokens[b, t + 1 + j]]
+                read = np.concatenate([x, word / np.sqrt(np.mean(word * word))])
+                for layer in range(config.num_layers):
+                    inner = (read if layer == 0 else x) @ named[f"network.{layer}.up"] + named[f"network.{layer}.bias"]
+                    x = x + inner / (1 + np.exp(-inner)) @ named[f"network.{layer}.down"]
+            for layer in range(config.num_layers if config.inputs != "recurrent" else 0):
                 inner = (read if layer == 0 else x) @ named[f"blocks.{head}.{layer}.kernel"]
                 inner = inner + named[f"blocks.{head}.{layer}.bias"]
                 x = x + inner / (1 + np.exp(-inner))
@@ -100,7 +106,7 @@ def objective(settings: Settings, config: HeadsConfig, reduced: bool):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize(("inputs", "reduced"), [("hidden", False), ("path", True)])
+@pytest.mark.parametrize(("inputs", "reduced"), [("hidden", False), ("path", True), ("recurrent", True)])
 def test_loss_and_gradient_equal_the_reference(kind, inputs, reduced):
     """To 1e-5, at a random direction of every parameter; "lk-lambda" has its mixture held fast, as its paper has."""
     config, named = heads(inputs, reduced)

@@ -34,6 +34,8 @@ CONFIGS = {
     "hidden, single": HeadsConfig(64, 61, 3, projection="single"),
     "path": HeadsConfig(64, 61, 3, 2, inputs="path"),
     "path, reduced": HeadsConfig(64, 61, 3, inputs="path", bias=False, draft_vocab_size=20),
+    "recurrent": HeadsConfig(64, 61, 3, 2, inputs="recurrent"),
+    "recurrent, reduced": HeadsConfig(64, 61, 3, inputs="recurrent", bias=False, draft_vocab_size=20),
 }
 
 
@@ -42,9 +44,9 @@ def heads(name: str) -> DraftHeads:
     """With noise on every block."""
     config = CONFIGS[name]
     params = init_params(config, TARGET.unembedding(PARAMS), IDS if config.draft_vocab_size else None)
-    rng = np.random.default_rng(1)
+    rng, much = np.random.default_rng(1), 0.05 if config.inputs == "recurrent" else 0.3
     noisy = {
-        key: leaf if key == "tokens" else leaf + 0.3 * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        key: leaf if key == "tokens" else leaf + much * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
         for key, leaf in flatten(params).items()
     }
     return DraftHeads(config, unflatten(noisy))
@@ -55,11 +57,15 @@ def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
     config, params = CONFIGS[name], {k: np.asarray(v, np.float64) for k, v in flatten(heads(name).params).items()}
     table, embed = (np.asarray(a, np.float64) for a in (TARGET.unembedding(PARAMS), PARAMS["embed"]))
     head, x = len(path) - 1, feature.astype(np.float64)
-    read = x
+    read, words = x, [embed[token] / np.sqrt(np.mean(embed[token] ** 2)) for token in path]
     if config.inputs == "path":
-        words = [embed[token] / np.sqrt(np.mean(embed[token] ** 2)) for token in path]
         read = np.concatenate([x, *words])
-    for layer in range(config.num_layers):
+    for word in words if config.inputs == "recurrent" else ():
+        read = np.concatenate([x, word])
+        for layer in range(config.num_layers):
+            inner = (read if layer == 0 else x) @ params[f"network.{layer}.up"] + params.get(f"network.{layer}.bias", 0)
+            x = x + inner / (1 + np.exp(-inner)) @ params[f"network.{layer}.down"]
+    for layer in range(config.num_layers if config.inputs != "recurrent" else 0):
         inner = (read if layer == 0 else x) @ params[f"blocks.{head}.{layer}.kernel"]
         inner = inner + params.get(f"blocks.{head}.{layer}.bias", 0)
         x = x + inner / (1 + np.exp(-inner))
@@ -131,7 +137,7 @@ def test_proposals_are_those_computed_by_hand(name, kind):
             assert [int(proposal.tokens[row, child]) for child in below] == wanted.tolist()
 
 
-@pytest.mark.parametrize("name", ["hidden, own, reduced", "path", "path, reduced"])
+@pytest.mark.parametrize("name", ["hidden, own, reduced", "path", "path, reduced", "recurrent"])
 @pytest.mark.parametrize("kind", [Noise.SHARED, Noise.NONE])
 def test_dynamic_trees_are_eagle2s(name, kind):
     tree = dynamic(3, 3, 9)
@@ -215,7 +221,8 @@ def test_what_does_not_fit_is_refused():
     function = jaxspec.Model(jaxspec.FunctionLM(lambda p, t, n: jnp.zeros((t.shape[0], 61)), 61), ())
     with pytest.raises(InvalidConfig, match="which FunctionLM does not give"):
         jaxspec.generate(function, [[1]], drafter="medusa", heads=heads("path"))
-    for wrong in ({"num_heads": 0}, {"inputs": "all"}, {"draft_vocab_size": 99}, {"inputs": "path", "num_layers": 0}):
+    for wrong in ({"num_heads": 0}, {"inputs": "all"}, {"draft_vocab_size": 99}, {"inputs": "path", "num_layers": 0},
+                  {"inputs": "recurrent", "num_layers": 0}):  # fmt: skip
         with pytest.raises(InvalidConfig):
             dataclasses.replace(made.config, **wrong)
 

@@ -2,7 +2,8 @@
 
 All heads read the target's last known feature, which is that of the token before the root. Without a path the heads
 know nothing of one another: one pass gives every level's law, and every node of a level has the same children (the
-Cartesian tree, or what was pruned from it). Heads that read the path (Hydra, arXiv:2402.05109) go level by level.
+Cartesian tree, or what was pruned from it). Heads that read tokens of the path (Hydra, arXiv:2402.05109; ReDrafter,
+arXiv:2403.09919) go level by level.
 """
 
 import dataclasses
@@ -90,7 +91,7 @@ class Medusa:
         return MedusaState(jnp.where((advance.count > 0)[:, None], feature, state.feature))
 
     def propose(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> tuple[Proposal, MedusaState]:
-        apart = self._apart(params, state, context, draw) if self.config.inputs == "hidden" else None
+        apart = self._apart(params, state, context, draw) if not self.config.reads_words else None
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
         if isinstance(self.tree, Dynamic):
             return self._dynamic(self.tree, params, state, context, draw, root, apart), state
@@ -175,10 +176,10 @@ class Medusa:
         """The logits after paths of J tokens, the root's the first."""
         batch, count, size = paths.shape
         table = self.target.embedding(context.params)  # pyright: ignore
-        words = jnp.maximum(paths.reshape(batch, count * size), 0)
-        path = normed(look_up(table, words)).reshape(batch, count, size, -1)
+        words = look_up(table, jnp.maximum(paths.reshape(batch, count * size), 0)).reshape(batch, count, size, -1)
         hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
-        features = module(self.config, params["heads"]).features(size - 1, hidden, path)
+        steps = [normed(words[:, :, step]) for step in range(size)]
+        features = module(self.config, params["heads"]).features(size - 1, hidden, steps)
         return (
             self._own(params, size - 1, features)
             if self.config.num_projections

@@ -4,7 +4,9 @@ import dataclasses
 
 from jaxspec.errors import InvalidConfig
 
-INPUTS, PROJECTIONS = ("hidden", "path"), ("shared", "own", "single")
+INPUTS, PROJECTIONS = ("hidden", "path", "recurrent"), ("shared", "own", "single")
+INNER = 4
+"""Width of a recurrent block's inside, in widths of the features: as of a transformer's own blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +17,10 @@ class HeadsConfig:
         hidden_size: E, of the target's features.
         vocab_size: V, of the target.
         num_heads: how many tokens are guessed.
-        num_layers: residual blocks of each head; 0: the projection alone.
-        inputs: "hidden", the target's feature alone (Medusa), or "path", also the embeddings of the tokens between
-            it and the guess (Hydra).
+        num_layers: residual blocks of each head, or of the one network of recurrent heads; 0: the projection alone.
+        inputs: "hidden", the target's feature alone (Medusa); "path", also the embeddings of the tokens between it and
+            the guess (Hydra); or "recurrent", what the head before made of them and the last such token (ReDrafter):
+            then all heads are one network, run once more for each.
         projection: onto the vocabulary: "shared", the target's; "own", one for each head; or "single", one for all
             heads that is not the target's.
         bias: the blocks' linear maps have one.
@@ -45,7 +48,7 @@ class HeadsConfig:
         for name, known in (("inputs", INPUTS), ("projection", PROJECTIONS)):
             if getattr(self, name) not in known:
                 raise InvalidConfig(f"{name} of heads is {' or '.join(known)}, got {getattr(self, name)!r}")
-        if self.inputs == "path" and not self.num_layers:
+        if self.reads_words and not self.num_layers:
             raise InvalidConfig("heads that read the path need a block to read it with; set num_layers to 1 or more")
         rows = self.draft_vocab_size
         if rows is not None and (
@@ -63,15 +66,28 @@ class HeadsConfig:
         """Projections among the parameters."""
         return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
 
+    @property
+    def reads_words(self) -> bool:
+        """Heads depend on the tokens between the feature and the guess, and so on one another."""
+        return self.inputs != "hidden"
+
     def block_inputs(self, head: int, layer: int) -> int:
-        """Width of what a block reads: the first one of a head that reads the path also takes head + 1 embeddings."""
-        return self.hidden_size * (2 + head if self.inputs == "path" and layer == 0 else 1)
+        """Width of what a block reads: the first one also takes the embeddings, of head + 1 tokens or of the last."""
+        words = {"hidden": 0, "path": 1 + head, "recurrent": 1}[self.inputs]
+        return self.hidden_size * (1 + words if layer == 0 else 1)
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, under its path's name."""
         shapes: dict[str, tuple[int, ...]] = {}
+        recurrent = self.inputs == "recurrent"
+        for layer in range(self.num_layers if recurrent else 0):
+            inner = INNER * self.hidden_size
+            shapes[f"network.{layer}.up"] = (self.block_inputs(0, layer), inner)
+            if self.bias:
+                shapes[f"network.{layer}.bias"] = (inner,)
+            shapes[f"network.{layer}.down"] = (inner, self.hidden_size)
         for head in range(self.num_heads):
-            for layer in range(self.num_layers):
+            for layer in range(0 if recurrent else self.num_layers):
                 shapes[f"blocks.{head}.{layer}.kernel"] = (self.block_inputs(head, layer), self.hidden_size)
                 if self.bias:
                     shapes[f"blocks.{head}.{layer}.bias"] = (self.hidden_size,)

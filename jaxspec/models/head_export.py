@@ -66,7 +66,7 @@ def export_heads(
 
 def _check(config: HeadsConfig, layout: str) -> None:
     """Refuses what the layout cannot say."""
-    if config.inputs != "hidden":
+    if config.reads_words:
         raise InvalidConfig(
             f"the layout {layout} has no place for heads that read the path; only save_heads keeps them"
         )

@@ -2,11 +2,14 @@
 
 Head i predicts token t + 2 + i from the target's feature at token t, whose own head predicts t + 1 (Cai et al. 2024,
 arXiv:2401.10774, section 2.1). With `inputs="path"` a head also reads the embeddings of the tokens t + 1 to t + 1 + i,
-as Hydra does (Ankner et al. 2024, arXiv:2402.05109): its guess then depends on the path to the node it stands at.
+as Hydra does (Ankner et al. 2024, arXiv:2402.05109): its guess then depends on the path to the node it stands at. With
+`inputs="recurrent"` all heads are one network that reads what it made of the path so far and the path's last token, as
+ReDrafter's (Cheng et al. 2024, arXiv:2403.09919, section 3): so every head learns from the guesses of all.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from jaxspec.core.protocols import no_feature
 from jaxspec.core.records import Params
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.models.head_config import INNER
 from jaxspec.models.head_config import HeadsConfig as HeadsConfig
 from jaxspec.models.transformer import matmul
 
@@ -58,19 +62,37 @@ class ResBlock(nnx.Module):
         return residual + jax.nn.silu(out if self.bias is None else out + self.bias[...])
 
 
+class InnerBlock(nnx.Module):
+    """`residual + SiLU(x U + b) D`, at first the identity, for D is zero; U is random, the same every time."""
+
+    def __init__(self, inputs: int, width: int, bias: bool, seed: int):
+        inner = INNER * width
+        self.up = nnx.Param(jax.random.normal(jax.random.key(seed), (inputs, inner)) / inputs**0.5)
+        self.bias = nnx.Param(jnp.zeros((inner,), jnp.float32)) if bias else None
+        self.down = nnx.Param(jnp.zeros((inner, width), jnp.float32))
+
+    def __call__(self, x: Float[Array, "B T I"], residual: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        out = matmul(x, self.up[...])
+        return residual + matmul(jax.nn.silu(out if self.bias is None else out + self.bias[...]), self.down[...])
+
+
 class Frozen(nnx.Variable):
     """What no training touches."""
 
 
 class Heads(nnx.Module):
-    """All heads. A head's blocks are its own, and so is its projection unless the target's is shared."""
+    """All heads. A head's blocks are its own, unless all are one network, and so is its projection unless shared."""
 
     def __init__(self, config: HeadsConfig):
         c = config
         self.config = config
+        recurrent = c.inputs == "recurrent"
+        self.network = nnx.List(
+            InnerBlock(c.block_inputs(0, j), c.hidden_size, c.bias, seed=j) for j in range(c.num_layers * recurrent)
+        )
         self.blocks = nnx.List(
             nnx.List(ResBlock(c.block_inputs(i, j), c.hidden_size, c.bias) for j in range(c.num_layers))
-            for i in range(c.num_heads)
+            for i in range(c.num_heads * (not recurrent))
         )
         own = range(c.num_projections)
         self.projections = nnx.List(nnx.Param(jnp.zeros((c.rows, c.hidden_size), jnp.float32)) for _ in own)
@@ -78,16 +100,32 @@ class Heads(nnx.Module):
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
     def features(
-        self, head: int, hidden: Float[Array, "B T E"], path: Float[Array, "B T J E"] | None = None
+        self, head: int, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]] = ()
     ) -> Float[Array, "B T E"]:
-        """What a head's projection reads. `path`: normed embeddings of the J = head + 1 tokens after it."""
-        x, read = hidden, hidden
-        if self.config.inputs == "path":
-            assert path is not None
-            read = jnp.concatenate([hidden[..., None, :], path], axis=-2).reshape(*hidden.shape[:-1], -1)
+        """What a head's projection reads. `words`: normed embeddings of the head + 1 tokens after the feature's."""
+        if self.config.inputs == "recurrent":
+            return functools.reduce(self.after, words, hidden)
+        x, read = hidden, jnp.concatenate([hidden, *words], axis=-1)
         for layer, block in enumerate(self.blocks[head]):
             x = block(read if layer == 0 else x, x)
         return x
+
+    def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """The features of recurrent heads after one more word; before the first the state is the target's feature."""
+        x, read = state, jnp.concatenate([state, word], axis=-1)
+        for layer, block in enumerate(self.network):
+            x = block(read if layer == 0 else x, x)
+        return x
+
+    def every(
+        self, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]]
+    ) -> Iterator[Float[Array, "B T E"]]:
+        """The features of head after head. `words`: as many as the last head reads; none where none are read."""
+        state = hidden
+        for head in range(self.config.num_heads):
+            if self.config.inputs == "recurrent":
+                state = self.after(state, words[head])
+            yield state if self.config.inputs == "recurrent" else self.features(head, hidden, words[: head + 1])
 
     def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
         """By an own projection, or the single one."""
@@ -155,7 +193,7 @@ def check_target(config: HeadsConfig, target: Any) -> None:
         InvalidConfig: it does not give what the heads read.
     """
     lm = target.lm
-    reads_tables = config.inputs == "path" or config.draft_vocab_size is not None
+    reads_tables = config.reads_words or config.draft_vocab_size is not None
     if reads_tables and not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
         raise InvalidConfig(
             f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use "

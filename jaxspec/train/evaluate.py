@@ -78,8 +78,7 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         found = []
-        for head in range(heads.config.num_heads):
-            logits = losses.guesses(heads.config, params, frozen, part, head)
+        for head, logits in enumerate(losses.guesses(heads.config, params, frozen, part)):
             token = losses.ahead(part.tokens, 2 + head)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)

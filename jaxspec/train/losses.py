@@ -6,6 +6,7 @@ variation mixed by acceptance ("lk-lambda", arXiv:2602.23881). Where heads draft
 KL takes the target's law renormalised on them, acceptance takes it as it is.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ class Frozen(NamedTuple):
 
     rows: Float[Array, "R E"]  # of its projection, those that are drafted from
     everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and acceptance is wanted
-    embed: Float[Array, "V E"] | None  # for heads that read the path
+    embed: Float[Array, "V E"] | None  # for heads that read tokens
     index: Int[Array, "V"] | None  # each token's row, -1: it is not drafted; None where rows are tokens
 
 
@@ -50,7 +51,7 @@ def freeze(
     return Frozen(
         rows=(table if ids is None else table[ids]).astype(dtype),
         everything=table.astype(dtype) if laws and ids is not None else None,
-        embed=lm.embedding(params) if config.inputs == "path" else None,
+        embed=lm.embedding(params) if config.reads_words else None,
         index=index,
     )
 
@@ -109,15 +110,17 @@ def ahead(values: Array, steps: int) -> Array:
     return jnp.pad(values[:, steps:], ((0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)))
 
 
-def guesses(config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch, head: int) -> Float[Array, "B T R"]:
-    """A head's logits after every token t of every row, for token t + 2 + head: with the real tokens on its path."""
-    heads, path = module(config, params), None
-    if config.inputs == "path":
+def guesses(config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
+    """Each head's logits after every token t of every row, for token t + 2 + head: with the real tokens on its path."""
+    heads, words = module(config, params), []
+    if config.reads_words:
         assert frozen.embed is not None
-        words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(head + 1)]
-        path = jnp.stack(words, axis=-2)
-    features = heads.features(head, batch.features.astype(jnp.float32), path)
-    return heads.logits(head, features) if config.num_projections else matmul(features, frozen.rows, transposed=True)
+        words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(config.num_heads)]
+    for head, features in enumerate(heads.every(batch.features.astype(jnp.float32), words)):
+        if config.num_projections:
+            yield heads.logits(head, features)
+        else:
+            yield matmul(features, frozen.rows, transposed=True)
 
 
 def wanted(batch: Batch, head: int) -> Bool[Array, "B T"]:
@@ -152,11 +155,10 @@ def sums(settings: Settings, config: HeadsConfig, params: Params, frozen: Frozen
     law = None if settings.loss == "ce" else lax.stop_gradient(target_law(frozen, batch.features))
     found: list[tuple] = []
     reached: Any = True
-    for head in range(config.num_heads):
+    for head, logits in enumerate(guesses(config, params, frozen, batch)):
         there = wanted(batch, head)
         token = ahead(batch.tokens, 2 + head)
         row = token if frozen.index is None else frozen.index[token]
-        logits = guesses(config, params, frozen, batch, head)
         label = jnp.maximum(row, 0)
         ahead_law = None if law is None else ahead(law, 1 + head)
         loss = of_law(settings.loss, logits, label, ahead_law)

@@ -26,9 +26,9 @@ class Settings:
     """
 
     heads: int = _setting(4, "heads, one per drafted token")
-    layers: int = _setting(1, "residual blocks per head")
+    layers: int = _setting(1, "residual blocks per head, or of the network that recurrent heads are")
     inputs: str = _setting(
-        "path", "what a head reads: the target's feature, or also the tokens after it (Hydra)", INPUTS
+        "path", "what heads read: the feature, also the tokens after it (Hydra), or both by one network", INPUTS
     )
     projection: str = _setting("shared", "onto the vocabulary: the target's, or one per head", PROJECTIONS)
     draft_vocab: int = _setting(0, "draft only the N tokens most frequent in the answers; 0: all")
