@@ -23,9 +23,10 @@ from jaxspec.models.presets import SHIPPED
 from jaxspec.train.card import CARD, FIGURES
 
 TARGET = "smollm2-135m-instruct"
+PROMPTS = "--limit 1200 --own 2500"
 SETTINGS = (
-    "--heads 4 --inputs path --draft-vocab 6144 --answer-tokens 128 --answer-batch 64 --batch 4 --steps 1000 "
-    "--learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4"
+    "--heads 4 --inputs recurrent --draft-vocab 6144 --answer-tokens 128 --answer-batch 64 --loss kl --batch 4 "
+    "--steps 800 --learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4"
 )
 
 
@@ -46,7 +47,7 @@ def pack(run: pathlib.Path, out: pathlib.Path) -> None:
         card.write(
             "Matrices are stored in bfloat16. Made by `python scripts/ship_heads.py FOLDER`, which runs\n\n```\n"
         )
-        card.write("python scripts/training_prompts.py FOLDER/prompts.jsonl\n")
+        card.write(f"python scripts/training_prompts.py FOLDER/prompts.jsonl {PROMPTS}\n")
         card.write(f"jaxspec train medusa --target {TARGET} --prompts FOLDER/prompts.jsonl --out FOLDER/run \\\n")
         card.write(f"    {SETTINGS}\n```\n\n")
         card.write(
@@ -64,7 +65,7 @@ def main() -> int:
     prompts, folder = given.folder / "prompts.jsonl", given.folder / "run"
     here = pathlib.Path(__file__).parent
     if not prompts.exists():
-        run(str(here / "training_prompts.py"), str(prompts))
+        run(str(here / "training_prompts.py"), str(prompts), *shlex.split(PROMPTS))
     words = ["--target", TARGET, "--prompts", str(prompts), "--out", str(folder), *shlex.split(SETTINGS)]
     run("-m", "jaxspec", "train", "medusa", *words)
     pack(folder, given.out)
