@@ -304,6 +304,22 @@ def test_projections_are_copied_where_a_layout_holds_them(tmp_path):
     assert load_heads(export_heads(single, tmp_path / "each")).config.projection == "own"
 
 
+def test_recurrent_heads_go_through_files_to_the_bit(tmp_path):
+    """They have a layout of ours alone; untrained, they project the target's own feature, whatever they read."""
+    config = HeadsConfig(64, 61, 3, 2, inputs="recurrent", draft_vocab_size=20)
+    heads = DraftHeads(config, init_params(config, tokens=np.arange(20)))
+    found = load_heads(jaxspec.save_heads(heads, tmp_path))
+    assert found.config == config
+    for name, leaf in flatten(heads.params).items():
+        np.testing.assert_array_equal(flatten(found.params)[name], leaf)
+    rng = np.random.default_rng(0)
+    hidden, *words = (jnp.asarray(rng.normal(size=(2, 5, 64)), jnp.float32) for _ in range(4))
+    every = list(module(config, found.params).every(hidden, words))
+    assert len(every) == 3
+    for features in every:
+        np.testing.assert_array_equal(features, hidden)
+
+
 def test_what_a_layout_cannot_say(tmp_path):
     def refused(said, layout="v0.1", error=InvalidConfig, **changes):
         config = HeadsConfig(64, 61, 2, **changes)
@@ -314,6 +330,7 @@ def test_what_a_layout_cannot_say(tmp_path):
 
     for layout in ("v0.1", "legacy", "vllm"):
         refused("read the path", layout, inputs="path")
+        refused("read the path", layout, inputs="recurrent")
     refused("reduced vocabulary; vllm has", draft_vocab_size=20)
     refused("a bias in every block", bias=False)
     refused("shares the target's projection", "legacy", projection="own")

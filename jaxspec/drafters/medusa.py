@@ -99,11 +99,17 @@ class Medusa:
         children = np.where(tree.children >= 0, tree.children, spare)
         tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
         law = jnp.full((*tokens.shape, self.target.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
+        first = self._nothing_read(state)
+        read = jnp.zeros((root.shape[0], spare, first.shape[-1]), first.dtype)  # of its path, by every node
 
-        def level(depth: int, nodes: np.ndarray, tokens: Array, law: Array | None) -> tuple[Array, Array | None]:
+        def level(
+            depth: int, nodes: np.ndarray, tokens: Array, law: Array | None, read: Array
+        ) -> tuple[Array, Array | None, Array]:
             width = int((tree.children[nodes] >= 0).sum(-1).max())
             if apart is None:
-                logits = self._after(params, state, context, tokens[:, tree.paths[nodes, : depth + 1]])
+                before = first if depth == 0 else read[:, tree.parents[nodes]]
+                logits, after = self._after(params, state, context, depth, before, tokens[:, nodes])
+                read = read.at[:, nodes].set(after)
             else:
                 logits = apart[:, depth : depth + 1]
                 if law is not None:  # each node draws its own
@@ -111,12 +117,12 @@ class Medusa:
             which = jnp.asarray(nodes[: logits.shape[1]])
             below, own = draw(logits, which, depth, width, params["heads"].get("tokens"))
             tokens = tokens.at[:, children[nodes, :width]].set(below)
-            return tokens, None if law is None or own is None else law.at[:, nodes].set(own)
+            return tokens, None if law is None or own is None else law.at[:, nodes].set(own), read
 
         for depth, nodes in enumerate(self.tree.parents_by_level):
             # For no one nothing is computed or drawn.
             filled = functools.partial(level, depth, nodes)
-            tokens, law = lax.cond(draw.below(depth).any(), filled, lambda *drawn: drawn, tokens, law)
+            tokens, law, read = lax.cond(draw.below(depth).any(), filled, lambda *drawn: drawn, tokens, law, read)
         return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
 
     def _dynamic(
@@ -132,26 +138,28 @@ class Medusa:
         """The best of the nodes that are found level by level."""
         width, ids = topology.beam, params["heads"].get("tokens")
 
-        def level(depth: int, found: Found, at: Beam, paths: Array) -> tuple[Found, Beam, Array]:
+        first = self._nothing_read(state)
+
+        def level(depth: int, found: Found, at: Beam, read: Array) -> tuple[Found, Beam, Array]:
             nodes = at.nodes[:, : 1 if depth == 0 else width]
             if apart is None:
-                logits = self._after(params, state, context, paths[:, : nodes.shape[1], : depth + 1])
+                before, words = (first, root) if depth == 0 else (read, tokens_of(found, at))
+                logits, read = self._after(params, state, context, depth, before, words)
             else:
                 logits = apart[:, depth : depth + 1]
             below = draw.ranked(logits, depth, width, ids)
             tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in below)
             found, at = expand(topology, found, nodes, tokens, worth, depth)
-            paths = jnp.take_along_axis(paths, at.parents[:, :, None], 1)
-            return found, at, paths.at[:, :, depth + 1].set(tokens_of(found, at))
+            return found, at, read if apart is not None else jnp.take_along_axis(read, at.parents[:, :, None], 1)
 
         found, at = root_alone(topology, root[:, 0])
-        paths = jnp.zeros((root.shape[0], width, topology.depth + 1), jnp.int32).at[:, :, 0].set(root)
+        read = jnp.zeros((root.shape[0], width, first.shape[-1]), first.dtype)  # of its path, by every slot's parent
         for depth in range(topology.depth):
-            found, at, paths = lax.cond(
+            found, at, read = lax.cond(
                 draw.below(depth).any(),
                 functools.partial(level, depth),
-                lambda found, at, paths: (found, padded(found, topology), paths),
-                *(found, at, paths),
+                lambda found, at, read: (found, padded(found, topology), read),
+                *(found, at, read),
             )
         return harvest(topology, found)[0]
 
@@ -170,21 +178,31 @@ class Medusa:
         shape = (draw.roots.shape[0], self.shape.depth, self._width)
         return lax.cond(draw.below(0).any(), read, lambda: jnp.zeros(shape, jnp.float32))
 
+    def _nothing_read(self, state: MedusaState) -> Array:
+        """Of a path before its root `[B, 1, *]`: no token, or the feature that recurrent heads go on from."""
+        if self.config.inputs == "recurrent":
+            return state.feature[:, None]
+        return jnp.zeros((state.feature.shape[0], 1, self.shape.depth), jnp.int32)
+
     def _after(
-        self, params: Params, state: MedusaState, context: Context, paths: Int[Array, "B n J"]
-    ) -> Float[Array, "B n R"]:
-        """The logits after paths of J tokens, the root's the first."""
-        batch, count, size = paths.shape
+        self, params: Params, state: MedusaState, context: Context, depth: int, read: Array, tokens: Int[Array, "B n"]
+    ) -> tuple[Float[Array, "B n R"], Array]:
+        """The logits after nodes of a depth, of whose paths all before them was read; and what then is."""
+        heads = module(self.config, params["heads"])
         table = self.target.embedding(context.params)  # pyright: ignore
-        words = look_up(table, jnp.maximum(paths.reshape(batch, count * size), 0)).reshape(batch, count, size, -1)
-        hidden = jnp.broadcast_to(state.feature[:, None], (batch, count, state.feature.shape[-1]))
-        steps = [normed(words[:, :, step]) for step in range(size)]
-        features = module(self.config, params["heads"]).features(size - 1, hidden, steps)
-        return (
-            self._own(params, size - 1, features)
-            if self.config.num_projections
-            else self._shared(params, context, features)
-        )
+
+        def words(tokens: Int[Array, "B n"]) -> Float[Array, "B n E"]:
+            return normed(look_up(table, jnp.maximum(tokens, 0)))
+
+        if self.config.inputs == "recurrent":
+            read = features = heads.after(read, words(tokens))
+        else:
+            read = read.at[:, :, depth].set(tokens)
+            hidden = jnp.broadcast_to(state.feature[:, None], (*tokens.shape, state.feature.shape[-1]))
+            features = heads.features(depth, hidden, [words(read[:, :, j]) for j in range(depth + 1)])
+        if self.config.num_projections:
+            return self._own(params, depth, features), read
+        return self._shared(params, context, features), read
 
     def _own(self, params: Params, head: int, features: Array) -> Array:
         return module(self.config, params["heads"]).logits(head, features)[..., : self._width]

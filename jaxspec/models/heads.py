@@ -102,16 +102,17 @@ class Heads(nnx.Module):
     def features(
         self, head: int, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]] = ()
     ) -> Float[Array, "B T E"]:
-        """What a head's projection reads. `words`: normed embeddings of the head + 1 tokens after the feature's."""
-        if self.config.inputs == "recurrent":
-            return functools.reduce(self.after, words, hidden)
+        """What a head's projection reads, unless all are one network (`after`).
+
+        `words`: normed embeddings of the head + 1 tokens after the feature's, for heads that read them.
+        """
         x, read = hidden, jnp.concatenate([hidden, *words], axis=-1)
         for layer, block in enumerate(self.blocks[head]):
             x = block(read if layer == 0 else x, x)
         return x
 
     def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """The features of recurrent heads after one more word; before the first the state is the target's feature."""
+        """What is projected after one more word by recurrent heads, which go on from it; at first from `hidden`."""
         x, read = state, jnp.concatenate([state, word], axis=-1)
         for layer, block in enumerate(self.network):
             x = block(read if layer == 0 else x, x)
