@@ -63,10 +63,12 @@ def write(
     }
     learnt = int(trained.data.rows.mask.sum())
     sizes = heads.config
+    blocks = f"{sizes.num_layers} block{'s' * (sizes.num_layers > 1)}"
+    own = f" in one network of {blocks}" if sizes.inputs == "recurrent" else f" of {blocks} each"
     lines = [
         f"# Medusa heads for {trained.target.name}",
         "",
-        f"{sizes.num_heads} heads of {sizes.num_layers} block{'s' * (sizes.num_layers > 1)} each, inputs: "
+        f"{sizes.num_heads} heads{own}, inputs: "
         f"{sizes.inputs}, projection: {sizes.projection}, {sizes.rows} of {sizes.vocab_size} tokens drafted, "
         f"{heads.bytes / 1e6:.1f} MB. They draft, the target decides: by a lossless rule the text is its own.",
         "",
