@@ -72,6 +72,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "# Medusa heads for target" in out
+    assert "target in float32, greedily" in out
     assert "step 60 of 60" in err
     folder = tmp_path / "run" / "heads"
     heads = jaxspec.load_heads(folder)

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("heads.json", "heads.safetensors"):
         (folder / name).unlink(missing_ok=True)
     save_heads(heads, folder)
-    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees))
+    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees, args.dtype))
     if settings.medusa2 and not (args.out / "target").exists():
         import jaxspec
 

@@ -20,8 +20,8 @@ from jaxspec.train.settings import Settings
 CARD, FIGURES = "README.md", "evaluation.json"
 
 
-def figures(found: Ranks, trees: Sequence[Candidate]) -> dict[str, Any]:
-    """What was measured on the held-out texts."""
+def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
+    """What was measured on the held-out texts, with the target loaded in `dtype`."""
     return {
         "positions": found.positions,
         "top1": found.top1,
@@ -39,6 +39,7 @@ def figures(found: Ranks, trees: Sequence[Candidate]) -> dict[str, Any]:
         ],
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "dtype": dtype,
     }
 
 
@@ -87,7 +88,7 @@ def write(
     if trees:
         lines += [
             "",
-            f"Trees, on {measured['device']} with JAX {measured['jax']}, greedily:",
+            f"Trees, on {measured['device']} with JAX {measured['jax']}, target in {measured['dtype']}, greedily:",
             "",
             "| nodes | expected tokens per round | decoded | ms per round | times plain |",
             "|---|---|---|---|---|",
