@@ -23,10 +23,11 @@ from jaxspec.models.presets import SHIPPED
 from jaxspec.train.card import CARD, FIGURES
 
 TARGET = "smollm2-135m-instruct"
-PROMPTS = "--limit 1200 --own 2500"
+PROMPTS = "--own 2500"
 SETTINGS = (
-    "--heads 4 --inputs recurrent --draft-vocab 6144 --answer-tokens 128 --answer-batch 64 --loss kl --batch 4 "
-    "--steps 800 --learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4"
+    "--dtype bfloat16 --precision bfloat16 --heads 4 --inputs recurrent --draft-vocab 6144 --answer-tokens 192 "
+    "--answer-batch 64 --loss kl --batch 4 --steps 1600 --learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4 "
+    "--fit-dtype float32"
 )
 
 

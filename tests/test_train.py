@@ -66,13 +66,13 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     monkeypatch.setattr(evaluate, "SIZES", (1, 3))
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", str(tmp_path / "run")]
-    words += ["--data", str(run[1]), "--fit-prompts", "1"]
+    words += ["--data", str(run[1]), "--fit-prompts", "1", "--fit-dtype", "bfloat16"]
     for name, value in (trainees.TINY | {"steps": 60}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "# Medusa heads for target" in out
-    assert "target in float32, greedily" in out
+    assert "target in bfloat16, greedily" in out
     assert "step 60 of 60" in err
     folder = tmp_path / "run" / "heads"
     heads = jaxspec.load_heads(folder)
@@ -90,6 +90,13 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     assert lines[-1] == f"{fingerprint(heads.params)}  run/heads"
     assert main(["fingerprint", str(target)]) == 1
     assert "holds no run and no heads" in capsys.readouterr().err
+
+
+def test_a_target_that_is_trained_decides_as_it_was_trained(tmp_path, capsys):
+    words = ["train", "medusa", "--prompts", "prompts.jsonl", "--out", str(tmp_path / "run"), "--medusa2"]
+    assert main([*words, "--no-cache-features", "--fit-dtype", "bfloat16"]) == 2
+    assert "--fit-dtype bfloat16: --medusa2 trains the target in --dtype float32" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):

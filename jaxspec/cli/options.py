@@ -81,12 +81,12 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return check
 
 
-_DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
+DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
 
 
 def add_dtype(add: Callable) -> None:
     """`--dtype`, to a parser's or a group's `add_argument`."""
-    add("--dtype", default=WEIGHTS[0], **_DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
+    add("--dtype", default=WEIGHTS[0], **DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
 
 
 def add_models(parser: Parser) -> Callable:
@@ -96,7 +96,7 @@ def add_models(parser: Parser) -> Callable:
     add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
     add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
-    add("--draft-dtype", **_DTYPE, help="of the draft model's weights (default: that of --dtype)")
+    add("--draft-dtype", **DTYPE, help="of the draft model's weights (default: that of --dtype)")
     return add
 
 

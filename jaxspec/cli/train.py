@@ -46,6 +46,7 @@ def add_options(parser: Parser) -> None:
         metavar="N",
         help="held-out prompts to choose the tree on (default: 6)",
     )
+    add("--fit-dtype", **options.DTYPE, help="of the target when the tree is chosen (default: that of --dtype)")
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
         help="besides log.jsonl; needs the package tensorboardX")  # fmt: skip
     add = parser.add_argument_group("settings").add_argument
@@ -74,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
     except InvalidConfig as error:
         raise UsageError(str(error)) from None
 
+    fit_dtype = args.fit_dtype or args.dtype
+    if settings.medusa2 and fit_dtype != args.dtype:
+        raise UsageError(f"--fit-dtype {fit_dtype}: --medusa2 trains the target in --dtype {args.dtype}, leave it out")
+
     from jaxspec.cli import show
     from jaxspec.models.head_files import save_heads
     from jaxspec.train import card, evaluate
@@ -89,14 +94,15 @@ def run(args: argparse.Namespace) -> int:
     found = evaluate.ranks(trained.target, heads, trained.data.answered, settings.row_tokens)
     if args.fit_prompts:
         prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
+        deciding = trained.target if fit_dtype == args.dtype else show.load(args.target, fit_dtype)
         with show.Bar("measuring trees", parts=10) as bar:
-            trees = evaluate.measure_trees(trained.target, heads, found.acceptance(), prompts, progress=bar)
+            trees = evaluate.measure_trees(deciding, heads, found.acceptance(), prompts, progress=bar)
         drafting = [one for one in trees if one.tree.shape.depth]
         heads = dataclasses.replace(heads, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
     for name in ("heads.json", "heads.safetensors"):
         (folder / name).unlink(missing_ok=True)
     save_heads(heads, folder)
-    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees, args.dtype))
+    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees, fit_dtype))
     if settings.medusa2 and not (args.out / "target").exists():
         import jaxspec
 

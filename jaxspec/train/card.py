@@ -21,7 +21,7 @@ CARD, FIGURES = "README.md", "evaluation.json"
 
 
 def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
-    """What was measured on the held-out texts, with the target loaded in `dtype`."""
+    """What was measured on the held-out texts; of trees with the target in `dtype`."""
     return {
         "positions": found.positions,
         "top1": found.top1,
