@@ -63,7 +63,9 @@ def test_heads_draft_what_they_learnt(run):
 
 def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_path, monkeypatch, capsys):
     """On the whole run's answers; what it writes is loaded, drafted with, and fingerprinted."""
+    deciding, measure = [], evaluate.measure_trees
     monkeypatch.setattr(evaluate, "SIZES", (1, 3))
+    monkeypatch.setattr(evaluate, "measure_trees", lambda *a, **o: deciding.append(a[0]) or measure(*a, **o))
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", str(tmp_path / "run")]
     words += ["--data", str(run[1]), "--fit-prompts", "1", "--fit-dtype", "bfloat16"]
@@ -73,6 +75,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     out, err = capsys.readouterr()
     assert "# Medusa heads for target" in out
     assert "target in bfloat16, greedily" in out
+    assert "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(deciding[0].params)}
     assert "step 60 of 60" in err
     folder = tmp_path / "run" / "heads"
     heads = jaxspec.load_heads(folder)
