@@ -34,7 +34,7 @@ CONFIGS = {
     "hidden, single": HeadsConfig(64, 61, 3, projection="single"),
     "path": HeadsConfig(64, 61, 3, 2, inputs="path"),
     "path, reduced": HeadsConfig(64, 61, 3, inputs="path", bias=False, draft_vocab_size=20),
-    "recurrent": HeadsConfig(64, 61, 3, 2, inputs="recurrent"),
+    "recurrent": HeadsConfig(64, 61, 2, 2, inputs="recurrent"),  # the tests' trees are deeper: run on
     "recurrent, reduced": HeadsConfig(64, 61, 3, inputs="recurrent", bias=False, draft_vocab_size=20),
 }
 
@@ -157,7 +157,7 @@ def test_dynamic_trees_are_eagle2s(name, kind):
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [("hidden", branching(3, 2, 1)), ("path, reduced", branching(3, 2, 1)), ("path", dynamic(3, 3, 8))],
+    [("hidden", branching(3, 2, 1)), ("path, reduced", branching(3, 2, 1)), ("recurrent", dynamic(3, 5, 8))],
 )
 def test_text_is_that_of_plain_decoding(name, tree):
     prompts, key = [[1, 2, 3], [4, 5, 6, 7, 8]], jax.random.key(3)
@@ -210,6 +210,9 @@ def test_what_does_not_fit_is_refused():
         jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)
     with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
         say(heads=made, tree=4)
+    own = HeadsConfig(64, 61, 3, inputs="recurrent", projection="own")  # a fourth would have nothing to project by
+    with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
+        say(heads=DraftHeads(own, init_params(own, TARGET.unembedding(PARAMS))), tree=4)
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
         say(heads=heads("path, reduced"), tree=dynamic(21, 2, 4))
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):

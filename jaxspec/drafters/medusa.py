@@ -39,7 +39,8 @@ class Medusa:
     Attributes:
         config: the heads' sizes.
         target: whose features they read, and whose projection and embedding they share.
-        tree: the topology, or how to choose one every round; no deeper than there are heads.
+        tree: the topology, or how to choose one every round; no deeper than there are heads, unless they are one
+            network that may be run on (`HeadsConfig.max_depth`).
     """
 
     config: HeadsConfig
@@ -51,7 +52,7 @@ class Medusa:
     def __post_init__(self):
         depth = self.tree.shape.depth
         width = self.tree.beam if isinstance(self.tree, Dynamic) else self.tree.shape.width
-        if not 1 <= depth <= self.config.num_heads:
+        if not 1 <= depth <= self.config.max_depth:
             raise InvalidConfig(
                 f"{self.config.num_heads} heads draft trees 1 to {self.config.num_heads} deep, this one is {depth}"
             )

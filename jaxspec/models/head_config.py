@@ -1,6 +1,7 @@
 """The sizes of a set of draft heads. Nothing here imports JAX."""
 
 import dataclasses
+import math
 
 from jaxspec.errors import InvalidConfig
 
@@ -16,7 +17,7 @@ class HeadsConfig:
     Attributes:
         hidden_size: E, of the target's features.
         vocab_size: V, of the target.
-        num_heads: how many tokens are guessed.
+        num_heads: how many tokens are guessed, in training at least (`max_depth`).
         num_layers: residual blocks of each head, or of the one network of recurrent heads; 0: the projection alone.
         inputs: "hidden", the target's feature alone (Medusa); "path", also the embeddings of the tokens between it and
             the guess (Hydra); or "recurrent", what the head before made of them and the last such token (ReDrafter):
@@ -65,6 +66,12 @@ class HeadsConfig:
     def num_projections(self) -> int:
         """Projections among the parameters."""
         return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
+
+    @property
+    def max_depth(self) -> float:
+        """Of a tree that they draft; one network with one projection is run on past the depth it was trained to."""
+        again = self.inputs == "recurrent" and self.projection != "own"
+        return math.inf if again else self.num_heads
 
     @property
     def reads_words(self) -> bool:
