@@ -21,6 +21,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
 from jaxspec.models.heads import DraftHeads, HeadsConfig, flatten, init_params, unflatten
 from jaxspec.registry import find
+from jaxspec.schedules.confidence import Confidence
 
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
@@ -169,6 +170,30 @@ def test_text_is_that_of_plain_decoding(name, tree):
         assert [row.tokens for row in drafted] == [row.tokens for row in plain]
         assert drafted.stats.drafted > 0
         assert drafted.stats.accepted > 0
+
+
+@pytest.mark.parametrize(("threshold", "levels"), [(0.0, [0, 1, 2]), (1.0, [0])])
+def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
+    ran = []
+
+    class Noted(Medusa):
+        def _after(self, params, state, context, depth, read, tokens):
+            jax.debug.callback(lambda: ran.append(depth))
+            return super()._after(params, state, context, depth, read, tokens)
+
+    drafter, params = Noted.build(jaxspec.core.protocols.Setting(MODEL, tree=chain(3), heads=heads("recurrent")))
+    schedule = Confidence(threshold=threshold)
+    draw = Draw(
+        Noise.NONE, KEYS, LENGTH, Sampling().rows(2, 61), jnp.asarray(False), 61,
+        limit=jnp.array([3, 3]), doubts=schedule.doubts,
+    )  # fmt: skip
+    context = Context(jnp.ones((2, 8), jnp.int32), LENGTH, None, PARAMS)
+    proposal, _ = jax.jit(lambda params, state: drafter.propose(params, state, context, draw))(
+        params, drafter.init(params, 2, 8)
+    )
+    assert ((proposal.tokens[:, 1:] >= 0).sum(-1) == (3 if threshold == 0 else 0)).all()
+    jax.effects_barrier()
+    assert ran == levels
 
 
 def test_a_rule_that_weighs_the_law_takes_them():

@@ -123,7 +123,8 @@ class Medusa:
         for depth, nodes in enumerate(self.tree.parents_by_level):
             # For no one nothing is computed or drawn.
             filled = functools.partial(level, depth, nodes)
-            tokens, law, read = lax.cond(draw.below(depth).any(), filled, lambda *drawn: drawn, tokens, law, read)
+            there = (draw.below(depth)[:, None] & (tokens[:, nodes] >= 0)).any()
+            tokens, law, read = lax.cond(there, filled, lambda *drawn: drawn, tokens, law, read)
         return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
 
     def _dynamic(
