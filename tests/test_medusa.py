@@ -238,6 +238,8 @@ def test_what_does_not_fit_is_refused():
     own = HeadsConfig(64, 61, 3, inputs="recurrent", projection="own")  # a fourth would have nothing to project by
     with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
         say(heads=DraftHeads(own, init_params(own, TARGET.unembedding(PARAMS))), tree=4)
+    with pytest.raises(InvalidConfig, match="1 to inf deep, this one is 0"):
+        say(heads=heads("recurrent"), tree=from_paths([]))
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
         say(heads=heads("path, reduced"), tree=dynamic(21, 2, 4))
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):

@@ -52,10 +52,9 @@ class Medusa:
     def __post_init__(self):
         depth = self.tree.shape.depth
         width = self.tree.beam if isinstance(self.tree, Dynamic) else self.tree.shape.width
-        if not 1 <= depth <= self.config.max_depth:
-            raise InvalidConfig(
-                f"{self.config.num_heads} heads draft trees 1 to {self.config.num_heads} deep, this one is {depth}"
-            )
+        most = self.config.max_depth
+        if not 1 <= depth <= most:
+            raise InvalidConfig(f"{self.config.num_heads} heads draft trees 1 to {most} deep, this one is {depth}")
         if width > self.config.rows:
             raise InvalidConfig(f"the tree has nodes of {width} children, the heads a vocabulary of {self.config.rows}")
 
