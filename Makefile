@@ -8,14 +8,16 @@ JOBS   ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-re
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 VENV    ?= .venv-$(VERSION)
 RUN     := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip install --disable-pip-version-check --editable
+# A line for each package is for a terminal; a log gets warnings and errors.
+QUIET   := $(shell test -t 2 || echo --quiet)
+INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu mutants lint format clean
+.PHONY: help demo test slow tpu mutants notebooks lint format clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/core.stamp ## write text with a small language model, speculatively, and compare
 	$(RUN) -m jaxspec demo $(ARGS)
@@ -37,6 +39,9 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
 	$(RUN) scripts/mutants.py $(ARGS)
+
+notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
+	$(RUN) scripts/run_notebooks.py $(ARGS)
 
 lint: $(VENV)/dev.stamp ## check style and types
 	$(RUN) -m ruff check .

@@ -14,8 +14,16 @@ if TYPE_CHECKING:
     from jaxspec.core.best import best_tree as best_tree
     from jaxspec.core.best import expected_tokens as expected_tokens
     from jaxspec.core.best import fastest_tree as fastest_tree
+    from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.mesh import make_mesh as make_mesh
     from jaxspec.core.named import named_tree as named_tree
+    from jaxspec.core.protocols import HeadTarget as HeadTarget
+    from jaxspec.core.protocols import LanguageModel as LanguageModel
+    from jaxspec.core.protocols import Setting as Setting
+    from jaxspec.core.records import KV as KV
+    from jaxspec.core.records import Cache as Cache
+    from jaxspec.core.records import Status as Status
+    from jaxspec.core.records import Window as Window
     from jaxspec.core.sampling import Sampling as Sampling
     from jaxspec.core.tree import Dynamic as Dynamic
     from jaxspec.core.tree import Topology as Topology
@@ -26,9 +34,11 @@ if TYPE_CHECKING:
     from jaxspec.decode.loop import Decoder as Decoder
     from jaxspec.decode.session import Session as Session
     from jaxspec.decode.state import Request as Request
+    from jaxspec.decode.state import Result as Result
     from jaxspec.decode.state import Weights as Weights
     from jaxspec.decode.stats import Stats as Stats
     from jaxspec.errors import JaxspecError as JaxspecError
+    from jaxspec.models.attention import attend as attend
     from jaxspec.models.functional import FunctionLM as FunctionLM
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.head_export import export_heads as export_heads
@@ -50,15 +60,19 @@ __version__ = "0.1.0"
 _HOME = {
     "jaxspec.api": ("generate", "precompile", "stream"),
     "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
+    "jaxspec.core.cache": ("empty_cache",),
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.named": ("named_tree",),
+    "jaxspec.core.protocols": ("HeadTarget", "LanguageModel", "Setting"),
+    "jaxspec.core.records": ("Cache", "KV", "Status", "Window"),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
     "jaxspec.decode.loop": ("Decoder",),
     "jaxspec.decode.session": ("Session",),
-    "jaxspec.decode.state": ("Request", "Weights"),
+    "jaxspec.decode.state": ("Request", "Result", "Weights"),
     "jaxspec.decode.stats": ("Stats",),
     "jaxspec.errors": ("JaxspecError",),
+    "jaxspec.models.attention": ("attend",),
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.models.head_export": ("export_heads",),
     "jaxspec.models.head_files": ("load_heads", "save_heads"),

@@ -1,6 +1,9 @@
 """From what a user hands in to a `Request`: every check happens here, before anything compiles."""
 
 import dataclasses
+import functools
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core import sizes
+from jaxspec.core.checks import INT32, flag, index, whole
 from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
-from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange
+from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
+from jaxspec.models.companions import with_companions
+from jaxspec.models.heads import check_heads
 from jaxspec.models.model import Model
 from jaxspec.registry import find
 from jaxspec.schedules.adaptive import Adaptive
@@ -23,6 +29,8 @@ from jaxspec.text.tokenizer import refuse_difference
 
 NODE_COST, INT8_ON_CPU = 0.1, 0.55
 """What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
+MOST_SAMPLES = 1 << 20
+"""Of a prompt."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
 
@@ -38,31 +46,41 @@ def make_decoder(
 ) -> tuple[Decoder, Weights]:
     """The decoder of members given by name or as objects (a drafter object brings its own tree).
 
-    Without a schedule every round drafts all of the tree; where it is copied, not drawn, only while that pays.
+    Without a schedule every round drafts all of the tree; where it is copied, not drawn, only while that pays. A
+    drafter by name that is given no draft model, or no heads, takes those of the target's preset.
     """
+    if setting.draft is not None:
+        need_model("draft", setting.draft)
+    if setting.heads is not None:
+        check_heads(setting.heads)
     given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
     if isinstance(drafter, str):
         member = find("drafter", drafter)
         if unused := given - member.takes:
             raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
+        if draft_params is not None:
+            raise InvalidConfig(f"draft_params are those of a drafter object; the drafter {drafter!r} brings its own")
+        setting = with_companions(setting, drafter)
         if setting.draft is not None and setting.draft.tokenizer is not None and target.tokenizer is not None:
             refuse_difference(target.tokenizer, setting.draft.tokenizer)
         drafter, draft_params = member.build(setting)
     elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
-        raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {drafter!r:.80}")
+        raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
     elif given:
         raise InvalidConfig(f"{', '.join(sorted(given))} build a drafter by name; a drafter object has its own")
+    elif not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
+        raise InvalidConfig(f"draft_params must be arrays, or a pytree of them, got {shown(draft_params)}")
     if isinstance(rule, str):
         rule = find("rule", rule)()
     elif isinstance(rule, type) or not isinstance(rule, Rule):
-        raise InvalidConfig(f"rule must be a registered name or a rule object, got {rule!r:.80}")
+        raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
     if schedule is None:
         copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
         schedule = while_it_pays(drafter.shape.nodes, node_cost(target)) if copies else Constant()
     elif isinstance(schedule, str):
         schedule = find("schedule", schedule)()
     elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
-        raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {schedule!r:.80}")
+        raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {shown(schedule)}")
     return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
 
@@ -84,29 +102,47 @@ def while_it_pays(nodes: int, each: float = NODE_COST) -> Adaptive:
 
 def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
     """A draft length stands for a chain."""
-    return tree if tree is None or isinstance(tree, (Topology, Dynamic)) else chain(tree)
+    if tree is None or isinstance(tree, (Topology, Dynamic)):
+        return tree
+    if index(tree) is None:
+        raise InvalidConfig(
+            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length, a whole number from 0; got "
+            f"{shown(tree)}"
+        )
+    return chain(tree)
 
 
 def need_model(name: str, model: Any) -> None:
     if not isinstance(model, Model):
-        raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {model!r:.80}")
+        raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {shown(model)}")
 
 
-def encode_prompts(target: Model, prompts: Any, chat: bool) -> list[list[int]]:
-    """The token ids of every prompt.
+def as_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts, of one prompt or of any iterable of them.
 
     Raises:
-        EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
+        EmptyPrompt: there is none.
     """
+    if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, (Iterable, np.ndarray, jax.Array)):
+        raise InvalidConfig(f"prompts must be text, token ids, chat messages, or a list of such, got {shown(prompts)}")
     if isinstance(prompts, (str, np.ndarray, jax.Array)) or (
         isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
     ):
         prompts = [prompts]
-    elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping):
-        prompts = list(prompts)
-    if not isinstance(prompts, Sequence) or not len(prompts):
+    prompts = list(prompts)
+    if not prompts:
         raise EmptyPrompt(f"expected one prompt or more, got {prompts!r}")
-    return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    return prompts
+
+
+def encode_prompts(target: Model, prompts: Any, chat: bool | None) -> list[list[int]]:
+    """The token ids of every prompt; text is a user's message where `chat` says so, or the target has a chat template.
+
+    Raises:
+        EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
+    """
+    chat = target.chat_template is not None if chat is None else flag("chat", chat)
+    return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(as_prompts(prompts))]
 
 
 def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
@@ -119,11 +155,10 @@ def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
     else:
         try:
             array = np.asarray(prompt)
-        except ValueError:  # ragged
+        except Exception:  # ragged, or arrays that were deleted
             array = np.asarray(None)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            shown = " ".join(f"{prompt!r}"[:80].split())
-            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown}")
+            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
         ids = array.astype(np.int64).tolist()
     if not ids:
         raise EmptyPrompt(f"{where} has no token; give at least one to continue")
@@ -145,7 +180,7 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
             raise InvalidConfig("sampling needs a key: give key=jax.random.key(seed)")
         key = jax.random.key(0)  # not read: greedy decoding draws nothing
     if not isinstance(key, (jax.Array, np.ndarray)):
-        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key!r}")
+        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.dtype != np.uint32 or key.shape[-1:] != (2,):
             raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
@@ -183,7 +218,7 @@ def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
         InvalidConfig, TokenOutOfRange: see `Sampling.rows`.
     """
     if not isinstance(sampling, Sampling):
-        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {sampling!r:.80}")
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
     bias = sampling.logit_bias
     if not isinstance(bias, Mapping) and np.ndim(bias) == 2:
         sampling.rows(rows, vocab)
@@ -194,18 +229,42 @@ def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
 
 def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InvalidConfig(f"{name} must be a whole number from 1, got {value!r}")
+        whole(name, value)
 
 
-def stop_array(target: Model, stop_ids: Sequence[int], ignore_eos: bool, batch: int) -> jax.Array:
+def check_logprobs(value: Any) -> int:
+    """Gives how many alternatives `logprobs` asks for with each token: none where it is False or True.
+
+    Raises:
+        InvalidConfig: it is neither, and no whole number of alternatives.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return 0
+    number = index(value)
+    if number is None or not 0 <= number <= sizes.MOST_LOGPROBS:
+        raise InvalidConfig(
+            f"logprobs must be True, or how many alternatives to give with each token, 0 to {sizes.MOST_LOGPROBS}; "
+            f"got {shown(value)}"
+        )
+    return number
+
+
+def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: int) -> jax.Array:
     """`[batch, M]`, M in steps of 8 so that a stop id more does not compile anew."""
-    if not isinstance(stop_ids, Sequence):
-        raise InvalidConfig(f"stop_ids must be a list of token ids, got {stop_ids!r:.80}")
-    ids = list(dict.fromkeys((*(() if ignore_eos else target.stop_ids), *stop_ids)))
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < target.lm.vocab:
-            raise TokenOutOfRange(f"stop id {token!r} is no token; ids go from 0 to {target.lm.vocab - 1}")
+    try:
+        given = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(stop_ids)
+    except TypeError:
+        given = None
+    if given is None:
+        raise InvalidConfig(f"stop_ids must be a list of token ids, got {shown(stop_ids)}")
+    own = () if flag("ignore_eos", ignore_eos) else target.stop_ids
+    found: dict[int, None] = {}
+    for token in (*own, *given):
+        number = index(token)
+        if number is None or not 0 <= number < target.lm.vocab:
+            raise TokenOutOfRange(f"stop id {shown(token)} is no token; ids go from 0 to {target.lm.vocab - 1}")
+        found[number] = None
+    ids = list(found)
     row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
     row[: len(ids)] = ids
     return jnp.broadcast_to(jnp.asarray(row), (batch, row.size))
@@ -214,11 +273,14 @@ def stop_array(target: Model, stop_ids: Sequence[int], ignore_eos: bool, batch: 
 def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
     """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
 
+    A capacity that is given is rounded up to whole blocks.
+
     Raises:
-        CapacityError: longer than the model's context, or than the capacity that was asked for.
+        CapacityError: longer than the model's context, or than the capacity that was asked for, or more than a machine
+            holds.
     """
-    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer))):
-        raise InvalidConfig(f"capacity must be a whole number of slots, got {capacity!r}")
+    if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
+        raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
     context = decoder.target.context
     if longest > context:
         raise CapacityError(
@@ -227,11 +289,16 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
             f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
         )
     need = decoder.slots(longest)
-    slots = sizes.shared(need) if capacity is None else capacity
-    if slots < need:
+    if capacity is not None and capacity < need:
         raise CapacityError(
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
             f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
+        )
+    slots = sizes.shared(need) if capacity is None else sizes.whole_blocks(int(capacity))
+    if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
+        raise CapacityError(
+            f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
+            f"{machine_bytes() / 1e9:.0f} GB there are; lower max_new_tokens, samples or capacity, or give batch="
         )
     return slots
 
@@ -241,6 +308,18 @@ def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> i
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+
+
+@functools.cache
+def machine_bytes() -> float:
+    """Memory of the devices, all together; infinite where it is not known."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
@@ -263,9 +342,10 @@ def make_request(
     max_new_tokens: int | Sequence[int],
     stops: jax.Array,
     size: int,
+    logprobs: bool = False,
 ) -> Request:
-    """`sampling` as rows, prompts padded to `size`."""
+    """`sampling` as rows, prompts padded to `size`. With or without log-probabilities it compiles the same program."""
     tokens, count = pad_prompts(prompts, size)
-    return Request(
-        tokens, count, jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), count.shape), keys, stops, sampling
-    )
+    budget = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
+    recorded = np.full(count.shape, logprobs)
+    return Request(tokens, count, jnp.asarray(budget), keys, stops, sampling, jnp.asarray(recorded))

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.core.mesh import fetch, groups
 from jaxspec.core.records import Status
+from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.models.model import Model
@@ -39,12 +40,14 @@ class Stream(Iterator[Chunk]):
         on_end: Callable[[int, Generation], Any] | None = None,
         session: Session | None = None,
         done: Mapping[int, Generation] | None = None,
+        notice: Notice | None = None,
     ):
+        self._notice = notice or Notice(False)
         self._plan, self._stops, self._on_token, self._on_end = plan, stops, on_token, on_end
         self._batches, self._rounds, self._timing = collections.deque(batches), rounds, Timing()
         self._generations = dict(done or {})
         self._ready: list[Chunk] = []
-        self._whole = len(batches) == 1 and batches[0].places == len(batches[0].rows) and not done
+        self._whole = len(batches) == 1 and not batches[0].waiting and not done
         self.memory = max(map(plan.memory, batches), default=0)
         # Of the batch that is being decoded:
         self._session: Session | None = None
@@ -66,6 +69,11 @@ class Stream(Iterator[Chunk]):
             self._look(self._session)
         return self._ready.pop(0)
 
+    def __repr__(self) -> str:
+        ended = sum(row.finish_reason is not None for row in self._generations.values())
+        tokens = sum(len(row.tokens) for row in self._generations.values())
+        return f"Stream({ended} of {self._plan.rows} rows ended, {tokens} tokens so far)"
+
     def _begin(self, session: Session | None = None) -> None:
         """The next batch."""
         if not self._batches:
@@ -76,9 +84,11 @@ class Stream(Iterator[Chunk]):
         if session is None:
             self._session = None  # its memory goes before the next one's comes
             plan = self._plan
+            request = plan.request(first, batch.capacity)
             session = Session(
-                plan.decoder, plan.weights, plan.request(first, batch.capacity), batch.capacity, plan.mesh
+                plan.decoder, plan.weights, request, batch.capacity, plan.mesh, len(batch.rows), self._notice
             )
+        session.notice = self._notice
         self._session = session
         self._places = [None if row is None else self._row(row) for row in first]
         self._looked = fetch(session.state.round)
@@ -148,14 +158,21 @@ class Stream(Iterator[Chunk]):
         """The statistics of the rows at these places, as they are now."""
         state = session.state
         log, start, rounds = map(fetch, (state.log, state.start, state.round))
-        logprobs = None if state.logprobs is None else fetch(state.logprobs)
+        alternatives, logprobs = self._plan.logprobs, state.logprobs
+        if alternatives is not None:
+            logprobs = jax.tree.map(fetch, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
         for b in places:
             row = self._places[b]
             assert row is not None
             emitted = len(row.out.tokens)
             row.out.stats = Stats.from_log(log[b, : rounds[b]], session.decoder.drafter.calls, emitted)
-            if logprobs is not None:
-                row.out.logprobs = logprobs[b, start[b] : start[b] + emitted].tolist()
+            if alternatives is not None:
+                cut = np.s_[b, start[b] : start[b] + emitted]
+                own = jax.tree.map(lambda some, cut=cut: some[cut].tolist(), logprobs)
+                row.out.logprobs, row.out.sampled_logprobs = own.raw, own.sampled
+                if alternatives:
+                    pairs = zip(own.top_tokens, own.top)
+                    row.out.top_logprobs = [list(zip(ids[:alternatives], values)) for ids, values in pairs]
 
     @property
     def timing(self) -> Timing:

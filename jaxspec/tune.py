@@ -19,6 +19,7 @@ import numpy as np
 from jaxspec import prepare
 from jaxspec.bench import acceptance
 from jaxspec.core.best import expected_tokens, fastest_tree
+from jaxspec.core.checks import named
 from jaxspec.core.protocols import Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
@@ -28,6 +29,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.models.companions import with_companions
 from jaxspec.models.heads import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import find
@@ -46,6 +48,7 @@ RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "
 """The rules that trees are looked at for, and whose acceptance by rank they have: traversal keeps no less."""
 
 
+@named()
 def tune(
     target: Model,
     prompts: prepare.Prompt | Sequence[prepare.Prompt],
@@ -59,7 +62,7 @@ def tune(
     sampling: Sampling = Sampling(),
     key: jax.Array | None = None,
     max_new_tokens: int = 128,
-    chat: bool = False,
+    chat: bool | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Tuned:
     """The schedule "adaptive" with measured costs and window widths, on a chain no deeper than pays, or on a tree.
@@ -77,7 +80,7 @@ def tune(
         sampling: settings, as numbers.
         key: as in `generate`.
         max_new_tokens: decoded per prompt.
-        chat: wrap text prompts into the model's chat template.
+        chat: whether text prompts are messages of a user; None: where the target has a chat template.
         progress: called with (prompts done, prompts in all).
 
     Raises:
@@ -88,9 +91,11 @@ def tune(
     prepare.check_counts(max_new_tokens=max_new_tokens)
     if not isinstance(drafter, str):
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
+    setting = with_companions(Setting(target, draft, None, exit_layers, heads), drafter)
+    draft, heads = setting.draft, setting.heads
     given = prepare.as_topology(tree)
     if given is None:
-        own = find("drafter", drafter).build(Setting(target, draft, None, exit_layers, heads))[0].shape.depth
+        own = find("drafter", drafter).build(setting)[0].shape.depth
         given = chain(max(own, DEPTH) if heads is None else own)
     if not isinstance(given, Topology):
         raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")

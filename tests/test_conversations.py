@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import random
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import trainees
 from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.text import ChatTemplate
 from jaxspec.train import texts
-from jaxspec.train.conversations import Conversation, read
+from jaxspec.train.conversations import Conversation, _Bad, _conversation, read
 from jaxspec.train.settings import Settings
 
 GOOD = [
@@ -29,11 +31,20 @@ TURNS = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd
 BAD = {
     b"{": "no JSON",
     b"[1]": "expected an object, got list",
-    b'{"x": 1}': "expected messages, conversations, turns or prompt; it has x",
+    b'{"x": 1}': "expected messages, conversations, turns or prompt; it has 'x'",
+    b'{"\\ud800": 1}': r"it has '\\ud800'",
     b'{"messages": 3}': "messages must be a list, got int",
     b'{"messages": [3]}': "a message must be an object, got int",
     b'{"messages": [{"role": "tool", "content": "a"}]}': "role must be one of .* got 'tool'",
     b'{"messages": [{"role": "user", "content": 5}]}': "content must be text, got int",
+    b'{"messages": [{"role": ["user"], "content": "a"}]}': "role must be one of .* got list",
+    b'{"messages": [{"role": {"user": 1}, "content": "a"}]}': "role must be one of .* got dict",
+    b'{"messages": [{"role": null, "content": "a"}]}': "role must be one of .* got NoneType",
+    b'{"messages": [{"role": "user", "content": null}]}': "content must be text, got NoneType",
+    b'{"conversations": [{"from": ["human"], "value": "a"}]}': "role must be one of .* got list",
+    b'{"conversations": [{"from": "human", "value": ["a"]}]}': "content must be text, got list",
+    b'{"prompt": "a", "answer": {"a": 1}}': "answer must be text, got dict",
+    b'{"turns": [["a"]]}': "a turn must be text, got list",
     b'{"messages": [{"role": "system", "content": "a"}]}': "nobody asks anything",
     b'{"messages": []}': "nobody asks anything",
     b'{"turns": "a"}': "turns must be a list, got str",
@@ -57,11 +68,49 @@ def test_every_layout_is_the_same_conversation(tmp_path):
         "b.json[0]",
         "b.json[1]",
     ]
-    (tmp_path / "c.txt").write_text("one\ntext\n\n\nanother\n")
-    found, _ = read([tmp_path / "c.txt"])
-    assert [(one.messages, one.text) for one in found] == [((), "one\ntext"), ((), "another")]
     (tmp_path / "d.jsonl").write_text('{"question_id": 81, "turns": ["ab", "then"]}')
     assert read([tmp_path / "d.jsonl"])[0][0].messages == TURNS[:1]
+
+
+MARK = "\ufeff"
+
+
+@pytest.mark.parametrize(
+    ("text", "split", "found"),
+    [
+        ("one\ntwo\n", "line", {1: "one", 2: "two"}),
+        ("one\ntwo", "line", {1: "one", 2: "two"}),
+        (MARK + "one\r\n\r\n  two \r\n \t\r\nthree\rfour", "line", {1: "one", 3: "  two ", 5: "three", 6: "four"}),
+        ("one\u2028and\x0cone\x85\ntwo", "line", {1: "one\u2028and\x0cone\x85", 2: "two"}),
+        ("one\ntext\n\n \n\nanother\n", "blank", {1: "one\ntext", 6: "another"}),
+        (MARK + "\r\none\r\ntext\r\n\r\nanother", "blank", {2: "one\ntext", 5: "another"}),
+        (MARK + "one\r\n\r\ntext\r\n", "file", {1: "one\n\ntext"}),
+    ],
+)
+def test_a_text_file_has_a_prompt_per_line_or_is_split_otherwise(tmp_path, text, split, found):
+    """Whatever its line ends, with and without a byte order mark and a last line end."""
+    path = tmp_path / "a.TXT"
+    path.write_bytes(text.encode())
+    got, bad = read([path], split=split)
+    assert {one.where: (one.messages, one.text) for one in got} == {f"{path}:{n}": ((), t) for n, t in found.items()}
+    assert not bad
+    if split == "line":
+        assert [one.text for one in read([path])[0]] == list(found.values()), "the default"
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
+    for name, text in (("a.jsonl", json.dumps(GOOD[2])), ("a.json", json.dumps(GOOD[2:3]))):
+        (tmp_path / name).write_bytes((MARK + text).encode())
+        assert [one.messages for one in read([tmp_path / name])[0]] == [TURNS]
+
+
+def test_a_text_is_what_a_user_says():
+    """The same prompt as that of `generate`; without a chat template it is continued as it is."""
+    target, text = trainees.target(), Conversation((), "abcdef", "here")
+    ids = target.encode_chat([{"role": "user", "content": "abcdef"}])
+    assert texts.prompts_of(target, [text], 99)[0] == [ids]
+    plain = dataclasses.replace(target, chat_template=None)
+    assert texts.prompts_of(plain, [text], 99)[0] == [plain.encode("abcdef")]
 
 
 @pytest.mark.parametrize("row", BAD, ids=lambda row: row[:40].decode("utf-8", "replace"))
@@ -78,6 +127,35 @@ def test_bad_rows_are_counted_by_line_or_refused(tmp_path, row):
         read([path])
 
 
+def test_rows_of_any_values_are_read_or_bad():
+    """Every value of every key replaced by values of other kinds, some of them nested: a row, or why it is none."""
+    rng = random.Random(0)
+    odd = [None, True, -1, 1e300, 10**400, "", " ", "a", "\0", "\ud800", [], ["a"], {}, {"a": []}, [[["user"]]]]
+    read_at_all, reasons = 0, set()
+
+    def changed(value):
+        if rng.random() < 0.15:
+            return rng.choice(odd)
+        if isinstance(value, dict):
+            return {
+                (rng.choice(["", "x", "\ud800"]) if rng.random() < 0.05 else k): changed(v) for k, v in value.items()
+            }
+        return [changed(one) for one in value] if isinstance(value, list) else value
+
+    rows = [*GOOD, {"turns": ["ab", "cd"]}, "a text"]
+    for row in (changed(rows[i % len(rows)]) for i in range(600)):
+        try:
+            found = _conversation(row, "here")
+        except _Bad as error:
+            reasons.add(str(error))
+            continue
+        read_at_all += 1
+        assert found.text is not None or all(m["role"] in ("user", "assistant", "system") for m in found.messages)
+        assert all(text.strip() for text in ([found.text] if found.text else [m["content"] for m in found.messages]))
+    assert 100 < read_at_all < 500
+    assert all(why.isprintable() for why in reasons)
+
+
 def test_files_that_are_none(tmp_path):
     with pytest.raises(TrainingError, match=r"no.jsonl: cannot be read: No such file"):
         read([tmp_path / "no.jsonl"])
@@ -92,9 +170,12 @@ def test_files_that_are_none(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(TrainingError, match=why):
             read([tmp_path / name])
-    (tmp_path / "d.txt").write_bytes(b"\xff")
-    with pytest.raises(TrainingError, match=r"d.txt: .*decode"):
-        read([tmp_path / "d.txt"])
+    for data, why in ((b"a\xff", "no UTF-8 (byte 0xff at 1 cannot be decoded)"), ("a".encode("utf-16"), "UTF-16")):
+        (tmp_path / "d.txt").write_bytes(data)
+        with pytest.raises(TrainingError, match=re.escape(f"d.txt: the file is {why}; save it as UTF-8")):
+            read([tmp_path / "d.txt"])
+    (tmp_path / "d.txt").write_bytes(b"a\0b\nc")
+    assert read([tmp_path / "d.txt"])[1][0].why == "a text has a NUL character"
 
 
 def test_only_the_assistants_tokens_are_learnt_from():
@@ -121,7 +202,6 @@ def test_what_cannot_be_learnt_from_is_reported():
     plain = Conversation((), "abcdef", "here")
     (found,), _ = texts.texts_of(target, [plain])
     assert found.mask.all()
-    assert texts.prompts_of(target, [plain], 99)[0] == [found.ids[:3].tolist()]
 
 
 def test_a_share_is_held_out_evenly():
@@ -129,8 +209,22 @@ def test_a_share_is_held_out_evenly():
     assert held.tolist() == [19, 39, 59, 79, 99]
     assert sorted([*learnt, *held]) == list(range(100))
     assert texts.split(3, 0.0)[1].size == 0
-    with pytest.raises(TrainingError, match="too few to hold out"):
-        texts.split(3, 0.05)
+    with pytest.raises(TrainingError, match=r"1 usable prompt is too few .* give at least 2$"):
+        texts.split(1, 0.5)
+
+
+def test_too_few_prompts_name_what_would_be_enough():
+    """The number and the share that the message names are enough, and one prompt fewer is not."""
+    for count in range(2, 400, 7):
+        share = 0.37 / count
+        words = r"too few to hold out a share of .*: give at least (\d+) or make held_out .* at least ([\d.]+)$"
+        with pytest.raises(TrainingError, match=words) as error:
+            texts.split(count, share)
+        needed, least = re.search(words, str(error.value)).groups()
+        assert texts.split(int(needed), share)[1].size == 1
+        with pytest.raises(TrainingError, match="too few"):
+            texts.split(int(needed) - 1, share)
+        assert texts.split(count, float(least))[1].size >= 1
 
 
 @pytest.mark.parametrize(
@@ -147,6 +241,7 @@ def test_a_share_is_held_out_evenly():
         ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 devices"),
         ({"medusa2": True}, "its features cannot be cached"),
         ({"row_tokens": 6}, "rows of 6 tokens have no place for 4 heads"),
+        ({"split": "word"}, "split must be one of line, blank, file"),
         ({"steps": "many"}, "steps must be a number"),
     ],
 )

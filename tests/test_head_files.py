@@ -329,12 +329,12 @@ def test_what_a_layout_cannot_say(tmp_path):
             export_heads(heads, tmp_path / "out", layout)
 
     for layout in ("v0.1", "legacy", "vllm"):
-        refused("read the path", layout, inputs="path")
+        refused("read the path .*only jaxspec serves them. Heads trained with --inputs hidden", layout, inputs="path")
         refused("read the path", layout, inputs="recurrent")
-    refused("reduced vocabulary; vllm has", draft_vocab_size=20)
-    refused("a bias in every block", bias=False)
-    refused("shares the target's projection", "legacy", projection="own")
-    refused("one block per head, these have 2", "legacy", num_layers=2)
+    refused("reduced vocabulary; these can be exported to vllm", draft_vocab_size=20)
+    refused("a bias in every block.*exported to vllm", bias=False)
+    refused("shares the target's projection.*exported to v0.1 and vllm", "legacy", projection="own")
+    refused("one block per head, these have 2; these can be exported to v0.1 and vllm", "legacy", num_layers=2)
     refused("unknown layout 'v2'", "v2", UnknownName)
     assert not (tmp_path / "out").exists()
     config = HeadsConfig(64, 61, 2, bias=False, projection="single", draft_vocab_size=20)

@@ -107,7 +107,7 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64', expected a positive whole number"),
-        ({"hidden_size": 10**400}, "too large"),
+        ({"hidden_size": 10**400}, "not JSON: a whole number of 401 digits, expected at most 40"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a positive whole number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 4096"),
         ({"num_hidden_layers": 4096}, "4096 layers and only 20 tensors"),
@@ -130,7 +130,7 @@ def test_settings_that_are_refused(tmp_path, settings, words):
 def test_a_config_that_is_no_json_object(tmp_path, raw):
     write_hf(tmp_path, CONFIG, PARAMS)
     (tmp_path / "config.json").write_bytes(raw if isinstance(raw, bytes) else raw.encode())
-    with pytest.raises(CheckpointError, match=r"config.json: (not JSON|holds a|cannot be read)"):
+    with pytest.raises(CheckpointError, match=r"config.json: (not JSON|holds a|lists and objects nested deeper)"):
         open_checkpoint(tmp_path)
 
 
@@ -286,7 +286,7 @@ def test_shards_are_named_by_plain_file_names(tmp_path, shard):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("shard", ["stray.safetensors", "x" * 5000 + ".safetensors", "\ud800.safetensors"])
+@pytest.mark.parametrize("shard", ["stray.safetensors", "x" * 5000 + ".safetensors"])
 def test_shards_that_are_not_there(tmp_path, shard):
     write_hf(tmp_path, CONFIG, PARAMS, shards=3)
     change_index(tmp_path, lambda index: index["weight_map"].update({UP: shard}))
@@ -357,7 +357,7 @@ def test_open_source_takes_a_preset_a_path_or_a_repository(tmp_path, monkeypatch
         ("a b/c", UnknownName, "unknown model"),
         ("./nowhere", CheckpointError, "no such file or directory"),
         ("models/model.gguf", CheckpointError, "no such file or directory"),
-        ("a\0b", UnknownName, "unknown model"),
+        ("a\0b", InvalidConfig, r"'a\\x00b' has a NUL character"),
     ],
 )
 def test_names_of_nothing(source, error, words):
@@ -374,7 +374,7 @@ def test_other_files(tmp_path):
     (tmp_path / "x.gguf").touch()
     with pytest.raises(CheckpointError, match=r"to open its GGUF file, name it: .*x.gguf"):
         open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no such file or directory"):
+    with pytest.raises(CheckpointError, match="cannot be used: File name too long"):
         open_checkpoint("x" * 5000)
 
 

@@ -6,18 +6,22 @@ seconds and without taking memory for what is not there.
 
 import contextlib
 import json
+import pathlib
 import shutil
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import tokenizers
 from bounds import bounded
-from checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, write_gguf, write_hf
+from checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, write_bytes, write_gguf, write_hf
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.models.checkpoint import open_checkpoint, read_params
+from jaxspec.models.model import load
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -31,7 +35,7 @@ def read(path) -> None:
     checkpoint = open_checkpoint(path)
     read_params(checkpoint)
     if checkpoint.tokenizer:
-        tokenizer = Tokenizer.from_source(checkpoint.tokenizer)
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer, checkpoint.config.vocab_size)
         tokenizer.decode(tokenizer.encode("ab 12"))
     if checkpoint.chat_template:
         template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
@@ -359,3 +363,138 @@ def test_a_weight_file_that_is_a_directory_or_a_pipe(hf):
     (directory / "model.safetensors").rmdir()
     os.mkfifo(directory / "model.safetensors")
     refused(directory, "model.safetensors")
+
+
+# --- ids ----------------------------------------------------------------------------------------------------
+
+ODD_IDS = (2**31, 2**32, 2**63, 10**30, 81, -1, True, 2.0, "2", None, [2])
+
+
+def with_tokens(directory, change) -> None:
+    """Changes tokenizer.json, which has the 80 tokens that the model has."""
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("token", ODD_IDS)
+def test_ids_of_a_tokenizer_are_held_against_the_vocabulary(hf, token):
+    """Before a table is made that reaches up to the largest of them: 8 GB for one of 2,147,483,648."""
+    added = {"id": token, "content": "new", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}  # fmt: skip
+    single = [{"SpecialToken": {"id": "new", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single,
+                 "special_tokens": {"new": {"id": "new", "ids": [token], "tokens": ["new"]}}}  # fmt: skip
+    for change in (
+        lambda content: content["model"]["vocab"].update(new=token),
+        lambda content: content["added_tokens"].append(added),
+        lambda content: content.update(post_processor=processor),
+        lambda content: content.update(post_processor={"type": "Sequence", "processors": [processor]}),
+    ):
+        directory = hf()
+        with_tokens(directory, change)
+        refused(directory, "tokenizer.json", "token 'new' has id", "expected 0 .. ", "the model has 80 tokens")
+
+
+def test_ids_may_have_gaps_within_the_vocabulary_and_none_beyond(tmp_path):
+    """A few published files have a token more than their model has, which it never emits."""
+    config = tiny_config(vocab_size=300)
+    directory = write_bytes(tmp_path / "hf", config, random_params(config))
+    path = directory / "tokenizer.json"
+    good = json.loads(path.read_text())
+    assert len(good["model"]["vocab"]) == 259
+
+    def sizes(token: int) -> tuple[int, int]:
+        path.write_text(
+            json.dumps(good | {"model": good["model"] | {"vocab": good["model"]["vocab"] | {"new": token}}})
+        )
+        model = load(directory)
+        return model.tokenizer.vocab_size, model.lm.vocab
+
+    assert sizes(299) == (300, 300)
+    for token in (300, 5000):
+        with pytest.raises(CheckpointError, match="the model has 300 tokens, the file 260"):
+            sizes(token)
+    small = tiny_config(vocab_size=259)
+    directory = write_bytes(tmp_path / "small", small, random_params(small))
+    path = directory / "tokenizer.json"
+    assert sizes(259) == (260, 259)
+
+
+def test_ids_without_a_model_are_held_against_the_file(hf):
+    directory = hf()
+    with_tokens(directory, lambda content: content["model"]["vocab"].update(new=2**31))
+    with bounded(), pytest.raises(CheckpointError, match="token 'new' has id 2147483648, expected 0"):
+        Tokenizer.from_json(directory / "tokenizer.json")
+
+
+@pytest.mark.parametrize("token", [*ODD_IDS[:-2], 80])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_special_ids_are_held_against_the_vocabulary(hf, name, token):
+    for key, value in (("eos_token_id", token), ("eos_token_id", [1, token]), ("bos_token_id", token)):
+        directory = hf()
+        for file in ("generation_config.json", "config.json"):
+            settings = json.loads((directory / file).read_text())
+            settings.pop(key, None)
+            (directory / file).write_text(json.dumps(settings | ({key: value} if file == name else {})))
+        refused(directory, "special token id", "expected 0 .. 79")
+
+
+IN_A_CHILD = """
+import json, pathlib, resource, sys
+import jaxspec, jaxspec.models.head_files
+from jaxspec.bench import tasks
+from jaxspec.text.tokenizer import Tokenizer
+readers = {"load": jaxspec.load, "heads": jaxspec.load_heads, "tuned": jaxspec.Tuned.load, "tasks": tasks.load,
+           "tokenizer": Tokenizer.from_json}
+held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30),) * 2)
+for kind, path in json.loads(sys.argv[1]):
+    try:
+        readers[kind](path)
+    except jaxspec.JaxspecError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads the size of the process from /proc")
+def test_what_claims_memory_is_refused_in_a_process_that_has_little(tmp_path):
+    """A gigabyte more than the imports take: what was taken for any of these did not fit."""
+    heads = {"format": "jaxspec-heads", "version": 1, "config": {"hidden_size": 8, "vocab_size": 9}, "tree": None}
+    star, digits = [-1] + [0] * 20_000, "9" * 4000
+    cases = []
+
+    def case(kind: str, name: str, content) -> None:
+        place = tmp_path / str(len(cases))
+        path = place / name
+        if kind == "load":
+            write_hf(place, CONFIG, PARAMS)
+        place.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        cases.append((kind, str(path if kind in ("tuned", "tasks", "tokenizer") else place)))
+
+    settings = json.loads((write_hf(tmp_path / "hf", CONFIG, PARAMS) / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    vocab = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}, "added_tokens": []}
+    case("tokenizer", "tokenizer.json", vocab)
+    case("load", "tokenizer.json", vocab)
+    case("load", "config.json", settings | {"head_dim": 10**9, "rope_scaling": scaling})
+    case("load", "config.json", settings | {"num_hidden_layers": 10**9})
+    case("load", "config.json", f'{{"vocab_size": {digits}}}')
+    case("load", "config.json", "[" * 10**6)
+    case("heads", "heads.json", heads | {"tree": star})
+    case("heads", "heads.json", heads | {"config": {"hidden_size": 8, "vocab_size": 9, "num_heads": 10**9}})
+    case("heads", "heads.json", json.dumps(heads).replace("9", digits))
+    tuned = {"version": 1, "drafter": "medusa", "tree": star, "exit_layers": None, "schedule": {"name": "adaptive"}}
+    case("tuned", "t.json", tuned | {"measured": {}})
+    case("tuned", "t.json", json.dumps(tuned).replace("20", digits).replace("null", digits))
+    case("tasks", "t.jsonl", f'{{"prompt": "x", "question_id": {digits}}}')
+    child = subprocess.run(
+        [sys.executable, "-c", IN_A_CHILD, json.dumps(cases)], capture_output=True, text=True, timeout=300
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    lines = child.stdout.splitlines()
+    assert len(lines) == len(cases), (lines, child.stderr[-2000:])
+    for (_, path), line in zip(cases, lines, strict=True):
+        assert path in line

@@ -140,7 +140,8 @@ def ask(lm, new_tokens=24):
     prompts = [rng.integers(0, lm.vocab, n).tolist() for n in (1, 3, 7, 12)]
     # Row 2 repeats itself, for prompt lookup.
     prompts[2] = [5, 6, 7, 8] * 3
-    return request(prompts, new_tokens, vocab=lm.vocab, temperature=[0.0, 0.8, 1.0, 0.0], top_p=[1, 0.95, 1, 1])
+    return request(prompts, new_tokens, vocab=lm.vocab, temperature=[0.0, 0.8, 1.0, 0.0],
+                   top_p=[1, 0.95, 1, 1], logprobs=True)  # fmt: skip
 
 
 SMALL = transformer()
@@ -173,7 +174,7 @@ def matched(dtype, proposal):
     """The results with nothing proposed, and with a script made from that text, out of one executable."""
     lm = type(LARGE)(LARGE.config, dtype)
     params = lively(lm.init_params(jax.random.key(1)))
-    config = decoder(lm, Script(RAGGED), widths=(), logprobs=True)
+    config = decoder(lm, Script(RAGGED), widths=())
     nothing = jnp.full((lm.vocab, RAGGED.shape.nodes), -1)
     reference = generate(config, Weights(params, nothing), ask(lm), 128, quick=False)
     script = jnp.asarray(proposal(lm.vocab, texts(reference)), nothing.dtype)
@@ -183,8 +184,12 @@ def matched(dtype, proposal):
 def assert_same_bits(got, expected, ulps=0):
     assert texts(got) == texts(expected)
     for row, (first, end) in enumerate(zip(np.asarray(got.start), np.asarray(got.length))):
-        rows = np.asarray(got.logprobs[row, first:end]), np.asarray(expected.logprobs[row, first:end])
-        np.testing.assert_allclose(*rows, rtol=ulps * np.finfo(np.float32).eps, atol=0)
+        for one, other in zip(
+            (got.logprobs.raw, got.logprobs.sampled), (expected.logprobs.raw, expected.logprobs.sampled)
+        ):
+            np.testing.assert_allclose(
+                one[row, first:end], other[row, first:end], rtol=ulps * np.finfo(np.float32).eps, atol=0
+            )
 
 
 def wrong(vocab, rows):

@@ -1,7 +1,6 @@
-"""More prompts than places: rows take turns, texts are those of one batch, and a file keeps them."""
+"""More prompts than places: rows take turns, and texts are those of one batch. `test_journal` has files of texts."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -161,83 +160,6 @@ def test_callbacks_end_rows_in_turns():
     assert {row.finish_reason for row in got} == {"callback"}
     plain = jaxspec.generate(TARGET, PROMPTS, drafter="none", max_new_tokens=20)
     assert tokens(got) == [t[: 4 + i % 3] for i, t in enumerate(tokens(plain))]
-
-
-# The file.
-
-
-OPTIONS = DRAFTERS[2] | STOPPING | SAMPLED | {"batch": 3, "logprobs": True}
-
-
-def test_a_file_keeps_the_texts(tmp_path, whole):
-    """Stopped after every few texts, within a line too, and gone on with: the same texts, each decoded once."""
-    path, counts = tmp_path / "texts.jsonl", []
-
-    class Killed(Exception):
-        pass
-
-    def until(n):
-        def progress(ended, rows):
-            counts.append((ended, rows))
-            if ended == n:
-                raise Killed
-
-        return progress
-
-    for n in (2, 9, 10):
-        with pytest.raises(Killed):
-            jaxspec.generate(TARGET, PROMPTS, out=path, progress=until(n), **OPTIONS)
-        with path.open("ab") as file:
-            file.write(b'{"row": 5, "tok')
-    got = jaxspec.generate(TARGET, PROMPTS, out=path, progress=until(None), **OPTIONS)
-    assert counts == [(n, 23) for n in range(1, 24)]
-    assert tokens(got) == tokens(whole)
-    right = jaxspec.generate(TARGET, PROMPTS, **OPTIONS | {"batch": None})
-    assert [row.stats for row in got] == [row.stats for row in right]
-    np.testing.assert_allclose(np.concatenate([row.logprobs for row in got]),
-                               np.concatenate([row.logprobs for row in right]), atol=1e-5)  # fmt: skip
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    assert lines[0]["texts"] == 1
-    assert sorted(line["row"] for line in lines[1:]) == list(range(23))
-    again = jaxspec.generate(TARGET, PROMPTS, out=path, **OPTIONS)
-    assert tokens(again) == tokens(whole)
-    assert again.timing.tokens == 0, "nothing was left to decode"
-    plain = {name: value for name, value in OPTIONS.items() if name not in DRAFTERS[2]}
-    other = jaxspec.generate(TARGET, PROMPTS, out=path, **plain, **DRAFTERS[0])
-    assert tokens(other) == tokens(whole), "with the coupled rule any drafter may go on"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"key": jax.random.key(6)}, "key"),
-        ({"sampling": Sampling(temperature=0.3)}, "sampling"),
-        ({"max_new_tokens": 31}, "max new tokens"),
-        ({"stop_ids": [4]}, "stops"),
-        ({"samples": 2, "sampling": Sampling(temperature=1.0)}, "key"),
-        ({"rule": "deterministic"}, "rule"),
-        ({"logprobs": False}, "logprobs"),
-        ({"width_matched": True}, "drafter"),
-    ],
-)
-def test_a_file_is_for_one_job(tmp_path, change, named):
-    path = tmp_path / "texts.jsonl"
-    jaxspec.generate(TARGET, PROMPTS[:2], out=path, **OPTIONS | {"sampling": Sampling(temperature=1.0)})
-    before = path.read_bytes()
-    with pytest.raises(InvalidConfig, match=f"texts of another {named}"):
-        jaxspec.generate(TARGET, PROMPTS[:2], out=path, **OPTIONS | {"sampling": Sampling(temperature=1.0)} | change)
-    with pytest.raises(InvalidConfig, match="texts of another prompts"):
-        jaxspec.generate(TARGET, PROMPTS[1:3], out=path, **OPTIONS | {"sampling": Sampling(temperature=1.0)})
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("text", ["hello\n", "[]\n", '{"texts": 9}\n', '{"a": 1}\n{"row": 0}\n', "\x00\n"])
-def test_other_files_are_left_alone(tmp_path, text):
-    path = tmp_path / "mine.txt"
-    path.write_text(text)
-    with pytest.raises(InvalidConfig, match="no file of texts to go on from"):
-        jaxspec.generate(TARGET, PROMPTS[:2], out=path, **OPTIONS | {"sampling": Sampling(temperature=1.0)})
-    assert path.read_text() == text
 
 
 def test_what_does_not_fit_is_refused():

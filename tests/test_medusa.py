@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ShapeMismatch, match=f"heads are for {name}"):
             say(heads=DraftHeads(config, init_params(config)))
     function = jaxspec.Model(jaxspec.FunctionLM(lambda p, t, n: jnp.zeros((t.shape[0], 61)), 61), ())
-    with pytest.raises(InvalidConfig, match="which FunctionLM does not give"):
+    with pytest.raises(InvalidConfig, match="target's 'embedding', which FunctionLM does not have"):
         jaxspec.generate(function, [[1]], drafter="medusa", heads=heads("path"))
     for wrong in ({"num_heads": 0}, {"inputs": "all"}, {"draft_vocab_size": 99}, {"inputs": "path", "num_layers": 0},
                   {"inputs": "recurrent", "num_layers": 0}):  # fmt: skip

@@ -137,5 +137,5 @@ def test_what_is_no_mesh_is_refused(eight):
         jaxspec.generate(split, [[1]])
     with pytest.raises(InvalidConfig, match=re.escape("a mesh of 99 x 1 needs 99 devices")):
         jaxspec.make_mesh(data=99)
-    with pytest.raises(InvalidConfig, match="whole numbers"):
+    with pytest.raises(InvalidConfig, match="data must be a whole number from 1"):
         jaxspec.make_mesh(data=0)

@@ -83,7 +83,8 @@ def test_a_peer_takes_its_turns_and_its_texts_are_compared(models, tmp_path):
         assert row.decode_s[0] == pytest.approx(0.016 * len(row.tokens) / (len(row.tokens) - 1))
         assert row.prefill_s[0] == pytest.approx(max(0.02 - row.decode_s[0], 0))
     console = Console(width=200, record=True, file=(tmp_path / "said").open("w"))
-    for part in (report.overall(measured), report.by_group(measured), report.beside_peers(measured)):
+    tables = report.overall(measured), report.by_group(measured), report.beside_peers(measured)
+    for part in (*tables, report.versions(measured)):
         console.print(part)
     console.file.close()
     said = console.export_text()

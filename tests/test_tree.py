@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bounds import bounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.core.named import NAMES, named_tree
-from jaxspec.core.tree import Topology, TreeShape, branching, build, chain, from_paths
+from jaxspec.core.tree import MAX_NODES, Topology, TreeShape, branching, build, chain, from_paths, read_parents
 from jaxspec.errors import InvalidConfig, UnknownName
 
 
@@ -135,7 +136,7 @@ def test_chain_refuses(length):
 
 @pytest.mark.parametrize("counts", [(0,), (2, -1), (True,), (2.0,)])
 def test_branching_refuses(counts):
-    with pytest.raises(InvalidConfig, match="at least one child"):
+    with pytest.raises(InvalidConfig, match="the children of a node must be a whole number from 1"):
         branching(*counts)
 
 
@@ -163,3 +164,33 @@ def test_named_trees():
     assert all(named_tree(name).shape.nodes > 1 for name in NAMES)
     with pytest.raises(UnknownName, match="Did you mean 'mc_sim_7b_63'"):
         named_tree("mc_sim_7b_64")
+
+
+@pytest.mark.parametrize("parents", [[-1] + [0] * (MAX_NODES - 1), [*range(-1, MAX_NODES - 1)]], ids=["star", "chain"])
+def test_the_largest_trees_of_files_are_made_at_once(parents):
+    with bounded(seconds=10):
+        tree = read_parents(parents).tree
+    assert tree.depths.max() + (tree.children >= 0).sum(-1).max() == MAX_NODES
+
+
+@pytest.mark.parametrize(
+    ("parents", "said"),
+    [
+        ([-1] + [0] * 20_000, "at most 1024 nodes, got 20001"),
+        ([*range(-1, 20_000)], "at most 1024 nodes, got 20001"),
+        ([-1, 0.0], "list of parents"),
+        ([-1, True], "list of parents"),
+        ([-1, "0"], "list of parents"),
+        ([-1, [0]], "list of parents"),
+        ("chain", "list of parents"),
+        ({"0": -1}, "list of parents"),
+        (3, "list of parents"),
+        ([], "the parents of its 1 to"),
+        ([0], "the parents of its 1 to"),
+        ([-1, 1], "node 1 must have a parent before it"),
+        ([-1, 10**30], "node 1 must have a parent before it"),
+    ],
+)
+def test_files_name_trees_of_bounded_size(parents, said):
+    with bounded(), pytest.raises(InvalidConfig, match=said):
+        read_parents(parents)

@@ -106,7 +106,9 @@ def texts(result) -> list[list[int]]:
 # Requests.
 
 
-def request(prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, **sampling) -> Request:
+def request(
+    prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, logprobs=None, **sampling
+) -> Request:
     """A batch of prompts (lists of ids); `sampling` as in `Sampling`, `stops` one list of ids per row."""
     batch = len(prompts)
     tokens = np.zeros((batch, max(size, *map(len, prompts))), np.int32)
@@ -122,6 +124,7 @@ def request(prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size
         jax.random.split(jax.random.key(seed), batch),
         jnp.asarray(stop_ids),
         Sampling(**sampling).rows(batch, vocab),
+        None if logprobs is None else jnp.broadcast_to(jnp.asarray(logprobs), (batch,)),
     )
 
 

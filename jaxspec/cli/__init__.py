@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import jaxspec
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
-from jaxspec.wheels import cache_directory
 
 COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
@@ -29,9 +28,6 @@ COMMANDS = {
     "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
 }
 
-COMPILED, COMPILED_BYTES = "xla", 2 << 30
-"""The folder of the cache directory that holds what XLA compiled, and how much of it."""
-
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE
 
 
@@ -41,11 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it failed, for a reason given in one line. 2: the command line is wrong. 130: interrupted.
 
     Args:
-        argv: the words after the program's name; None for the process's own, which then keeps what it compiles.
+        argv: the words after the program's name; None for the process's own.
     """
-    if argv is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_directory() / COMPILED)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(COMPILED_BYTES))
     try:
         status = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
@@ -82,12 +75,14 @@ def _run(words: list[str]) -> int:
         command = importlib.import_module(f"jaxspec.cli.{name}")
         parser = Parser(prog=f"jaxspec {name}", description=command.__doc__)
         command.add_options(parser)
+        parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of progress on standard error")
         parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
         args = parser.parse_options(words)
     except SystemExit as leave:  # --help, --version
         return int(leave.code or 0)
     try:
-        return command.run(args)
+        with contextlib.nullcontext() if not args.quiet else _hushed():
+            return command.run(args)
     except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
@@ -96,6 +91,12 @@ def _run(words: list[str]) -> int:
             return 1
         kind = "" if isinstance(error, JaxspecError) else f"{type(error).__name__}: "
         return _fail(f"{kind}{error}", 1)
+
+
+def _hushed() -> contextlib.AbstractContextManager[None]:
+    from jaxspec.cli import show
+
+    return show.hushed()
 
 
 def _fail(message: str, status: int) -> int:

@@ -21,6 +21,8 @@ from jaxspec.cli.options import (
     add_chat,
     add_limits,
     add_models,
+    add_split,
+    check_split,
     load_models,
     one_of,
     own_draft,
@@ -28,9 +30,8 @@ from jaxspec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from jaxspec.bench.acceptance import Figure
+    from jaxspec.table import Table
 
 FORMAT = 1
 """Of the JSON; bumped whenever a name in it changes its meaning."""
@@ -57,9 +58,10 @@ def add_options(parser: Parser) -> None:
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
-        help=f"of {'|'.join(NAMES)}, or .jsonl files; the first turn of each question (default, without --prompt: "
-        "mt-bench)",
+        help=f"of {'|'.join(NAMES)}, or .jsonl or .txt files; the first turn of each question (default, without "
+        "--prompt: mt-bench)",
     )
+    add_split(add)
     add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
     add("--max-new-tokens", type=whole(1), default=64, metavar="N", help="default: 64")
     add("--ignore-eos", action="store_true", help="write on where the model would end")
@@ -74,6 +76,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures as told."""
     _check(args)
+    check_split(args.split, (args.tasks or "").split(","))
 
     import dataclasses
 
@@ -83,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec import prepare
     from jaxspec.bench import acceptance
     from jaxspec.bench.environment import describe
+    from jaxspec.bench.room import fitting
     from jaxspec.cli import show
 
     sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
-    tasks = [load(source, args.limit, args.seed, show.say) for source in sources]
+    tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in sources]
     samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
     target, draft = load_models(args)
     for sampling in samplings:
@@ -96,9 +100,10 @@ def run(args: argparse.Namespace) -> int:
     said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
     prompts = [(name, prepare.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)
     runs = []
     for sampling in samplings:
-        with show.Bar(f"comparing at temperature {sampling.temperature:g}", parts=10) as bar:
+        with show.Bar(f"comparing at temperature {sampling.temperature:g}", parts=show.PARTS) as bar:
             found = acceptance.measure(
                 target, model, params, prompts, sampling=sampling, children=max(args.children), draws=args.draws,
                 max_new_tokens=args.max_new_tokens, seed=args.seed, ignore_eos=args.ignore_eos, progress=bar,
@@ -114,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             | {"prompts": [dataclasses.asdict(prompt) for prompt in found]}
         )
     if args.json:
-        arguments = {name: value for name, value in vars(args).items() if name != "debug"}
+        arguments = {name: value for name, value in vars(args).items() if name not in ("debug", "quiet")}
         record = {"format": FORMAT, "arguments": arguments, "environment": describe(), "runs": runs}
         plain = json.dumps(
             record, indent=1, allow_nan=False, default=lambda o: o.tolist() if hasattr(o, "tolist") else str(o)
@@ -126,17 +131,15 @@ def run(args: argparse.Namespace) -> int:
 
 def as_table(figures: Iterable["Figure"], title: str) -> "Table":
     """A row per number of children and rule."""
-    from rich.table import Table
+    from jaxspec.table import Table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("rule")
-    for heading in ("children", "acceptance", "95 % of prompts drawn anew", "optimum", "gap"):
-        table.add_column(heading, justify="right")
+    headings = ("rule", "children", "acceptance", "95 % of prompts drawn anew", "optimum", "gap")
+    rows = []
     for figure in figures:
         spread = "-" if figure.low is None else f"{figure.low:.4f} to {figure.high:.4f}"
-        table.add_row(figure.rule, str(figure.children), f"{figure.acceptance:.4f}", spread,
-                      f"{figure.optimum:.4f}", f"{figure.gap:.4f}")  # fmt: skip
-    return table
+        shares = f"{figure.acceptance:.4f}", spread, f"{figure.optimum:.4f}", f"{figure.gap:.4f}"
+        rows.append((figure.rule, str(figure.children), *shares))
+    return Table(title, headings, rows, labels=2)
 
 
 def numbers(text: str) -> tuple[int, ...]:

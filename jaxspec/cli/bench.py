@@ -21,6 +21,8 @@ from jaxspec.cli.options import (
     add_heads,
     add_limits,
     add_models,
+    add_split,
+    check_split,
     load_heads,
     load_models,
     one_of,
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
     from jaxspec.bench.worker import Worker
     from jaxspec.models.model import Model
-
-WIDTH = 120
 
 
 def add_options(parser: Parser) -> None:
@@ -69,9 +69,10 @@ def add_options(parser: Parser) -> None:
         "--tasks",
         default="mt-bench",
         metavar="NAME_OR_PATH,...",
-        help=f"of {'|'.join(NAMES)}, or .jsonl files of Spec-Bench's layout or with a prompt per line "
-        "(default: mt-bench)",
+        help=f"of {'|'.join(NAMES)}, or files: .jsonl of Spec-Bench's layout or with a prompt per line, .txt of "
+        "prompts (default: mt-bench)",
     )
+    add_split(add)
     add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
     add("--turns", type=whole(1), default=1, metavar="N", help="turns of a conversation, at most (default: 1)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
@@ -90,6 +91,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures as told; 1 if a text differs that should not."""
     methods = _check(args)
+    check_split(args.split, args.tasks.split(","))
 
     import jaxspec
     from jaxspec.bench import plots, report
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plots:
         need("matplotlib", "--plots")  # before an hour of measuring, not after
-    tasks = [load(source, args.limit, args.seed, show.say) for source in args.tasks.split(",")]
+    tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in args.tasks.split(",")]
     samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
     target, draft = load_models(args)
     heads = load_heads(args, target)
@@ -109,14 +111,15 @@ def run(args: argparse.Namespace) -> int:
     if methods is None:
         methods = buildable(target, draft, heads)
     workers, missing = _peers(args, target)
+    report_once = show.once(show.say)
     runs = []
     try:
         for sampling in samplings:
-            with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=10) as bar:
+            with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=show.PARTS) as bar:
                 measured = measure(
                     target, methods, tasks, draft=draft, exit_layers=args.exit_layers, heads=heads, rule=args.rule,
                     sampling=sampling, seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
-                    turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, peers=workers, report=show.say,
+                    turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, peers=workers, report=report_once,
                     progress=bar,
                 )  # fmt: skip
             runs.append(measured)
@@ -124,11 +127,13 @@ def run(args: argparse.Namespace) -> int:
         for worker in workers:
             worker.close()
     show_tables(runs)
+    for reason in dict.fromkeys(reason for measured in runs for reason in measured.left_out):
+        show.tell(f"NOT MEASURED: {reason}")
     for label, why in missing.items():
-        print(f"NOT MEASURED: {label}: {why}")
+        show.tell(f"NOT MEASURED: {label}: {why}")
     if args.json:
         memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
-        arguments = {name: value for name, value in vars(args).items() if name != "debug"}
+        arguments = {name: value for name, value in vars(args).items() if name not in ("debug", "quiet")}
         record = report.as_record(runs, arguments, describe(), memory) | {"peers_left_out": missing}
         args.json.write_text(json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
         show.say(f"written: {args.json}")
@@ -143,16 +148,18 @@ def show_tables(runs: list["Run"]) -> None:
     from rich.console import Console
 
     from jaxspec.bench import report
+    from jaxspec.cli import show
 
-    console = Console(width=max(Console().width, WIDTH))
+    console = Console()
     for measured in runs:
         parts = [report.overall(measured), report.apart(measured), report.by_group(measured)]
-        for part in [*parts, report.beside_peers(measured)] if measured.peers else parts:
-            console.print(part, "", highlight=False, sep="\n")
+        parts += [report.beside_peers(measured), report.versions(measured)] if measured.peers else []
+        for part in parts:
+            console.print(part, "", highlight=False, markup=False, sep="\n")
     for measured in runs:
         for line in report.differences(measured):
-            print(line)
-    print(report.closing(runs))
+            show.tell(line)
+    show.tell(report.closing(runs))
 
 
 def temperatures(text: str) -> tuple[float, ...]:

@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
     target, draft = options.load_models(args)
     heads = options.load_heads(args, target)
     chat = Chat(target, options.stream_options(args, draft, tree, heads), args.system, args.length)
-    commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told())}
+    commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told(), answer=True)}
     for line in lines():
         if line == "/exit":
             break
         if line in commands:
             commands[line]()
         elif re.fullmatch(r"/\w+", line):
-            show.say(f"there is no {line}; there are {', '.join(commands)} and /exit")
+            show.say(f"there is no {line}; there are {', '.join(commands)} and /exit", answer=True)
         else:
             answer(chat, line, args.colour)
     return 0
@@ -88,26 +88,29 @@ def answer(chat: "Chat", line: str, colour: bool) -> None:
     """One turn: writes the answer as it comes, then what it cost."""
     from jaxspec.cli import show
 
-    def write(text: str, drafted: bool) -> None:
-        print(f"{_GREEN}{text}{_BACK}" if colour and drafted and text else text, end="", flush=True)
-
     with interruptible() as interrupted:
         try:
-            row = chat.ask(line, write, interrupted)
+            with show.writer() as write:
+                row = chat.ask(
+                    line,
+                    lambda text, drafted: write(f"{_GREEN}{text}{_BACK}" if colour and drafted and text else text),
+                    interrupted,
+                )
         except KeyboardInterrupt:  # the second: nothing is known of the state
             chat.forget()
             row = None
         except CapacityError as error:
-            show.say(f"{error}; /reset begins a new conversation")
+            show.say(f"{error}; /reset begins a new conversation", answer=True)
             return
         print(flush=True)
     if row is None or row.finish_reason is None:
-        show.say("interrupted")
+        show.say("interrupted", answer=True)
     elif row.finish_reason == "error":
         raise ArithmeticError("the target's logits were not finite, which ended the answer early")
     elif row.finish_reason == "length":
         full = chat.room < 1
-        show.say("the conversation is full; /reset begins anew" if full else "cut at --max-new-tokens")
+        cut = "the conversation is full; /reset begins anew" if full else "cut at --max-new-tokens"
+        show.say(cut, answer=True)
     if row is not None:
         if colour:
             show.legend((f"{row.stats.accepted} drafted and accepted", DRAFTED), "the rest is the target's own")
@@ -214,7 +217,7 @@ class Chat:
             raise CapacityError(f"the conversation takes {taken} of {self.length} tokens, no room for an answer")
         pieces: list[str] = []
         keywords: dict[str, Any] = self._settings | {"max_new_tokens": budget, "session": self._session}
-        with contextlib.nullcontext() if self._compiled else show.busy("compiling, reading the prompt"):
+        with contextlib.nullcontext() if self._compiled else show.busy("reading the prompt"):
             running = jaxspec.stream(
                 self._target, [ids], on_token=lambda row, token, piece: pieces.append(piece), **keywords
             )

@@ -1,30 +1,39 @@
-"""Writes with a small language model, speculatively, and compares every drafter with plain decoding."""
+"""Writes with a small language model, speculatively, and shows where drafting is faster than plain decoding."""
 
 import argparse
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.options import TARGET, Parser, own_heads
+from jaxspec.cli.options import TARGET, Parser, own_draft, own_heads
+from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
+from jaxspec.cli.wrap import wrap
 from jaxspec.registry import DRAFTERS, find
+from jaxspec.table import Table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from jaxspec.models.heads import DraftHeads
     from jaxspec.models.model import Model
     from jaxspec.output import Output
 
-PLAIN, QUICK = "none", "prompt-lookup"
-LENGTHS = {"early-exit": 2, "model": 4}  # drafts that cost here more than they bring are kept short
-WIDTH = 88
+QUICK = "prompt-lookup"
+LEFT_OUT = ("early-exit",)  # accepts little, unless the model was trained for it
+LENGTHS = {"model": 3}
+DRAFT_DTYPE = "int8"
+TURNS = 2
+"""Runs of each drafter. The fastest counts, since other programs can only slow a run down."""
 NOTES = {
-    "model": "here the target drafts for itself; nearly all is accepted and nothing gained: it shows the machinery.",
-    "early-exit": "a model not trained for it accepts little; it shows that the text stays the same.",
-    "medusa": "heads trained for this model by `jaxspec train medusa` guess the tokens after the next one.",
+    "prompt-lookup": "guesses what followed the same words earlier in the text.",
+    "medusa": "heads trained for this model guess the tokens after the next one.",
+    "model": "{draft} in int8 writes ahead, and the model checks it.",
 }
+LEGEND = (
+    "tokens/s is the speed of decoding alone, without compiling and reading the prompt. The cost of a round is its "
+    "time divided by that of a plain round; times plain is tokens per round divided by the cost of a round."
+)
 
 
 def add_options(parser: Parser) -> None:
@@ -37,43 +46,61 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shows it; 1 if a drafter changed a text."""
     import jax
+    from rich.console import Console
 
     import jaxspec
     from jaxspec.cli import show
 
     model = show.load(args.target, "float32")
+    draft = own_draft(args.target) or args.target
     heads = own_heads(args.target)
-    bench = Bench(model, None if heads is None else jaxspec.load_heads(heads, target=model))
-    print(f"\nQuestion: {QUESTION}\n")
+    loaded = None if heads is None else jaxspec.load_heads(heads, target=model)
+    bench = Bench(model, show.load(draft, DRAFT_DTYPE), loaded)
+    show.tell(f"\nQuestion: {QUESTION}\n")
     bench.stream(QUESTION, 96)
 
-    tables, greedy = [], jaxspec.Sampling()
-    names = sorted(DRAFTERS, key=PLAIN.__ne__)
+    names = [name for name in sorted(DRAFTERS, key=PLAIN.__ne__) if name not in LEFT_OUT]
     if heads is None:
         names = [name for name in names if "heads" not in find("drafter", name).takes]
-    for task, (prompt, count) in TASKS.items():
-        rows = {name: bench.measure(name, prompt, count, greedy) for name in names}
-        tables.append((f"{task}, greedy, up to {count} tokens", rows))
+    tasks = {task: bench.compare(names, prompt, count) for task, (prompt, count) in TASKS.items()}
     sampling, key = jaxspec.Sampling(temperature=0.8, top_p=0.95), jax.random.key(0)
-    rows = {name: bench.measure(name, QUESTION, 96, sampling, key) for name in (PLAIN, QUICK)}
-    tables.append(("an ordinary question, temperature 0.8, top-p 0.95, the same seed", rows))
+    drawn = [bench.decode(name, QUESTION, 96, sampling=sampling, key=key) for name in (PLAIN, QUICK)]
 
-    from rich.console import Console
+    console = Console()
 
-    console = Console(width=WIDTH)
-    for title, rows in tables:
-        console.print()
-        console.print(as_table(title, rows))
-    same = all(row[0].tokens == rows[PLAIN][0].tokens for _, rows in tables for row in rows.values())
-    print(closing(args.target, names, same))
+    def paragraph(text: str, indent: str = "") -> None:
+        for line in wrap(text, console.width - len(indent)):
+            print(indent + line)
+
+    speeds = {task: {name: Speed.of(output) for name, output in of.items()} for task, of in tasks.items()}
+    notes = {name: NOTES[name].format(draft=draft) for name in names if name in NOTES}
+    print()
+    for name, note in notes.items():
+        paragraph(f"{name}: {note}")
+    for task, of in tasks.items():
+        print()
+        console.print(as_table(f"{task}, greedy, up to {TASKS[task][1]} tokens", of, speeds[task]))
+    same = all(output[0].tokens == of[PLAIN][0].tokens for of in tasks.values() for output in of.values())
+    same = same and drawn[0][0].tokens == drawn[1][0].tokens
+    print()
+    paragraph(LEGEND)
+    print()
+    paragraph(verdict(same))
+    print("\nWhat to take home:")
+    for text in takeaway(speeds, jax.devices()[0].platform):
+        print()
+        paragraph(text, "  ")
+    print("\nNext:")
+    for words in next_commands(args.target, draft, speeds):
+        print("\n".join(f"  {line}" for line in as_command(words, console.width - 2)))
     return 0 if same else 1
 
 
 class Bench:
     """One model and one cache size, so that a drafter compiles once for all tasks."""
 
-    def __init__(self, model: "Model", heads: "DraftHeads | None"):
-        self._model, self._heads, self._chat = model, heads, model.chat_template is not None
+    def __init__(self, model: "Model", draft: "Model", heads: "DraftHeads | None"):
+        self._model, self._draft, self._heads = model, draft, heads
         longest = max(len(model.encode(prompt)) + count for prompt, count in TASKS.values())
         self._capacity = max(512, 1 << (longest + 128).bit_length())  # 128: the chat template, a window
         self._compiled: set[str] = set()
@@ -81,11 +108,12 @@ class Bench:
     def _options(self, name: str, count: int) -> dict[str, Any]:
         return {
             "drafter": name,
-            "draft": self._model if "draft" in find("drafter", name).takes else None,
+            "draft": self._draft if "draft" in find("drafter", name).takes else None,
             "heads": self._heads if "heads" in find("drafter", name).takes else None,
             "tree": LENGTHS.get(name),
             "max_new_tokens": count,
-            "chat": self._chat,
+            "chat": self._model.chat_template is not None,
+            "verbose": False,  # the lines shown here say what is compiled
             "capacity": self._capacity,
         }
 
@@ -94,70 +122,92 @@ class Bench:
         import jaxspec
         from jaxspec.cli import show
 
-        with show.busy(f"compiling {QUICK}, reading the prompt"):
-            running = jaxspec.stream(self._model, prompt, **self._options(QUICK, count))
-            print(next(running).text, end="", flush=True)
-        for chunk in running:
-            print(chunk.text, end="", flush=True)
-        print("\n", flush=True)
+        with show.writer() as write:
+            with show.busy(f"compiling {QUICK}, reading the prompt"):
+                running = jaxspec.stream(self._model, prompt, **self._options(QUICK, count))
+                first = next(running).text
+            write(first)
+            for chunk in running:
+                write(chunk.text)
+            write("\n\n")
         show.say(show.summary(running.output.timing, running.output.stats))
         self._compiled.add(QUICK)
 
-    def measure(self, name: str, prompt: str, count: int, sampling: Any, key: Any = None) -> "Output":
-        """Decodes, twice where that is quick; the faster run counts, as other programs only slow one down."""
+    def compare(self, names: list[str], prompt: str, count: int) -> dict[str, "Output"]:
+        """The fastest run of each drafter, greedily and by turns."""
+        runs: dict[str, list[Output]] = {name: [] for name in names}
+        for _ in range(TURNS):
+            for name in names:
+                runs[name].append(self.decode(name, prompt, count))
+        return {name: min(outputs, key=lambda output: output.timing.decode_s) for name, outputs in runs.items()}
+
+    def decode(self, name: str, prompt: str, count: int, **options: Any) -> "Output":
+        """Decodes once. Where no terminal is watching, only what is compiled is worth a line."""
         import jaxspec
         from jaxspec.cli import show
 
-        doing = "decoding" if name in self._compiled else "compiling, then decoding"
-        times = 1 if name in LENGTHS else 2
-        options = self._options(name, count) | {"sampling": sampling, "key": key}
-        with show.busy(f"{name}: {doing} up to {count} tokens" + ", twice" * (times - 1)):
-            runs = [jaxspec.generate(self._model, prompt, **options) for _ in range(times)]
+        compiled = name in self._compiled
+        with show.busy(f"{name}: decoding" if compiled else f"compiling {name}, decoding", quiet=compiled):
+            output = jaxspec.generate(self._model, prompt, **self._options(name, count) | options)
         self._compiled.add(name)
-        return min(runs, key=lambda run: run.timing.decode_s)
+        return output
 
 
-def as_table(title: str, rows: dict[str, "Output"]) -> "Table":
+def as_table(title: str, outputs: Mapping[str, "Output"], speeds: Speeds) -> Table:
     """One task: a row per drafter, plain decoding first."""
-    from rich.table import Table
-
-    plain = rows[PLAIN]
-    table = Table(title=title, title_justify="left", width=WIDTH)
-    table.add_column("drafter")
-    for heading in ("tokens/s", "vs plain", "tokens/round", "acceptance", "same text"):
-        table.add_column(heading, justify="right")
-    for name, output in rows.items():
-        speed, stats = output.timing.tokens_per_s, output.stats
-        table.add_row(
-            f"{name} (plain decoding)" if name == PLAIN else name,
-            f"{speed:.1f}",
-            f"{speed / plain.timing.tokens_per_s:.2f}x",
-            f"{stats.tokens_per_round:.2f}",
-            f"{stats.acceptance_rate:.0%}" if stats.drafted else "-",
-            "yes" if output[0].tokens == plain[0].tokens else "no",
+    plain, text = speeds[PLAIN], outputs[PLAIN][0].tokens
+    headings = ("drafter", "tokens/s", "times plain", "tokens per round", "cost of a round", "same text")
+    rows = [
+        (
+            f"{name} (plain)" if name == PLAIN else name,
+            f"{speed.tokens_per_s:.1f}",
+            f"{speed.times(plain):.2f}",
+            f"{speed.tokens_per_round:.2f}",
+            f"{speed.cost(plain):.2f}",
+            "yes" if outputs[name][0].tokens == text else "NO",
         )
-    return table
+        for name, speed in speeds.items()
+    ]
+    return Table(title, headings, rows)
 
 
-def closing(target: str, names: list[str], same: bool) -> str:
-    """How to read the tables, and what to type next."""
-    script = os.path.join(os.path.dirname(sys.executable), "jaxspec")
-    command = os.path.relpath(script) if os.path.exists(script) else f"{os.path.relpath(sys.executable)} -m jaxspec"
-    if shutil.which("jaxspec") == script:
-        command = "jaxspec"
-    command += " generate" + ("" if target == TARGET else f" --target {target}")
-    verdict = "Every drafter wrote the same text as plain decoding, token for token."
+def verdict(same: bool) -> str:
+    """Whether drafts changed a text."""
     if not same:
-        verdict = "A TEXT DIFFERS from that of plain decoding, which should not be: please report it."
-    notes = "\n".join(f"{name}: {NOTES[name]}" for name in names if name in NOTES)
-    return f"""
-{verdict}
+        return "A TEXT DIFFERS from that of plain decoding, which should not be: please report it."
+    return (
+        "Every drafter wrote the same text as plain decoding, token for token. So did "
+        f"{QUICK} at temperature 0.8 with the same seed."
+    )
 
-tokens/s is of decoding alone, on this machine: compiling, and reading the prompt, are left out.
-{notes}
 
-Next:
-  {command} "Write a haiku about the sea."
-  {command} --drafter none --json "Write a haiku about the sea."
-  {command} --help
-"""
+def next_commands(target: str, draft: str, tasks: Mapping[str, Speeds]) -> list[list[str]]:
+    """What to type next, in words: the first with the drafter that was best on the first task."""
+    script = os.path.join(os.path.dirname(sys.executable), "jaxspec")
+    program = [os.path.relpath(sys.executable), "-m", "jaxspec"]
+    if os.path.exists(script):
+        program = ["jaxspec" if shutil.which("jaxspec") == script else os.path.relpath(script)]
+    own = [] if target == TARGET else [f"--target {target}"]
+    name = best(next(iter(tasks.values())))
+    drafting = [f"--drafter {name}"] if name != QUICK else []
+    if "draft" in find("drafter", name).takes:
+        drafting += [f"--draft-model {draft}", f"--draft-dtype {DRAFT_DTYPE}"]
+    if name in LENGTHS:
+        drafting.append(f"--draft-length {LENGTHS[name]}")
+    return [
+        [*program, "generate", *own, *drafting, '"Write a haiku about the sea."'],
+        [*program, "chat", *own],
+        [*program, "generate", "--help"],
+    ]
+
+
+def as_command(words: list[str], width: int) -> list[str]:
+    """The lines of a command, which a shell takes as one."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines

@@ -1,11 +1,14 @@
-"""Writes draft heads in the layout of another system."""
+"""Writes draft heads in the layout of another system: 'jaxspec export HEADS --layout vllm --out DIR'.
+
+Heads trained with '--inputs hidden' (Medusa's kind) can be exported. Those that read tokens ('--inputs path' or
+'recurrent') cannot: no other system has a layout for them, and only jaxspec serves them.
+"""
 
 import argparse
 import pathlib
 
 from jaxspec.cli.options import DTYPES, SOURCES, Parser, one_of
-
-LAYOUTS = ("v0.1", "legacy", "vllm")
+from jaxspec.models.head_serving import WRITTEN
 
 
 def add_options(parser: Parser) -> None:
@@ -14,10 +17,11 @@ def add_options(parser: Parser) -> None:
     add("heads", metavar="HEADS", help="a directory, a file or a repository of the Hub, in any layout that is read")
     add(
         "--layout",
-        default=LAYOUTS[0],
-        type=one_of("layout", LAYOUTS),
-        metavar="|".join(LAYOUTS),
-        help="Medusa's own with projections, Medusa's without (the target's is shared), or vLLM's (default: v0.1)",
+        default=WRITTEN[0],
+        type=one_of("layout", WRITTEN),
+        metavar="|".join(WRITTEN),
+        help="Medusa's own with projections (Medusa 0.1, TensorRT-LLM, TGI), Medusa's without (the target's is shared: "
+        "Medusa's legacy trainer, TGI), or vLLM's, the only one for a reduced vocabulary (default: v0.1)",
     )
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where to write them")
     add("--target", metavar="SOURCE", help=f"the model they draft for, whose projection is copied: {SOURCES}")
@@ -31,12 +35,15 @@ def run(args: argparse.Namespace) -> int:
     """Exports them."""
     from jaxspec.cli import show
     from jaxspec.models.head_export import export_heads
-    from jaxspec.models.head_files import load_heads
+    from jaxspec.models.head_files import load_heads, open_heads, sizes_alone
+    from jaxspec.models.head_serving import check_layout
 
+    # Before a target is loaded: it may be large.
+    check_layout(sizes_alone(open_heads(args.heads, allow_pickle=args.allow_pickle)), args.layout)
     target = None if args.target is None else show.load(args.target, args.dtype or DTYPES[0])
     heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
     for note in heads.notes:
-        show.say(f"{args.heads}: {note}")
+        show.say(f"{args.heads}: {note}", answer=True)
     place = export_heads(heads, args.out, args.layout, target=target, base=args.base)
     show.say(f"written: {place}")
     return 0

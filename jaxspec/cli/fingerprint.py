@@ -25,17 +25,15 @@ def run(args: argparse.Namespace) -> int:
 
 def prints(folder: pathlib.Path):
     """(sha256, name) of the log, of every checkpoint's state and of the heads."""
-    import json
-
     from jaxspec.models.head_files import MANIFEST, load_heads
+    from jaxspec.train.bound import CHECKPOINTS, HEADS, LOG
+    from jaxspec.train.checkpoints import Checkpoints
     from jaxspec.train.disk import fingerprint
-    from jaxspec.train.log import LOG
-    from jaxspec.train.loop import CHECKPOINTS
 
     if (folder / LOG).exists():
         yield hashlib.sha256((folder / LOG).read_bytes()).hexdigest(), LOG
-    for about in sorted((folder / CHECKPOINTS).glob("step-*/about.json")):
-        yield json.loads(about.read_text())["sha256"], f"{CHECKPOINTS}/{about.parent.name}"
-    for place in (folder, folder / "heads"):
+    for name, digest in Checkpoints(folder / CHECKPOINTS).prints().items():
+        yield digest, f"{CHECKPOINTS}/{name}"
+    for place in (folder, folder / HEADS):
         if (place / MANIFEST).exists():
             yield fingerprint(load_heads(place).params), str((place / MANIFEST).parent.relative_to(folder.parent))

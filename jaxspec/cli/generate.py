@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Iterable
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, whole
+from jaxspec.core import sizes
 
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
-    from jaxspec.output import Chunk, Output
+    from jaxspec.output import Chunk, Generation, Output
 
 
 def add_options(parser: Parser) -> None:
@@ -27,8 +29,13 @@ def add_options(parser: Parser) -> None:
     add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
-    add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of texts")
-    add("--out", metavar="FILE", help="a line of JSON per text, as it ends; the same command goes on with the rest")
+    add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of prompts")
+    options.add_split(add)
+    add(
+        "--out",
+        metavar="FILE",
+        help="write a line of JSON per text, as it ends; the same command resumes, by what FILE.job.json says",
+    )
     add(
         "--batch",
         type=whole(1),
@@ -37,14 +44,22 @@ def add_options(parser: Parser) -> None:
     )
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
-    add("--logprobs", action="store_true", help="log-probabilities of the tokens, in the JSON")
+    add(
+        "--logprobs",
+        nargs="?",
+        type=whole(0, sizes.MOST_LOGPROBS),
+        const=True,
+        default=False,
+        metavar="N",
+        help="in the JSON: each token's log-probability, raw and as sampled; with N, the N likeliest tokens, too",
+    )
     add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generates as told; 1 if a text ended in logits that are not finite."""
     tree = options.check_drafting(args)
-    if args.logprobs and not (args.json or args.out):
+    if args.logprobs is not False and not (args.json or args.out):
         raise UsageError("--logprobs are written to the JSON; give --json, too")
     if args.out and args.json:
         raise UsageError("--out is a file of JSON, --json writes to standard output; give one of the two")
@@ -52,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--compile-only writes no text; give it without --json and --out")
     if args.prompts and args.prompt:
         raise UsageError("--prompts is instead of PROMPT; give one of the two")
+    options.check_split(args.split, [args.prompts] if args.prompts else [])
     if args.out and not pathlib.Path(args.out).absolute().parent.is_dir():
         raise UsageError(f"--out {args.out}: there is no folder {pathlib.Path(args.out).absolute().parent}; make it")
-    prompts: list = _prompts(args.prompts) if args.prompts else args.prompt or [_standard_input()]
+    prompts: list = _prompts(args.prompts, args.split) if args.prompts else args.prompt or [_standard_input()]
 
     import jaxspec
     from jaxspec.cli import show
@@ -63,19 +79,18 @@ def run(args: argparse.Namespace) -> int:
     heads = options.load_heads(args, target)
     keywords = options.stream_options(args, draft, tree, heads) | {
         "samples": args.samples,
-        "chat": target.chat_template is not None if args.chat is None else args.chat,
+        "chat": args.chat,
         "logprobs": args.logprobs,
         "batch": args.batch,
     }
     if args.compile_only:
-        with show.busy("compiling"):
-            seconds = jaxspec.precompile(target, prompts, **keywords)
-        show.say(f"compiled in {seconds:.1f} s")
+        if not jaxspec.precompile(target, prompts, **keywords):
+            show.say("nothing had to be compiled")
         return 0
     if args.out:
         output = _into_file(target, prompts, args.out, keywords)
     else:
-        with show.busy("compiling, reading the prompt"):
+        with show.busy("reading the prompt"):
             running = jaxspec.stream(target, prompts, **keywords)
             first = list(itertools.islice(running, 1))  # the first step compiles, too
         _show(args, prompts, itertools.chain(first, running))
@@ -96,9 +111,11 @@ def _into_file(target: "Model", prompts: list, path: str, options: dict[str, Any
     from jaxspec.cli import show
     from jaxspec.decode.loop import FOREVER
 
-    with show.Bar("decoding", parts=10) as bar:
+    with show.Bar("decoding", parts=show.PARTS) as bar:
         running = jaxspec.stream(target, prompts, out=path, progress=bar, rounds=FOREVER, **options)
-        show.say(f"{len(prompts) * options['samples']} texts, caches of {running.memory / 1e9:.2f} GB")
+        there = sum(row.finish_reason is not None for row in running.output)
+        resumed = f", {there} of them already in {path}" if there else ""
+        show.say(f"{len(prompts) * options['samples']} texts{resumed}, caches of {running.memory / 1e9:.2f} GB")
         for _ in running:
             pass
     return running.output
@@ -119,14 +136,17 @@ def _show(args: argparse.Namespace, prompts: list, chunks: Iterable["Chunk"]) ->
     print_in_order(chunks, [f"=== {title} ===" for title in titles] if rows > 1 else [""])
 
 
-def _prompts(path: str) -> list:
-    """Texts, and conversations up to their first answer."""
+def _prompts(path: str, split: str | None) -> list:
+    """Reads texts, and conversations up to their first answer, and says how many there are."""
+    from jaxspec.cli import show
+    from jaxspec.prompt_files import SPLITS
     from jaxspec.train.conversations import read
 
     found = []
-    for one in read([path], refuse=True)[0]:
+    for one in read([path], refuse=True, split=split or SPLITS[0])[0]:
         asked = itertools.takewhile(lambda message: message["role"] != "assistant", one.messages)
         found.append(list(asked) if one.text is None else one.text)
+    show.say(f"{path}: {len(found)} prompt{'s' * (len(found) > 1)}")
     return found
 
 
@@ -150,7 +170,7 @@ def as_records(output: "Output", prompts: list[str], seed: int) -> list[dict]:
             "text": row.text,
             "tokens": row.tokens,
             "finish_reason": row.finish_reason,
-            **({} if row.logprobs is None else {"logprobs": row.logprobs}),
+            **logprobs_record(row),
             "stats": row.stats.as_dict(),
             "timing": timing,
             "noise_version": output.noise_version,
@@ -160,18 +180,33 @@ def as_records(output: "Output", prompts: list[str], seed: int) -> list[dict]:
     ]
 
 
+def logprobs_record(row: "Generation") -> dict:
+    """The log-probabilities of a text that has them; null where a lossy rule emitted what the law excludes."""
+    record: dict[str, Any] = {}
+    if row.logprobs is not None:
+        record["logprobs"] = row.logprobs
+    if row.sampled_logprobs is not None:
+        record["sampled_logprobs"] = [value if math.isfinite(value) else None for value in row.sampled_logprobs]
+    if row.top_logprobs is not None:
+        record["top_logprobs"] = row.top_logprobs
+    return record
+
+
 def print_in_order(chunks: Iterable["Chunk"], headers: list[str]) -> None:
     """Prints each row's text below its header: the first unfinished one as it comes, the others in turn."""
+    from jaxspec.cli import show
+
     waiting, ended, at = ["" for _ in headers], [False for _ in headers], 0
-    print(headers[0], end="\n" if headers[0] else "", flush=True)
-    for chunk in chunks:
-        waiting[chunk.row] += chunk.text
-        ended[chunk.row] = chunk.finish_reason is not None
-        while at < len(headers):
-            print(waiting[at], end="\n" if ended[at] else "", flush=True)
-            waiting[at] = ""
-            if not ended[at]:
-                break
-            at += 1
-            if at < len(headers):
-                print(f"\n{headers[at]}")
+    with show.writer() as write:
+        write(headers[0] + "\n" * bool(headers[0]))
+        for chunk in chunks:
+            waiting[chunk.row] += chunk.text
+            ended[chunk.row] = chunk.finish_reason is not None
+            while at < len(headers):
+                write(waiting[at] + "\n" * ended[at])
+                waiting[at] = ""
+                if not ended[at]:
+                    break
+                at += 1
+                if at < len(headers):
+                    write(f"\n{headers[at]}\n")

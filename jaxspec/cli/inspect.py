@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import SOURCES, Parser, UsageError, add_dtype, whole
+from jaxspec.cli.wrap import wrap
 from jaxspec.core import sizes
 from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from jaxspec.text.tokenizer import Tokenizer
 
 LENGTH = 2048
-SHOWN, WIDTH = 8, 88  # items of a list and characters of a text; the JSON has all of them
+AS_THEY_ARE = ("settings", "stored", "tensors", "head_tensors")
+"""Sections whose entries have names of the file."""
+SHOWN, LONGEST = 8, 88  # items of a list and characters of a text; the JSON has all of them
 
 
 def add_options(parser: Parser) -> None:
@@ -66,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         report["refused"] = [str(error) for error in refused]
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
-        print("\n".join(as_lines(report)))
+        from rich.console import Console
+
+        print("\n".join(as_lines(report, Console().width)))
     if refused:
         raise refused[0]
     return 0
@@ -135,7 +140,8 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
 
     section: dict[str, Any] = {}
     try:
-        tokenizer = Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None
+        size = checkpoint.config.vocab_size
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
     except JaxspecError as error:
         refused.append(error)
         tokenizer = None
@@ -201,16 +207,29 @@ def brief(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for reading: a line per entry, sections indented."""
+def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
+    """The report for reading: an entry per line, or more where it is wider than `width`; sections are indented."""
     for key, value in report.items():
         if isinstance(value, Mapping):
-            label = _printable if key in ("settings", "stored", "tensors") else _label  # the file's names as they are
-            width = max(map(len, map(label, value)), default=0)
+            label = _printable if key in AS_THEY_ARE else _label
+            labels = [f"  {label(name)}" for name in value]
+            column = min(max(map(len, labels), default=0) + 2, width // 2)
             yield f"\n{_label(key)}"
-            yield from (f"  {label(name):<{width}}  {_shown(name, item)}" for name, item in value.items())
+            for shown, (name, item) in zip(labels, value.items()):
+                yield from _entry(shown, _shown(name, item), column, width)
         else:
-            yield f"{_label(key):<12}  {_shown(key, value)}"
+            yield from _entry(_label(key), _shown(key, value), 14, width)
+
+
+def _entry(label: str, value: str, column: int, width: int) -> Iterator[str]:
+    """A label with its value from `column` on, or below it where one of them is too wide; wrapped between words."""
+    first, *more = wrap(value, width - column)
+    if len(label) + 2 <= column and max(map(len, [first, *more])) <= width - column:
+        yield f"{label:<{column}}{first}".rstrip()
+    else:
+        yield label
+        column, more = 4, wrap(value, width - 4)
+    yield from (" " * column + line for line in more)
 
 
 def _label(key: str) -> str:
@@ -230,7 +249,7 @@ def _shown(key: str, value: Any) -> str:
         return f"{value / unit:.2f} {name}"
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-    return _printable(value if len(value) <= WIDTH else value[: WIDTH - 1] + "…")
+    return _printable(value if len(value) <= LONGEST else value[: LONGEST - 1] + "…")
 
 
 def _printable(text: str) -> str:

@@ -15,13 +15,6 @@ PROMPTS = (
 TOKENS = 32
 FLOOR = 0.1
 """Less than this of a first head's guesses accepted: heads that work have three times as much and more."""
-READERS = {
-    "jaxspec": "this library",
-    "v0.1": "Medusa 0.1, TensorRT-LLM, TGI",
-    "legacy": "Medusa's legacy trainer, TGI",
-    "v1.0": "Medusa 1.0, in the model they were trained with",
-    "vllm": "vLLM",
-}
 
 
 def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
@@ -32,7 +25,8 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     from jaxspec.cli import show
     from jaxspec.cli.inspect import brief, by_name, by_type
     from jaxspec.models.checkpoint import beside
-    from jaxspec.models.head_files import load_heads, open_heads
+    from jaxspec.models.head_files import load_heads, open_heads, sizes_alone
+    from jaxspec.models.head_serving import READERS, layouts_for
 
     report: dict[str, Any] = {}
     try:
@@ -42,30 +36,30 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         stored = _stored(place)
         return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
     stored = found.stored.values()
-    heads = {"layout": found.layout, "read_by": READERS[found.layout]} | dict(found.sizes)
+    heads = {"layout": found.layout, "read_by": READERS.get(found.layout, "this library")} | dict(found.sizes)
     heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
     if isinstance(base := found.settings.get("base_model_name_or_path"), str):
         heads["made_for"] = brief(base)
+    heads["exported_to"] = ", ".join(layouts_for(sizes_alone(found))) or "none: only jaxspec serves them"
     report["heads"] = heads
     if args.target is None:
         return report
     try:
         target = show.load(args.target, args.dtype)
         loaded = load_heads(place, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
-        report["probe"] = probe(target, loaded, args.prompt or PROMPTS)
+        report["probe"] = probe(target, loaded, args.prompt or PROMPTS, not args.quiet)
     except JaxspecError as error:
         refused.append(error)
     return report
 
 
-def probe(target: Any, heads: Any, prompts: Any) -> dict[str, Any]:
+def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[str, Any]:
     """Decodes prompts greedily with a chain of all heads: how much of what each head says is accepted."""
     import jaxspec
 
-    chat = target.chat_template is not None
     texts = jaxspec.generate(
-        target, list(prompts), drafter="medusa", heads=heads, tree=heads.config.num_heads, chat=chat,
-        max_new_tokens=TOKENS, ignore_eos=True,
+        target, list(prompts), drafter="medusa", heads=heads, tree=heads.config.num_heads,
+        max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose,
     )  # fmt: skip
     stats = texts.stats
     first = stats.acceptance_by_position[0]

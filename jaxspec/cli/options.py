@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, UnknownName
+from jaxspec.prompt_files import SPLITS
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ TREE_GRAMMAR = (
     "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
     "expanded), or a name (mc_sim_7b_63: Medusa's, of 64 nodes)"
 )
-MAX_NODES = 1024
 
 
 class UsageError(Exception):
@@ -43,18 +44,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         settings |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**settings)
+        self.set_defaults(quiet=False)  # where a command's options are parsed without those that all have
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_options(self, words: list[str]) -> argparse.Namespace:
         """The options; positional words may stand before, between and after them."""
-        args, unknown = self.parse_known_intermixed_args(words)
+        args, unknown = self.parse_known_intermixed_args(self._ordered(words))
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_help())
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
             self.error(f"unknown option {unknown[0]!r}" + (f", did you mean {near[0]!r}?" if near else ""))
         return args
+
+    def _ordered(self, words: list[str]) -> list[str]:
+        """The words; one that is no number stands before an option whose value is a number that may be left out."""
+        optional = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
+        found: list[str] = []
+        for word in words:
+            swallowed = found and found[-1] in optional and "--" not in found
+            taken = word.startswith("-") or re.fullmatch(r"[\d.]+", word, re.ASCII)
+            found.insert(len(found) - 1 if swallowed and not taken else len(found), word)
+        return found
 
 
 def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
@@ -87,6 +99,22 @@ DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(W
 def add_dtype(add: Callable) -> None:
     """`--dtype`, to a parser's or a group's `add_argument`."""
     add("--dtype", default=WEIGHTS[0], **DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
+
+
+def add_split(add: Callable) -> None:
+    """How `.txt` files of prompts are split; see `jaxspec.prompt_files`."""
+    add(
+        "--split",
+        type=one_of("split", SPLITS),
+        metavar="|".join(SPLITS),
+        help=f"what is a prompt in a .txt file: a line, what blank lines part, or the file (default: {SPLITS[0]})",
+    )
+
+
+def check_split(split: str | None, files: Iterable[str]) -> None:
+    """Refuses --split where no file is a `.txt` file."""
+    if split is not None and not any(file.lower().endswith(".txt") for file in files):
+        raise UsageError("--split is for .txt files of prompts; leave it out, or name such a file")
 
 
 def add_models(parser: Parser) -> Callable:
@@ -255,7 +283,7 @@ def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None"
 
     heads = load_heads(args.heads, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
-        show.say(f"{args.heads}: {note}")
+        show.say(f"{args.heads}: {note}", answer=True)
     return heads
 
 
@@ -283,6 +311,7 @@ def stream_options(
         "schedule": args.schedule,
         "stop": args.stop,
         "ignore_eos": args.ignore_eos,
+        "verbose": not args.quiet,
     }
 
 

@@ -1,12 +1,16 @@
 """What a command shows beside its result, on standard error: bars on a terminal, plain lines elsewhere."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from jaxspec.cli.wrap import Wrapper, wrap
+from jaxspec.table import Table
 
 if TYPE_CHECKING:
     from jaxspec.decode.session import Timing
@@ -14,27 +18,103 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
 
-def say(line: str) -> None:
-    """A line as it is, never wrapped."""
+_hushed = False
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Silences what is said of progress: no bars, and of the lines only those that answer the user."""
+    global _hushed
+    before, _hushed = _hushed, True
+    try:
+        yield
+    finally:
+        _hushed = before
+
+
+def say(line: str, answer: bool = False) -> None:
+    """Prints a line on standard error, wrapped between words on a terminal.
+
+    Args:
+        line: what is said.
+        answer: the user asked for it, or must know; it is said also where progress is silenced.
+    """
+    if _hushed and not answer:
+        return
     console = Console(stderr=True)
-    console.print(Text(line, style="dim"), soft_wrap=True)
+    for part in wrap(line, console.width) if console.is_terminal else [line]:
+        console.print(Text(part, style="dim"), soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    """Prints a line of the result, wrapped between words on a terminal."""
+    with writer() as write:
+        write(f"{line}\n")
+
+
+@contextlib.contextmanager
+def writer() -> Iterator[Callable[[str], None]]:
+    """A function that prints a text piece by piece: on a terminal wrapped between words, elsewhere as it is."""
+    wrapper = Wrapper() if sys.stdout.isatty() else None
+
+    def write(piece: str) -> None:
+        print(piece if wrapper is None else wrapper.feed(piece), end="", flush=True)
+
+    try:
+        yield write
+    finally:
+        if wrapper is not None:
+            print(wrapper.end(), end="", flush=True)
+
+
+def card(markdown: str) -> None:
+    """Prints a card for the terminal: its tables fit, and its paragraphs are wrapped between words."""
+    console, rows = Console(), []
+    for line in [*markdown.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        if rows:
+            headings, _, *cells = rows  # between them is the rule
+            console.print(Table("", headings, cells))
+            rows = []
+        for part in wrap(line.removeprefix("# "), console.width):
+            print(part)
+
+
+def once(line: Callable[[str], object]) -> Callable[[str], None]:
+    """The function, but no line is passed to it a second time."""
+    seen = set()
+
+    def first(text: str) -> None:
+        if text not in seen:
+            seen.add(text)
+            line(text)
+
+    return first
 
 
 def legend(*parts: str | tuple[str, str]) -> None:
     """What colours mean: texts, some of them with their colour."""
-    Console(stderr=True).print(Text(", ").join(Text.assemble(part) for part in parts), soft_wrap=True)
+    if not _hushed:
+        Console(stderr=True).print(Text(", ").join(Text.assemble(part) for part in parts), soft_wrap=True)
 
 
 @contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Shows that something is under way whose end is not known."""
+def busy(what: str, quiet: bool = False) -> Iterator[None]:
+    """Shows that something is under way whose end is not known; with `quiet` on terminals alone."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        say(f"{what} ...")
+    if _hushed or not console.is_terminal:
+        if not quiet:
+            say(f"{what} ...")
         yield
         return
     with console.status(Text(f"{what} ...", style="dim")):
         yield
+
+
+PARTS = 4
+"""Lines that say how far something is where no bar can be drawn."""
 
 
 class Bar:
@@ -46,15 +126,18 @@ class Bar:
     def __init__(self, what: str, parts: int = 0):
         self._what, self._console, self._parts = what, Console(stderr=True), parts
         self._progress: Progress | None = None
+        self._part = 0
 
     def __enter__(self) -> "Bar":
-        if not self._console.is_terminal:
+        if _hushed or not self._console.is_terminal:
             say(f"{self._what} ...")
         return self
 
     def __call__(self, done: int, total: int, *_: object) -> None:
-        if not self._console.is_terminal:
-            if done * self._parts // total > (done - 1) * self._parts // total:
+        if _hushed or not self._console.is_terminal:
+            part = done * self._parts // total
+            if part > self._part:
+                self._part = part
                 say(f"{self._what}: {done} of {total}")
             return
         bar = self._progress

@@ -5,6 +5,7 @@
 
 import argparse
 import pathlib
+from typing import Any
 
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli import options
@@ -23,7 +24,8 @@ def add_options(parser: Parser) -> None:
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {options.TREE_GRAMMAR}")
     add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
-    add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl files")
+    add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl or .txt files")
+    options.add_split(add)
     add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
     options.add_heads(add)
@@ -36,6 +38,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures as told."""
     tree = options.check_drafting(args)
+    options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
         raise UsageError("no PROMPT given; write some, or name --tasks")
     if not args.out.absolute().parent.is_dir():
@@ -44,18 +47,24 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     import jaxspec
+    from jaxspec import prepare
+    from jaxspec.bench.room import fitting
     from jaxspec.cli import show
     from jaxspec.tune import tune
 
-    prompts = list(args.prompt)
+    said: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
-        prompts += [question.turns[0] for question in load(source, args.limit, args.seed, show.say).questions]
+        task = load(source, args.limit, args.seed, show.say, args.split)
+        said += [(f"{task.name} {question.id}", question.turns[0]) for question in task.questions]
     target, draft = options.load_models(args)
     heads = options.load_heads(args, target)
-    with show.Bar("measuring", parts=10) as bar:
+    chat = target.chat_template is not None if args.chat is None else args.chat
+    prompts = [(name, prepare.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
+    with show.Bar("measuring", parts=show.PARTS) as bar:
         tuned = tune(
             target,
-            prompts,
+            [ids for _, ids in prompts],
             drafter=args.drafter,
             draft=draft,
             tree=tree,
@@ -65,14 +74,13 @@ def run(args: argparse.Namespace) -> int:
             sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
             key=jax.random.key(args.seed),
             max_new_tokens=args.max_new_tokens,
-            chat=target.chat_template is not None if args.chat is None else args.chat,
             progress=bar,
         )
     tuned.save(args.out)
     for line in table(tuned.measured):
         print(line)
     if "speedups" in tuned.measured:
-        print(", ".join(f"{shape} {times:.2f} times plain" for shape, times in tuned.measured["speedups"].items()))
+        show.tell(", ".join(f"{shape} {times:.2f} times plain" for shape, times in tuned.measured["speedups"].items()))
     show.say(f"written: {args.out}")
     return 0
 

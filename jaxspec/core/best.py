@@ -9,13 +9,17 @@ those of a decode by depth alone.
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxspec.core.checks import whole
+from jaxspec.core.sizes import MAX_NODES
 from jaxspec.core.theory import kept
 from jaxspec.core.tree import Topology, from_paths
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 """`[K]`: the probability that the child of rank k is the one that is kept, given that its parent was; or `[D, K]`, by
@@ -37,8 +41,7 @@ def best_tree(acceptance: Acceptance, nodes: int, depth: int | None = None) -> T
     Raises:
         InvalidConfig: no probabilities, or sizes below 1.
     """
-    if isinstance(nodes, bool) or not isinstance(nodes, (int, np.integer)) or nodes < 1:
-        raise InvalidConfig(f"a tree has a whole number of nodes from 1, its root included; got {nodes!r}")
+    nodes = whole("nodes of a tree, its root included,", nodes, 1, MAX_NODES + 1)
     table = [_falling(row) for row in _by_depth(acceptance, nodes - 1 if depth is None else depth)]
     worth: dict[tuple[int, ...], float] = {(): 1.0}  # of the nodes taken
     waiting: list[tuple[float, tuple[int, ...]]] = []
@@ -67,6 +70,8 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
     Raises:
         InvalidConfig: no probabilities, or of fewer ranks or depths than the tree has.
     """
+    if not isinstance(topology, Topology):
+        raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
     shape = topology.shape
     table = _by_depth(acceptance, shape.depth)
     if table.shape[0] < shape.depth or table.shape[1] < shape.width:
@@ -91,13 +96,17 @@ def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft
     Raises:
         InvalidConfig: no probabilities, no sizes, or costs that are not positive.
     """
-    costs = np.asarray([*target_cost.values()], np.float64)
-    if not costs.size or not (np.isfinite(costs).all() and (costs > 0).all()):
-        raise InvalidConfig(f"target_cost must give at least one width a cost above 0, got {dict(target_cost)}")
-    if not (np.isfinite(draft_cost) and draft_cost >= 0):
-        raise InvalidConfig(f"draft_cost must be finite and at least 0, got {draft_cost!r}")
+    if not isinstance(target_cost, Mapping) or not target_cost:
+        raise InvalidConfig(f"target_cost must map at least one width to its cost, got {shown(target_cost)}")
+    costs = {
+        whole("a width of target_cost", width, 1, MAX_NODES + 1): _cost("a cost of target_cost", cost)
+        for width, cost in target_cost.items()
+    }
+    if not all(costs.values()):
+        raise InvalidConfig(f"target_cost must give every width a cost above 0, got {shown(target_cost)}")
+    draft_cost = _cost("draft_cost", draft_cost)
     found = []
-    for width, cost in sorted(target_cost.items()):
+    for width, cost in sorted(costs.items()):
         deepest = best_tree(acceptance, width).shape.depth
         for depth in range(deepest + 1):
             tree = best_tree(acceptance, width, depth)
@@ -107,20 +116,30 @@ def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft
 
 def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
     """`[D, K]`, checked; one vector stands for every depth."""
-    if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 0:
-        raise InvalidConfig(f"a depth is a whole number from 0, got {depth!r}")
+    depth = whole("a depth", depth, 0, MAX_NODES)
     try:
         table = np.asarray(acceptance, np.float64)
-    except (TypeError, ValueError):  # ragged, or no numbers
+    except Exception:  # ragged, no numbers, or too large ones
         table = np.zeros(())
     if table.ndim not in (1, 2) or not table.size:
-        raise InvalidConfig(f"acceptance must be [ranks] or [depths, ranks], got {acceptance!r:.80}")
+        raise InvalidConfig(f"acceptance must be [ranks] or [depths, ranks], got {shown(acceptance)}")
     if not (np.isfinite(table).all() and (table >= 0).all() and (table.sum(-1) <= 1 + 1e-6).all()):
         raise InvalidConfig(
             "acceptance must hold probabilities that add up to 1 at most: that of each rank to be the one that is "
-            f"kept; got {acceptance!r:.80}"
+            f"kept; got {shown(acceptance)}"
         )
     return np.broadcast_to(table, (depth, table.size)) if table.ndim == 1 else table[:depth]
+
+
+def _cost(name: str, value: Any) -> float:
+    """A finite number from 0."""
+    try:
+        cost = float(value)
+    except Exception:
+        cost = math.nan
+    if isinstance(value, (bool, str, bytes)) or not 0 <= cost < math.inf:
+        raise InvalidConfig(f"{name} must be finite and at least 0, got {shown(value)}")
+    return cost
 
 
 def _falling(row: np.ndarray) -> np.ndarray:

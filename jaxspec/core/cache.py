@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxspec.core.layout import compact, row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
+from jaxspec.core.sizes import whole_blocks
 
 
 def stored(dtype) -> jnp.dtype:
@@ -24,9 +25,19 @@ def held(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
 
 
-def empty(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
-    """A cache of zeros, its capacity rounded up to whole blocks."""
-    slots = -(-capacity // BLOCK) * BLOCK
+def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
+    """Makes the cache that `attend` reads: zeros, its capacity rounded up to whole blocks.
+
+    Args:
+        layers: L.
+        batch: B, rows.
+        heads: H, of keys and values.
+        capacity: S at least, slots of a row.
+        width: K, of a key.
+        dtype: of keys and values. Bfloat16 is stored as its bits, in uint16; `attend` and the decoder see to it.
+        value_width: of a value; 0: as a key's.
+    """
+    slots = whole_blocks(capacity)
     keys = jnp.zeros((layers, batch, heads, slots, width), stored(dtype))
     values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored(dtype))
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))

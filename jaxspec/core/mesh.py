@@ -9,11 +9,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.errors import InvalidConfig
+from jaxspec.core.checks import named, whole
+from jaxspec.errors import InvalidConfig, shown
 
 DATA, MODEL = "data", "model"
 
 
+@named()
 def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
     """A mesh of `data` x `model` devices.
 
@@ -25,18 +27,24 @@ def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
     Raises:
         InvalidConfig: not as many devices as that.
     """
-    devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (data, model)):
-        raise InvalidConfig(f"data and model are whole numbers of devices from 1, got {data!r} and {model!r}")
-    if devices.size < data * model:
-        raise InvalidConfig(f"a mesh of {data} x {model} needs {data * model} devices, there are {devices.size}")
-    return Mesh(devices[: data * model].reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    data, model = whole("data", data), whole("model", model)
+    given = devices
+    try:
+        devices = list(jax.devices() if given is None else given.flat if isinstance(given, np.ndarray) else given)
+    except Exception:  # nothing that can be gone through
+        devices = [given]
+    if not all(isinstance(device, jax.Device) for device in devices):
+        raise InvalidConfig(f"devices must be a list of jax.Device, got {shown(given)}")
+    if len(devices) < data * model:
+        raise InvalidConfig(f"a mesh of {data} x {model} needs {data * model} devices, there are {len(devices)}")
+    laid = np.asarray(devices[: data * model]).reshape(data, model)
+    return Mesh(laid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
 def check(mesh: Any) -> None:
     """Refuses what is no mesh of these axes."""
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
-        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as make_mesh gives them; got {mesh!r:.80}")
+        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as make_mesh gives them; got {shown(mesh)}")
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         raise InvalidConfig("the axes of the mesh must be of the type Auto, as those of make_mesh are")
 

@@ -22,6 +22,6 @@ def named_tree(name: str) -> Topology:
     Raises:
         UnknownName: naming the nearest.
     """
-    if name not in _PATHS:
+    if not isinstance(name, str) or name not in _PATHS:
         raise UnknownName("tree", name, _PATHS)
     return from_paths([tuple(map(int, path)) for level in _PATHS[name] for path in level.split()])

@@ -6,6 +6,7 @@ for one row.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
@@ -16,6 +17,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Played, Proposal, Verdict, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology, TreeShape
+from jaxspec.errors import InvalidConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,43 @@ class LanguageModel(Protocol):
     def head(self, params: Params, features: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
         """The next-token logits, in float32."""
         ...
+
+
+@runtime_checkable
+class HeadTarget(LanguageModel, Protocol):
+    """A language model that draft heads can be trained for: its logits are its features times a matrix.
+
+    Heads read the features that `apply` returns and guess with `unembedding`. `embedding` is needed by heads that also
+    read tokens (inputs "path" or "recurrent"), and not by others.
+    """
+
+    def embedding(self, params: Params) -> Float[Array, "V E"]:
+        """The embedding of every token, as wide as the features."""
+        ...
+
+    def unembedding(self, params: Params) -> Float[Array, "V E"]:
+        """The matrix that `head` multiplies with: `head(params, x) == x @ unembedding(params).T`, no bias added."""
+        ...
+
+
+NETWORK = ("vocab", "context", "init_cache", "apply", "head")
+"""What a `LanguageModel` must have."""
+
+
+def need_members(model: object, names: Iterable[str], why: str) -> None:
+    """Refuses an object that lacks a method or property of a protocol.
+
+    Args:
+        model: the object.
+        names: of the methods and properties.
+        why: the sentence that the missing name completes.
+
+    Raises:
+        InvalidConfig: naming the first one that is missing.
+    """
+    for name in names:
+        if not hasattr(model, name):
+            raise InvalidConfig(f"{why} {name!r}, which {type(model).__name__} does not have; see docs/own-model.md")
 
 
 def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:

@@ -11,19 +11,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.errors import InvalidConfig, TokenOutOfRange
+from jaxspec.core.checks import index
+from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 GREEDY = 1e-6
 """Temperatures below this are exact greedy decoding."""
+_BLOCK = 128
+
+_FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
+_LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
+    "temperature": (np.float32, lambda v: (v >= 0) & (v <= np.finfo(np.float32).max), "finite and at least 0"),
+    "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
+    "top_p": (np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1"),
+    "min_p": (np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1"),
+}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, repr=False)
 class Sampling:
     """The settings, for all rows (a number) or per row (an array `[B]`).
 
@@ -33,6 +44,10 @@ class Sampling:
         top_p: 1 keeps all tokens.
         min_p: 0 keeps all tokens.
         logit_bias: added to the logits before anything else; a mapping from token id to bias, or an array [V].
+
+    Raises:
+        InvalidConfig: a value outside its range (NaN included), or none at all. Traced values are not looked at, nor is
+            what JAX puts into a pytree of this kind.
     """
 
     temperature: Any = 0.0
@@ -41,6 +56,45 @@ class Sampling:
     min_p: Any = 0.0
     logit_bias: Any = None
 
+    def __post_init__(self):
+        for name in _LIMITS:
+            if not _is_abstract(getattr(self, name)):
+                self._checked(name)
+        bias = self.logit_bias
+        if isinstance(bias, Mapping):
+            for token, value in bias.items():
+                _check_bias(token, value)
+        elif bias is not None and not _is_abstract(bias) and _array(bias).dtype.kind not in _FLOATS:
+            raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {shown(bias)}")
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, None]:
+        """The fields, for JAX."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, fields: Any) -> "Sampling":
+        """Puts fields together unchecked: JAX may hand in anything, axes and sentinels among it."""
+        made = object.__new__(cls)
+        for field, value in zip(dataclasses.fields(cls), fields, strict=True):
+            object.__setattr__(made, field.name, value)
+        return made
+
+    def __repr__(self) -> str:
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not field.default]
+        return f"Sampling({', '.join(f'{name}={_brief(getattr(self, name))}' for name in given)})"
+
+    def _checked(self, name: str) -> np.ndarray:
+        """The values of a setting: one, or one per row."""
+        dtype, valid, wanted = _LIMITS[name]
+        given = getattr(self, name)
+        value = _array(given)
+        if value.dtype.kind not in ("iu" if dtype is np.int32 else _FLOATS) or not np.all(valid(value)):
+            raise InvalidConfig(f"{name} must be {wanted}, got {shown(given)}")
+        if value.ndim > 1:
+            raise InvalidConfig(f"{name} must be one value, or one for each row; got shape {value.shape}")
+        return value.astype(dtype)
+
     def rows(self, batch: int, vocab: int) -> "Sampling":
         """Checked, and as arrays: `[B]` each, and the bias `[B, V]` or None.
 
@@ -48,24 +102,14 @@ class Sampling:
             InvalidConfig: a value outside its range (NaN included), or not one per row.
             TokenOutOfRange: a bias for a token that does not exist.
         """
-        limits = {
-            "temperature": (np.float32, lambda v: (v >= 0) & np.isfinite(v), "finite and at least 0"),
-            "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
-            "top_p": (np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1"),
-            "min_p": (np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1"),
-        }
         fields: dict[str, Any] = {}
-        for name, (dtype, valid, wanted) in limits.items():
-            value = np.asarray(getattr(self, name))
-            if value.dtype.kind not in "iuf" or (dtype is np.int32 and value.dtype.kind == "f"):
-                raise InvalidConfig(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-            if value.ndim > 1 or (value.ndim == 1 and value.shape != (batch,)):
+        for name in _LIMITS:
+            value = self._checked(name)
+            if value.ndim == 1 and value.shape != (batch,):
                 raise InvalidConfig(
                     f"{name} must be one value, or one for each of the {batch} rows; got shape {value.shape}"
                 )
-            if not np.all(valid(value)):
-                raise InvalidConfig(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-            fields[name] = jnp.asarray(np.broadcast_to(value.astype(dtype), (batch,)))
+            fields[name] = jnp.asarray(np.broadcast_to(value, (batch,)))
         return Sampling(**fields, logit_bias=self._bias(batch, vocab))
 
     def _bias(self, batch: int, vocab: int) -> Array | None:
@@ -74,16 +118,13 @@ class Sampling:
         if isinstance(self.logit_bias, Mapping):
             bias = np.zeros(vocab, np.float32)
             for token, value in self.logit_bias.items():
-                if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-                    raise TokenOutOfRange(f"logit_bias for token {token!r}; ids go from 0 to {vocab - 1}")
-                if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-                    raise InvalidConfig(f"logit_bias of token {token} must be a number, got {value!r}")
-                bias[token] = value
+                number = _check_bias(token, value)
+                if number >= vocab:
+                    raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0 to {vocab - 1}")
+                bias[number] = max(float(value), -np.inf if value == -np.inf else _LOWEST)
         else:
-            bias = np.asarray(self.logit_bias)
-            if bias.dtype.kind not in "iuf":
-                raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {self.logit_bias!r:.80}")
-            bias = bias.astype(np.float32)
+            with np.errstate(over="ignore"):  # what becomes infinite is refused below
+                bias = _array(self.logit_bias).astype(np.float32)
         if bias.shape not in ((vocab,), (batch, vocab)):
             raise InvalidConfig(f"logit_bias must have shape [{vocab}], got {list(bias.shape)}")
         if np.isnan(bias).any() or np.isposinf(bias).any():
@@ -91,6 +132,41 @@ class Sampling:
         if np.isneginf(bias).all(-1).any():
             raise InvalidConfig("logit_bias bans every token")
         return jnp.asarray(np.broadcast_to(bias, (batch, vocab)))
+
+
+def _is_abstract(value: Any) -> bool:
+    """Whether there is no value to be looked at: traced, a shape alone, or on devices of other processes."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return not value.is_fully_addressable
+    return isinstance(value, (jax.core.Tracer, jax.ShapeDtypeStruct))
+
+
+def _array(value: Any) -> np.ndarray:
+    """The value as an array; of a kind that is no number's where it cannot be one (ragged lists, deleted arrays)."""
+    try:
+        array = np.asarray(value)
+    except Exception:
+        return np.asarray(None)
+    return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.bfloat16) else array
+
+
+def _check_bias(token: Any, value: Any) -> int:
+    """The id of a biased token, as far as it can be told without the vocabulary."""
+    number = index(token)
+    if number is None or number < 0:
+        raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0")
+    array = _array(value)
+    if array.ndim or array.dtype.kind not in _FLOATS or not array < np.finfo(np.float32).max:  # NaN is not, either
+        raise InvalidConfig(f"logit_bias of token {number} must be a number below infinity, no NaN; got {shown(value)}")
+    return number
+
+
+def _brief(value: Any) -> str:
+    """A setting in a few characters, whatever it holds."""
+    if isinstance(value, Mapping):
+        return f"{{{len(value)} tokens}}"
+    shape = getattr(value, "shape", None)
+    return f"{value.dtype}{list(shape)}" if shape else shown(value, 40)
 
 
 def tempered(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
@@ -125,19 +201,65 @@ def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     Greedy rows are point masses at the first of the highest scores.
     """
     greedy = (sampling.temperature < GREEDY)[:, None, None]
+    limited = jnp.where(_kept(scores, sampling), scores, -jnp.inf)
+    point = jnp.arange(scores.shape[-1]) == scores.argmax(-1)[..., None]
+    return jnp.where(greedy, jnp.where(point, 0.0, -jnp.inf), jax.nn.log_softmax(limited, -1))
+
+
+def log_prob(
+    scores: Float[Array, "B N V"], tokens: Int[Array, "B N"], sampling: Sampling, drawn: bool
+) -> Float[Array, "B N"]:
+    """The log-probability of one token after every node: the entry of `log_law`, without that array.
+
+    `drawn` says that each token was drawn from this law. It then counts as kept, because the sum that top-p is
+    decided by may round differently in the program that drew it.
+    """
+    greedy = (sampling.temperature < GREEDY)[:, None]
+    own = jnp.take_along_axis(scores, tokens[..., None], -1)
+
+    def sampled() -> Array:
+        top, kept = scores.max(-1, keepdims=True), _kept(scores, sampling)
+        kept |= drawn & (scores >= own)
+        mass = jnp.where(kept, jnp.exp(scores - top), 0.0).sum(-1)
+        inside = jnp.take_along_axis(kept, tokens[..., None], -1)
+        return jnp.where(inside, own - top, -jnp.inf)[..., 0] - jnp.log(mass)
+
+    law = lax.cond(jnp.all(greedy), lambda: jnp.zeros_like(own[..., 0]), sampled)
+    point = 0.0 if drawn else jnp.where(scores.argmax(-1) == tokens, 0.0, -jnp.inf)
+    return jnp.where(greedy, point, law)
+
+
+def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
+    """`lax.top_k`, the same values and indices, several times faster on a CPU where V is large.
+
+    The highest K are among the blocks of the K highest maxima. Equal maxima prefer the earlier block, and blocks
+    keep their order, so among equal values the first is still preferred.
+    """
+    size = values.shape[-1]
+    blocks = -(-size // _BLOCK)
+    if blocks < 2 * count:
+        return lax.top_k(values, count)
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, blocks * _BLOCK - size)]
+    split = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*values.shape[:-1], blocks, _BLOCK)
+    chosen = jnp.sort(lax.top_k(split.max(-1), count)[1], -1)
+    candidates = jnp.take_along_axis(split, chosen[..., None], -2)
+    best, index = lax.top_k(candidates.reshape(*values.shape[:-1], -1), count)
+    return best, jnp.take_along_axis(chosen, index // _BLOCK, -1) * _BLOCK + index % _BLOCK
+
+
+def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N V"]:
+    """The tokens that top-p and min-p leave."""
     top = scores.max(-1, keepdims=True)
 
     def limited() -> Array:
         weights = jnp.exp(scores - top)
         budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * weights.sum(-1)
+        # The highest score at which the budget is spent is the last that is kept; a NaN where it never is.
         lowest = _highest_where(scores, lambda above: above.sum(-1) >= budget, lambda _: weights)
-        # `lowest` is the highest score at which the budget is spent: it is the last that is kept.
-        return jnp.where(scores < lowest[..., None], -jnp.inf, scores)
+        return ~(scores < lowest[..., None])
 
-    kept = lax.cond(jnp.any(sampling.top_p < 1), limited, lambda: scores)
-    kept = jnp.where(kept < top + jnp.log(sampling.min_p)[:, None, None], -jnp.inf, kept)
-    point = jnp.arange(scores.shape[-1]) == scores.argmax(-1)[..., None]
-    return jnp.where(greedy, jnp.where(point, 0.0, -jnp.inf), jax.nn.log_softmax(kept, -1))
+    kept = lax.cond(jnp.any(sampling.top_p < 1), limited, lambda: jnp.ones_like(scores, bool))
+    return kept & ~(scores < top + jnp.log(sampling.min_p)[:, None, None])
 
 
 def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:

@@ -4,16 +4,19 @@ Node 0 is the root: the last committed token. Nodes stand in level order, so a l
 parent always stands before its children.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.errors import InvalidConfig
+from jaxspec.core.checks import index, whole
+from jaxspec.core.sizes import MAX_NODES
+from jaxspec.errors import InvalidConfig, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +83,13 @@ class Topology:
     parents: tuple[int, ...]
 
     def __post_init__(self):
-        if not self.parents or self.parents[0] != -1:
-            raise InvalidConfig(f"a tree starts with its root, whose parent is -1; got parents {self.parents}")
+        parents = _numbers(self.parents, MAX_NODES + 1)
+        if parents is None or not parents or parents[0] != -1:
+            raise InvalidConfig(
+                f"a tree is the parents of its 1 to {MAX_NODES + 1} nodes, that of the root, the first, is -1; got "
+                f"{shown(self.parents)}"
+            )
+        object.__setattr__(self, "parents", parents)
         depths = [0]
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
@@ -95,13 +103,27 @@ class Topology:
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        width = max((self.parents.count(n) for n in range(len(self.parents))), default=0)
+        width = max(collections.Counter(self.parents[1:]).values(), default=0)
         return TreeShape(len(self.parents), max(depths), width)
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The tables, as numpy constants."""
-        return build(np.asarray(self.parents), self.shape, np)
+        """The tables, as numpy constants: those of `build`, in less time and memory."""
+        nodes, parents = np.arange(self.shape.nodes), np.asarray(self.parents)
+        ancestors, ranks = np.eye(nodes.size, dtype=bool), np.zeros(nodes.size, int)
+        seen = collections.Counter()
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestors[node] |= ancestors[parent]
+            ranks[node] = seen[parent]
+            seen[parent] += 1
+        depths = ancestors.sum(-1) - 1
+        children = np.full((nodes.size, self.shape.width), -1)
+        children[parents[1:], ranks[1:]] = nodes[1:]
+        paths = np.full((nodes.size, self.shape.depth + 1), -1)
+        below, above = np.nonzero(ancestors)
+        paths[below, depths[above]] = above
+        tables: Any = (parents, depths, ranks, ancestors, children, paths)
+        return Tree(*(table if table.dtype == bool else table.astype(np.int32) for table in tables))
 
     @functools.cached_property
     def levels(self) -> tuple[np.ndarray, ...]:
@@ -116,6 +138,19 @@ class Topology:
     @property
     def is_chain(self) -> bool:
         return self.shape.width <= 1
+
+
+def read_parents(parents: Any) -> Topology:
+    """The tree of a list of parents, as files have it.
+
+    Raises:
+        InvalidConfig: it is not a list of whole numbers, has more than `MAX_NODES`, or is not a tree.
+    """
+    if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
+        raise InvalidConfig(f"tree must be a list of parents, got {parents!r:.40}")
+    if len(parents) > MAX_NODES:
+        raise InvalidConfig(f"a tree of a file has at most {MAX_NODES} nodes, got {len(parents)}")
+    return Topology(tuple(parents))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +175,13 @@ class Dynamic:
     nodes: int
 
     def __post_init__(self):
-        sizes = (self.beam, self.depth, self.nodes)
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-            raise InvalidConfig(f"beam, depth and nodes of a dynamic tree are whole numbers from 1, got {sizes}")
+        for name in ("beam", "depth", "nodes"):
+            size = whole(f"{name} of a dynamic tree", getattr(self, name), 1, MAX_NODES)
+            object.__setattr__(self, name, size)
+        if self.beam * self.depth > MAX_NODES:
+            raise InvalidConfig(
+                f"a dynamic tree reads beam x depth nodes a round, at most {MAX_NODES}; got {self.beam} x {self.depth}"
+            )
         if not self.depth < self.nodes <= self.found:
             raise InvalidConfig(
                 f"a dynamic tree of {self.depth} levels with a beam of {self.beam} finds {self.found} nodes, its root "
@@ -176,17 +215,16 @@ def dynamic(beam: int = 8, depth: int = 5, nodes: int = 32) -> Dynamic:
 
 def chain(length: int) -> Topology:
     """A chain of `length` drafted tokens (0: the root alone, plain autoregression)."""
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-        raise InvalidConfig(f"a draft length is a whole number from 0, got {length!r}")
-    return Topology(tuple(range(-1, length)))
+    return Topology(tuple(range(-1, whole("a draft length", length, 0, MAX_NODES))))
 
 
 def branching(*counts: int) -> Topology:
     """Every node of depth d has `counts[d]` children: `branching(4, 2, 1)` has 4, then 8, then 8 nodes."""
-    if any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in counts):
-        raise InvalidConfig(f"every level needs at least one child per node, got {counts}")
     parents, level = [-1], [0]
-    for count in counts:
+    for given in counts:
+        count = whole("the children of a node", given, 1, MAX_NODES)
+        if len(parents) - 1 + len(level) * count > MAX_NODES:
+            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, got the levels {shown(counts)}")
         below = [(node, len(parents) + i * count + j) for i, node in enumerate(level) for j in range(count)]
         parents += [node for node, _ in below]
         level = [child for _, child in below]
@@ -201,12 +239,46 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
     Raises:
         InvalidConfig: a rank is negative, or the ranks below a node are not 0, 1, 2, ...
     """
-    wanted = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
-    if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) or r < 0 for path in wanted for r in path):
-        raise InvalidConfig("ranks are whole numbers from 0")
+    wanted: set[tuple[int, ...]] = set()
+    for given in _items(paths):
+        path = _numbers(given, MAX_NODES)
+        if path is None or any(rank < 0 for rank in path):
+            raise InvalidConfig(
+                f"a path is a list of at most {MAX_NODES} ranks, whole numbers from 0, got {shown(given)}"
+            )
+        wanted |= {path[:end] for end in range(1, len(path) + 1)}
+        if len(wanted) > MAX_NODES:
+            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, more are in {shown(paths)}")
     for path in wanted:
         if path[-1] and (*path[:-1], path[-1] - 1) not in wanted:
             raise InvalidConfig(f"path {path} has no elder sibling of rank {path[-1] - 1}")
     order = [(), *sorted(wanted, key=lambda path: (len(path), path))]
     ids = {path: i for i, path in enumerate(order)}
     return Topology((-1, *(ids[path[:-1]] for path in order[1:])))
+
+
+def _items(paths: Any) -> Iterable[Any]:
+    """What is in a collection of paths.
+
+    Raises:
+        InvalidConfig: it is none.
+    """
+    if isinstance(paths, (str, bytes, Mapping)) or not isinstance(paths, (Iterable, np.ndarray)):
+        raise InvalidConfig(f"paths must be a list of paths, each a list of ranks, got {shown(paths)}")
+    try:
+        yield from paths
+    except TypeError:  # an array without an axis
+        raise InvalidConfig(f"paths must be a list of paths, each a list of ranks, got {shown(paths)}") from None
+
+
+def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
+    """The whole numbers of a sequence; None where it is none, holds others, or is longer than `most`."""
+    if isinstance(values, (str, bytes, Mapping)):
+        return None
+    try:
+        if len(values) > most:
+            return None
+        found = tuple(map(index, values))
+    except TypeError:  # no length, or an array without an axis
+        return None
+    return None if None in found else found  # pyright: ignore[reportReturnType]

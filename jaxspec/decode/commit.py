@@ -10,18 +10,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core import cache as caches
 from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.records import KV, Advance, Played, Proposal, Status
-from jaxspec.decode.state import State, Weights
+from jaxspec.decode.state import Logprobs, State, Weights
 
 
 class Outcome(NamedTuple):
     """What a target call and the rule made of a window, per row, whatever its width."""
 
-    node: Int[Array, "B"]
-    token: Int[Array, "B"]
+    path: Int[Array, "B D1"]  # the nodes kept, from the root on; -1 past the last
+    tokens: Int[Array, "B D1"]  # the token after each of them; past the last, that after the last again
     healthy: Bool[Array, "B D1"]  # the target's logits were finite along the path
     entries: KV  # of the path, [L, B, H, D1, K]
     features: Float[Array, "B D1 E"]  # of the path
-    logits: Float[Array, "B D1 V"] | None  # of the path, where log-probabilities are asked for
+    logprobs: Logprobs | None  # of the tokens, where they are recorded
 
 
 def commit(
@@ -36,11 +36,8 @@ def commit(
     """The state after the round: its tokens, cut at the stop token and the budget, and what follows from them."""
     tree = proposal.tree
     steps = jnp.arange(drafter.shape.depth + 1)
-    path = jnp.take_along_axis(tree.paths, outcome.node[:, None, None], axis=1)[:, 0]
-    reached = jnp.take_along_axis(tree.depths, outcome.node[:, None], axis=1)[:, 0]
-    below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
-    tokens = jnp.where(steps < reached[:, None], tokens, outcome.token[:, None])
+    path, tokens = outcome.path, outcome.tokens
+    reached = (path >= 0).sum(-1) - 1
 
     def first(marks: Array) -> Array:
         return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
@@ -62,8 +59,8 @@ def commit(
     record = jnp.stack([count, jnp.minimum(reached, count), drafted.sum(-1)], axis=-1)
     record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
 
-    cache = caches.commit(state.cache, outcome.entries, count, outcome.token)
-    nodes = jnp.where(steps < reached[:, None], below, -1)
+    cache = caches.commit(state.cache, outcome.entries, count, tokens[:, -1])
+    nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
     advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
     played = Played(jnp.where(drafted, tree.depths, 0).max(-1), reached)
@@ -72,10 +69,6 @@ def commit(
         schedule.update(state.schedule, played),
         state.schedule,
     )
-    logprobs = state.logprobs
-    if logprobs is not None and outcome.logits is not None:
-        law = jax.nn.log_softmax(outcome.logits)
-        logprobs = _write(logprobs, jnp.take_along_axis(law, tokens[:, :, None], axis=2)[:, :, 0], state.length)
     return state._replace(
         tokens=text,
         length=state.length + count,
@@ -86,7 +79,7 @@ def commit(
         schedule=learned,
         log=_write(state.log, record[:, None], state.round),
         round=state.round + running,
-        logprobs=logprobs,
+        logprobs=jax.tree.map(lambda rows, new: _write(rows, new, state.length), state.logprobs, outcome.logprobs),
     )
 
 

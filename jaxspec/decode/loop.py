@@ -21,8 +21,9 @@ from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_fe
 from jaxspec.core.records import Advance, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY, scores
 from jaxspec.core.schedule import Constant
+from jaxspec.decode import logprobs
 from jaxspec.decode.commit import Outcome, commit
-from jaxspec.decode.proposal import first_nodes, rooted
+from jaxspec.decode.proposal import first_nodes, kept, rooted
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verdict import judge
 from jaxspec.errors import InvalidConfig
@@ -44,7 +45,8 @@ class Decoder:
             smallest that holds every node some row has a draft at; by default one without a draft runs at width one.
             With none every call has the tree's width: the width-matched reference, whose bits do not depend on the
             drafts.
-        logprobs: also record the log-probability of every emitted token, under the target's raw logits.
+        top_logprobs: the likeliest tokens, and their log-probabilities, that are recorded beside every emitted token of
+            a row that asks for log-probabilities; see `Request`.
     """
 
     target: LanguageModel
@@ -53,7 +55,7 @@ class Decoder:
     schedule: Schedule = Constant()
     chunk: int = sizes.CHUNK
     widths: tuple[int, ...] = (1,)
-    logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self):
         shape = self.drafter.shape
@@ -91,7 +93,8 @@ class Decoder:
             schedule=self.schedule.init(batch, self.drafter.shape),
             log=jnp.zeros((batch, slots, 3 + self.drafter.shape.depth), jnp.int32),
             round=zeros,
-            logprobs=jnp.zeros((batch, slots), jnp.float32) if self.logprobs else None,
+            recorded=request.logprobs,
+            logprobs=None if request.logprobs is None else logprobs.empty(batch, slots, self.top_logprobs),
         )
 
     def extend(self, state: State, request: Request) -> State:
@@ -100,6 +103,8 @@ class Decoder:
         Only the new tokens will be read. `request.key` is not used: a row keeps its key, its noise is a
         function of the position.
         """
+        if state.recorded is None and request.logprobs is not None:
+            raise InvalidConfig("the state records no log-probabilities: its first request had logprobs None")
         rows = jnp.arange(state.length.shape[0])[:, None]
         places = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may stand past the end
         tokens = state.tokens.at[rows, places].set(request.tokens, mode="drop")
@@ -114,6 +119,7 @@ class Decoder:
             sampling=request.sampling,
             log=jnp.zeros_like(state.log),
             round=jnp.zeros_like(state.round),
+            recorded=state.recorded if request.logprobs is None else request.logprobs,
         )
 
     def row_axes(self, weights: Weights, request: Request, capacity: int) -> State:
@@ -130,7 +136,8 @@ class Decoder:
 
     def replace(self, weights: Weights, state: State, fresh: State, place: Int[Array, "1"]) -> State:
         """The state with the row at `place` taken by the only row of `fresh`, of the same capacity; -1: by none."""
-        like = Request(fresh.tokens, fresh.length, fresh.limit, fresh.key, fresh.stop_ids, fresh.sampling)
+        settings = fresh.sampling, fresh.recorded
+        like = Request(fresh.tokens, fresh.length, fresh.limit, fresh.key, fresh.stop_ids, *settings)
         at = jnp.maximum(place[0], 0)
 
         def put(old: Array, new: Array, axis: int) -> Array:
@@ -269,16 +276,22 @@ class Decoder:
         finite = jnp.isfinite(tempered.max(-1))
         rows = state.key, state.length, state.sampling
         verdict = judge(self.rule, *rows, tempered, finite, proposal, wanted, shared)
-        path = jnp.take_along_axis(tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
-        path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
+        path, tokens = kept(proposal, verdict, depth)
         at = jnp.maximum(path, 0)
+
+        recorded = None
+        if state.recorded is not None:
+            asking = state.recorded & (state.status == Status.RUNNING)
+            count = jnp.where(asking, (path >= 0).sum(-1), 0).max()
+            settings = state.sampling, self.top_logprobs, self.rule.lossless
+            recorded = logprobs.along(path, tokens, count, logits, tempered, *settings)
         return Outcome(
-            verdict.node,
-            verdict.token,
+            path,
+            tokens,
             jnp.take_along_axis(finite, at, 1),
             caches.take(entries, path),
             jnp.take_along_axis(features, at[:, :, None], 1),
-            jnp.take_along_axis(logits, at[:, :, None], 1) if self.logprobs else None,
+            recorded,
         )
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.core.records import Proposal
+from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.tree import Tree
 
 
@@ -40,6 +40,18 @@ def distinct(proposal: Proposal) -> Proposal:
         own = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
         dropped |= ~(own > -jnp.inf)
     return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
+
+
+def kept(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int[Array, "B D1"], Int[Array, "B D1"]]:
+    """The nodes from the root to the verdict's, then -1, and the token after each; for a path of `depth`.
+
+    After the last node it is the verdict's token, and from there on that token again.
+    """
+    path = jnp.take_along_axis(proposal.tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
+    path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
+    below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
+    return path, jnp.where(below >= 0, tokens, verdict.token[:, None])
 
 
 def first_nodes(proposal: Proposal, width: int) -> Proposal:

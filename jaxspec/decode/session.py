@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from jaxspec.core.cpu import has_avx512
 from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
+from jaxspec.decode.kept import keep_compilations
 from jaxspec.decode.loop import FOREVER, Decoder
+from jaxspec.decode.notice import Notice
 from jaxspec.decode.spread import Spread
 from jaxspec.decode.state import Request, Weights
 
@@ -31,7 +33,7 @@ YNN may still sum.
 """
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Timing:
     """Wall-clock seconds of the parts of a decode, kept apart; `tokens` are those emitted while decoding."""
 
@@ -51,6 +53,10 @@ class Timing:
     def as_dict(self) -> dict:
         return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={getattr(self, name):.3f}" for name in ("compile_s", "prefill_s", "decode_s"))
+        return f"Timing({parts}, tokens={self.tokens}, {self.tokens_per_s:.1f} tokens/s)"
+
 
 def clear_executables() -> None:
     """Forgets what was compiled."""
@@ -66,15 +72,31 @@ class Session:
         state: the current state; the one before was donated.
         timing: seconds so far.
         mesh: the devices; None for the default one.
+        rows: texts, in the first places; in the others no row was ever begun. None: one in every place.
+        notice: what says that something is compiled; silent by default.
     """
 
-    def __init__(self, decoder: Decoder, weights: Weights, request: Request, capacity: int, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: Weights,
+        request: Request,
+        capacity: int,
+        mesh: Mesh | None = None,
+        rows: int | None = None,
+        notice: Notice | None = None,
+    ):
         self.decoder, self.weights, self.timing = decoder, weights, Timing()
-        self.capacity, self.mesh = capacity, mesh
+        self.rows = len(request.count) if rows is None else rows
+        self.capacity, self.mesh, self.notice = capacity, mesh, notice or Notice(False)
         self._cut: np.ndarray | None = None
         self._spread = None if mesh is None else Spread(mesh, decoder.row_axes(weights, request, capacity))
         self.state = self._call("init", (weights, request), donate=(), static=(capacity,))
         self._prefill()
+
+    def __repr__(self) -> str:
+        rows = len(self.state.status)
+        return f"Session({rows} row{'s' * (rows != 1)}, {self.capacity} slots, {type(self.decoder.drafter).__name__})"
 
     def extend(self, request: Request) -> None:
         """Appends text to every row, gives it a new budget, and reads what is new."""
@@ -144,6 +166,8 @@ class Session:
         kinds = tuple((a.shape, str(a.dtype), self.mesh and a.sharding) for a in leaves)
         key = (method, self.decoder, static, structure, kinds)
         if key not in _EXECUTABLES:
+            keep_compilations()
+            self.notice.begin()
             start = time.perf_counter()
             function = getattr(self.decoder, method)
 
@@ -153,10 +177,14 @@ class Session:
             called = call if self._spread is None else self._spread.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
             _EXECUTABLES[key] = _compile(lowered, self._options() if method == "run" else None)
-            self.timing.compile_s += time.perf_counter() - start
+            took = time.perf_counter() - start
+            self.timing.compile_s += took
+            self.notice.took(took)
             if len(_EXECUTABLES) > _KEPT:
                 _EXECUTABLES.popitem(last=False)
         _EXECUTABLES.move_to_end(key)
+        if method in ("run", "replace"):
+            self.notice.end()
         start = time.perf_counter()
         result = jax.block_until_ready(_EXECUTABLES[key](*arguments))
         if clock:

@@ -2,10 +2,23 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Int
+import jax
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Cache, Params
 from jaxspec.core.sampling import Sampling
+
+
+def _brief(held: Any) -> str:
+    """The fields of a tuple in one line: an array by its shape, a tree of them by its size."""
+
+    def of(value: Any) -> str:
+        leaves = jax.tree.leaves(value)
+        if len(leaves) == 1 and hasattr(leaves[0], "shape"):
+            return f"{leaves[0].dtype}{list(leaves[0].shape)}"
+        return f"{len(leaves)} arrays" if leaves else "None"
+
+    return f"{type(held).__name__}({', '.join(f'{name}={of(getattr(held, name))}' for name in held._fields)})"
 
 
 class Weights(NamedTuple):
@@ -13,6 +26,9 @@ class Weights(NamedTuple):
 
     target: Params
     draft: Params = None
+
+    def __repr__(self) -> str:
+        return _brief(self)
 
 
 class Request(NamedTuple):
@@ -24,6 +40,24 @@ class Request(NamedTuple):
     key: Array  # typed PRNG key, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1
     sampling: Sampling  # arrays [*b], the bias [*b V] or None
+    # Which rows record log-probabilities: traced, so that asking for them compiles nothing. None: no row ever does,
+    # and nothing of it is compiled or kept.
+    logprobs: Bool[Array, "*b"] | None = None
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of emitted tokens; a token's are at the token's own position.
+
+    All are the target's, after the text before the token; a draft has no part in them.
+    """
+
+    raw: Float[Array, "*b S"]  # of the logits as they are
+    sampled: Float[Array, "*b S"]  # of the law that is sampled: bias, temperature, top-k, top-p, min-p; greedy: 0
+    top: Float[Array, "*b S K"]  # of the K likeliest tokens by the raw logits, falling
+    top_tokens: Int[Array, "*b S K"]  # those tokens
+
+    def __repr__(self) -> str:
+        return _brief(self)
 
 
 class State(NamedTuple):
@@ -43,15 +77,27 @@ class State(NamedTuple):
     schedule: Any  # what it has learned of the row
     log: Int[Array, "B S columns"]  # of each round: emitted, accepted, drafted, children tested at each depth
     round: Int[Array, "B"]  # rounds that the row ran
-    logprobs: Float[Array, "B S"] | None  # of the emitted tokens, where asked for
+    recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
+    logprobs: Logprobs | None  # of the emitted tokens of those rows
+
+    def __repr__(self) -> str:
+        return _brief(self)
 
 
 class Result(NamedTuple):
-    """What `generate` gives back: the state without caches."""
+    """What `generate` gives back: the state without caches.
 
-    tokens: Int[Array, "*b S"]
-    length: Int[Array, "*b"]
-    start: Int[Array, "*b"]
-    status: Int[Array, "*b"]
-    log: Int[Array, "*b S columns"]
-    logprobs: Float[Array, "*b S"] | None
+    S are the slots of the cache, D the depth of the tree. Row b's prompt is `tokens[b, :start[b]]`, its new text
+    `tokens[b, start[b]:length[b]]`, the stop token included; what is past `length` is undefined. The log-probabilities
+    of the new text are `logprobs.raw[b, start[b]:length[b]]`.
+    """
+
+    tokens: Int[Array, "*b S"]  # prompt and text
+    length: Int[Array, "*b"]  # where the text ends
+    start: Int[Array, "*b"]  # where the prompt ends, and the new text begins
+    status: Int[Array, "*b"]  # why it ended: a `Status`
+    log: Int[Array, "*b S 3+D"]  # of each round: emitted, accepted, drafted, children tested at each depth; then zeros
+    logprobs: Logprobs | None  # of rows that asked for them; None: the request's `logprobs` was None
+
+    def __repr__(self) -> str:
+        return _brief(self)

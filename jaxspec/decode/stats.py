@@ -29,7 +29,7 @@ def from_draft(log: np.ndarray) -> np.ndarray:
     return place < np.repeat(accepted, emitted)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
     """Counts of one row, or of several added up.
 
@@ -54,6 +54,12 @@ class Stats:
     drafted_rounds: int = 0
     tested_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({self.committed} tokens in {self.rounds} rounds, {self.tokens_per_round:.2f} tokens/round, "
+            f"{self.accepted} of {self.drafted} drafted tokens accepted, {self.draft_calls} draft calls)"
+        )
 
     @classmethod
     def from_log(cls, log: np.ndarray, calls: int, committed: int | None = None) -> "Stats":

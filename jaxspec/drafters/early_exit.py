@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
+from jaxspec.core.checks import index
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters.grow import buffer, check, grow
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +42,10 @@ class EarlyExit:
         if total is None or not hasattr(target, "layers"):
             raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
         layers = max(1, total // 3) if setting.exit_layers is None else setting.exit_layers
-        if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < total:
-            raise InvalidConfig(f"early exit after {layers!r} layers; the target has {total}, so 1 to {total - 1}")
-        return cls(dataclasses.replace(target, layers=layers), setting.tree or chain(4)), None
+        number = index(layers)
+        if number is None or not 1 <= number < total:
+            raise InvalidConfig(f"early exit after {shown(layers)} layers; the target has {total}, so 1 to {total - 1}")
+        return cls(dataclasses.replace(target, layers=number), setting.tree or chain(4)), None
 
     @property
     def shape(self) -> TreeShape:

@@ -21,9 +21,12 @@ def attend(
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B H G T K"]:
-    """Softmax attention of each query on the row's `length` cached tokens and on the window's tokens it sees.
+    """Computes softmax attention of each query on the row's cached tokens and on the window's tokens it sees.
 
-    G queries share a key head. The prefix is read in blocks of fixed size up to the longest row's length, with
+    This is the attention of a `LanguageModel` of your own: see docs/own-model.md. B rows, H key heads, G queries that
+    share one, T new tokens, W = P + T tokens of the window (P earlier ones of it first), K wide; D1 tokens of a path.
+
+    The prefix is read in blocks of fixed size up to the longest row's length, with
     a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867): a step costs what the text's
     length costs, not the cache's, and a block beyond a row's length adds exactly zero. Float32 inside. Of a cache
     without slots nothing is read; then there is no loop, and a gradient (but `paths` needs slots).
@@ -32,10 +35,21 @@ def attend(
     `paths` the keys are parted by their distance from the query instead, the last D and itself from the rest, so
     that a token's bits do not depend on which of its ancestors are cached; it costs a gather per query.
 
-    Args (beyond those whose shape says it all):
-        scale: factor of the scores.
+    Args:
+        queries: of the T new tokens, rotated by their positions where the model does so.
+        prefix: `cache.kv`, of all layers.
+        layer: which of them to read.
+        length: `cache.length`: slots at or past it are not read.
+        window: keys and values of the window in this layer: those of `past[layer]`, where `past` was given, and then
+            those of the new tokens.
+        mask: `window.mask`: which of the W tokens each of the T sees, itself among them.
+        paths: `window.paths`, or None.
+        scale: factor of the scores, `K ** -0.5` in most models.
         first_seen: the first position each query sees, for sliding attention; None for all. Blocks that no query
             sees are not read. In `mask` it is the caller's to apply.
+
+    Returns:
+        The mixed values in float32.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None

@@ -4,17 +4,19 @@ A format module (`gguf`, `hf`) reads the headers and hands back a `Checkpoint`: 
 parameter of `ModelConfig.param_shapes`, a function that reads it. No weight is read before it is asked for.
 """
 
+import contextlib
 import dataclasses
 import os
-import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxspec.core.checks import one_of
 from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName
+from jaxspec.files import check_path
 from jaxspec.models.config import ModelConfig, is_table
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -38,7 +40,7 @@ class TokenizerSource:
     """
 
     json_path: str | None = None
-    gguf: Mapping[str, object] | None = None
+    gguf: Mapping[str, object] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         if (self.json_path is None) == (self.gguf is None):
@@ -93,22 +95,37 @@ class Checkpoint:
 
     config: ModelConfig
     source: str
-    tensors: Mapping[str, Callable[[], np.ndarray]]
+    tensors: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     add_bos: bool = False
     tokenizer: TokenizerSource | None = None
-    chat_template: str | None = None
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     architecture: str = ""
-    stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict)
+    stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         ids = self.stop_ids if self.bos_id is None else (*self.stop_ids, self.bos_id)
         for token in ids:
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
                 last = self.config.vocab_size - 1
-                raise CheckpointError(f"{self.source}: special token id {token!r}, expected 0 .. {last}")
+                raise CheckpointError(f"{self.source}: special token id {token!r:.80}, expected 0 .. {last}")
+        template = self.chat_template
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a text")
+        for name, text in self.special_tokens.items():
+            if not isinstance(text, str):
+                raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a text")
+
+
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """Names the checkpoint in errors of readers that do not know it, those of its tokenizer and chat template."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error if where in str(error) else CheckpointError(f"{where}: {error}") from None
 
 
 def open_source(
@@ -128,13 +145,13 @@ def open_source(
             original one, with more all texts use the long rotation, short ones too.
 
     Raises:
-        InvalidConfig: a context that the model does not have.
+        InvalidConfig: a context that the model does not have, or a name that cannot be one.
         UnknownName: it is none of the three.
         FetchError: the download failed.
         CheckpointError: what was found is not a checkpoint that can be read.
     """
+    place = find_source(source, revision, report)
     name = os.fspath(source)
-    place = find_source(name, revision, report)
     checkpoint = open_checkpoint(place, context)
     return checkpoint if place == name else dataclasses.replace(checkpoint, source=name)
 
@@ -151,10 +168,13 @@ def find_source(
     """
     from jaxspec.models import hub, presets
 
+    if revision is not None and not (isinstance(revision, str) and revision.isprintable() and revision.strip()):
+        raise InvalidConfig(f"revision must be the name of a branch, tag or commit, got {revision!r:.80}")
+    path = check_path(source, "the model's name or path")
     name = os.fspath(source)
     if name in presets.PRESETS:
         return str(presets.fetch(name, report=report))
-    if os.path.exists(os.path.expanduser(name)):
+    if os.path.exists(path):
         return name
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
@@ -174,7 +194,7 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
 
     if context is not None and (type(context) is not int or context < 1):
         raise InvalidConfig(f"context must be a whole number of tokens from 1, got {context!r}")
-    place = pathlib.Path(path).expanduser()
+    place = check_path(path, "the checkpoint's path", CheckpointError)
     if os.path.isfile(place / saved.MANIFEST):
         return _within(saved.open_saved(place), context)
     if os.path.isdir(place):
@@ -197,7 +217,7 @@ def read_headers(path: str | os.PathLike) -> Headers:
     """
     from jaxspec.models import gguf, hf
 
-    place = pathlib.Path(path).expanduser()
+    place = check_path(path, "the checkpoint's path", CheckpointError)
     return hf.read_headers(place) if place.is_dir() else gguf.read_headers(place)
 
 
@@ -236,8 +256,7 @@ def read_params(
         InvalidConfig: the dtype is none of these.
         CheckpointError: a parameter is missing, unknown, of the wrong shape, or not finite.
     """
-    if dtype not in WEIGHTS:
-        raise InvalidConfig(f"dtype must be one of {', '.join(WEIGHTS)}, got {dtype!r}")
+    dtype = one_of("dtype", dtype, WEIGHTS)
     shapes = checkpoint.config.param_shapes()
     refuse_difference(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}

@@ -75,6 +75,8 @@ class ModelConfig:
                 raise InvalidConfig(f"{field.name} must be positive and finite, got {value!r}")
             if kind is int and not isinstance(value, int):
                 raise InvalidConfig(f"{field.name} must be a whole number, got {value!r}")
+            if kind is int and value >= 1 << 31:  # positions and sizes are int32 on a device
+                raise InvalidConfig(f"{field.name} must be below 2**31, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"

@@ -11,6 +11,7 @@ from jaxspec.errors import CheckpointError
 from jaxspec.models.checkpoint import make_config
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.hf_rope import LAYER_TYPES, RopeReader
+from jaxspec.models.rope import MAX_WIDTH
 
 _LAYER = "model.layers.{}."
 _NAMES = {
@@ -156,6 +157,8 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if layers > _MAX_LAYERS:
         raise CheckpointError(f"{where}: num_hidden_layers is {layers}, expected at most {_MAX_LAYERS}")
     head_dim = whole("head_dim", max(hidden // heads, 1))
+    if head_dim > MAX_WIDTH:
+        raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
     longest = whole("max_position_embeddings", 2048)
     activation = given.get("hidden_activation", given.get("hidden_act", "silu"))
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
@@ -202,9 +205,9 @@ def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[i
             )
         slides = tuple(kind == "sliding_attention" for kind in types)
     else:
-        for key in ("sliding_window_pattern", "max_window_layers"):
-            if key in given and (type(given[key]) is not int or given[key] < 0):
-                raise CheckpointError(f"{where}: {key} is {given[key]!r:.80}, expected a whole number")
+        for key, least in (("sliding_window_pattern", 1), ("max_window_layers", 0)):
+            if key in given and (type(given[key]) is not int or given[key] < least):
+                raise CheckpointError(f"{where}: {key} is {given[key]!r:.80}, expected a whole number from {least}")
         slides = tuple(reach is not None and family.slides(given, i) for i in range(layers))
     if not any(slides):
         return None, ()

@@ -6,7 +6,6 @@ directory belongs to.
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -16,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec import files
 from jaxspec.errors import CheckpointError
 from jaxspec.models.checkpoint import StoredTensor, refuse_difference
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-_MAX_JSON = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,22 +121,10 @@ def read_text(directory: pathlib.Path, name: str) -> str | None:
     """A file's text; None where there is none."""
     if (file := inside(directory, name)) is None:
         return None
-    try:
-        if (size := file.stat().st_size) > _MAX_JSON:
-            raise CheckpointError(f"{file}: {size} bytes, expected at most {_MAX_JSON}")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    return files.read_text(file)
 
 
-def read_json(directory: pathlib.Path, name: str) -> dict | None:
+def read_json(directory: pathlib.Path, name: str, limit: int = files.MAX_BYTES) -> dict | None:
     """The object of a JSON file; None where there is none."""
-    if (text := read_text(directory, name)) is None:
-        return None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{directory / name}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{directory / name}: holds a {type(content).__name__}, expected an object")
-    return content
+    file = inside(directory, name)
+    return None if file is None else files.read_json(file, limit=limit)

@@ -36,7 +36,7 @@ class FunctionLM:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Keys hold tokens, values their positions."""
-        return caches.empty(1, batch, 1, capacity, 1, jnp.int32)
+        return caches.empty_cache(1, batch, 1, capacity, 1, jnp.int32)
 
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None

@@ -196,6 +196,10 @@ class _ConfigReader:
         if layers > len(tensors):  # before anything is made per layer
             raise CheckpointError(f"{self._where}: {layers} layers and only {len(tensors)} tensors")
         head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
+        if head_dim > ropes.MAX_WIDTH:
+            raise CheckpointError(
+                f"{self._where}: the width of a head is {head_dim}, expected at most {ropes.MAX_WIDTH}"
+            )
         for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _PLAIN).items():
             if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
                 raise CheckpointError(
@@ -241,7 +245,7 @@ class _ConfigReader:
         """Rotary positions, and the longest text they are for."""
         theta, longest = self._get("rope.freq_base", self.architecture.rope_theta), self._whole("context_length")
         width = self._whole("rope.dimension_count", head_dim)
-        if self.architecture.interleaved and width != head_dim:
+        if width > head_dim or (self.architecture.interleaved and width != head_dim):
             raise CheckpointError(
                 f"{self._where}: metadata {self._name}.rope.dimension_count is {width}, expected {head_dim}"
             )

@@ -46,6 +46,8 @@ class HeadsConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidConfig(f"{name} of heads is a whole number from {low}, got {value!r}")
+        if not isinstance(self.bias, bool):
+            raise InvalidConfig(f"bias of heads is true or false, got {self.bias!r:.80}")
         for name, known in (("inputs", INPUTS), ("projection", PROJECTIONS)):
             if getattr(self, name) not in known:
                 raise InvalidConfig(f"{name} of heads is {' or '.join(known)}, got {getattr(self, name)!r}")

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.errors import InvalidConfig, UnknownName
+from jaxspec.core.protocols import need_members
+from jaxspec.errors import InvalidConfig, UnknownName, shown
 from jaxspec.models import folder
 from jaxspec.models.by_output import ByOutput
 from jaxspec.models.head_files import write
 from jaxspec.models.head_layouts import FILES as HEADS
 from jaxspec.models.head_layouts import Layout
-from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten
+from jaxspec.models.head_serving import WRITTEN, check_layout
+from jaxspec.models.heads import DraftHeads, HeadsConfig, check_heads, check_target, flatten
 
-FILES = {"v0.1": HEADS[0], "legacy": HEADS[0], "vllm": folder.WHOLE}
+FILES = dict.fromkeys(WRITTEN, HEADS[0]) | {"vllm": folder.WHOLE}
 
 
 def export_heads(
@@ -28,6 +30,7 @@ def export_heads(
 ) -> pathlib.Path:
     """Writes heads in a layout that other systems read, in the dtype they have; `load_heads` reads it back.
 
+    No layout has a place for heads that read tokens (inputs "path" or "recurrent"): only `save_heads` keeps those.
     Layouts "v0.1" and "vllm" hold projections: heads that share the target's are given a copy of it. Medusa's own
     trainer keeps one block per head however many it says, so of its files with more only others read every block.
 
@@ -43,15 +46,20 @@ def export_heads(
 
     Raises:
         UnknownName: another layout.
-        InvalidConfig: the layout cannot say what the heads are.
+        InvalidConfig: the layout cannot hold heads of this kind; the message names what can be exported where.
         ShapeMismatch: they are not for this target.
         CheckpointError: the directory holds heads already, or cannot be written.
     """
-    if layout not in FILES:
+    check_heads(heads)
+    if not isinstance(layout, str) or layout not in FILES:
         raise UnknownName("layout", layout, FILES)
     config = heads.config
-    _check(config, layout)
+    check_layout(config, layout)
+    if base is not None and not isinstance(base, str):
+        raise InvalidConfig(f"base must be the target's name, got {shown(base)}")
     if target is not None:
+        if not hasattr(target, "lm"):
+            raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
     params = flatten(heads.params)
     config, params = _with_projections(config, params, layout, target)
@@ -62,24 +70,6 @@ def export_heads(
         tensors[Layout(layout).tensor(config, ours)] = array
     base = base or (None if target is None else target.name)
     return write(directory, FILES[layout], tensors, "config.json", Layout(layout).manifest(config, base))
-
-
-def _check(config: HeadsConfig, layout: str) -> None:
-    """Refuses what the layout cannot say."""
-    if config.reads_words:
-        raise InvalidConfig(
-            f"the layout {layout} has no place for heads that read the path; only save_heads keeps them"
-        )
-    if layout == "vllm":
-        return
-    if config.draft_vocab_size is not None:
-        raise InvalidConfig(f"the layout {layout} has no place for a reduced vocabulary; vllm has")
-    if not config.bias:
-        raise InvalidConfig(f"the layout {layout} has a bias in every block, these heads have none; export to vllm")
-    if layout == "legacy" and config.projection != "shared":
-        raise InvalidConfig("the layout legacy shares the target's projection, these heads have their own; use v0.1")
-    if layout == "legacy" and config.num_layers != 1:
-        raise InvalidConfig(f"the layout legacy has one block per head, these have {config.num_layers}")
 
 
 def _with_projections(
@@ -96,6 +86,7 @@ def _with_projections(
             "or --target) for a copy of it, or use the layout legacy"
         )
     else:
+        need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
         one = target.lm.unembedding(target.params)
         one = one if config.draft_vocab_size is None else one[params["tokens"]]
         one = one.astype(np.float32) if isinstance(one, ByOutput) else one

@@ -9,19 +9,30 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.core.tree import Topology
-from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.core.checks import flag, named, one_of
+from jaxspec.core.tree import Topology, read_parents
+from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, shown
+from jaxspec.files import check_path
 from jaxspec.models import folder, torch_file
 from jaxspec.models.checkpoint import DTYPES, StoredTensor, check_shape, find_source, finite, refuse_difference
 from jaxspec.models.folder import HeldTensor
 from jaxspec.models.head_layouts import FILES, FIRST, MANIFEST, PICKLES, Layout, recognise
-from jaxspec.models.heads import DraftHeads, HeadsConfig, check_target, flatten, unflatten, vocabulary
+from jaxspec.models.heads import (
+    DraftHeads,
+    HeadsConfig,
+    check_heads,
+    check_target,
+    flatten,
+    unflatten,
+    vocabulary,
+)
 from jaxspec.models.presets import PRESETS, SHIPPED
 
 TENSORS, VERSION, OURS = "heads.safetensors", 1, "jaxspec"
@@ -50,9 +61,9 @@ class HeadFile:
     place: pathlib.Path
     layout: str
     sizes: Mapping[str, Any]
-    readers: Mapping[str, Callable[[], np.ndarray]]
-    stored: Mapping[str, StoredTensor]
-    settings: Mapping[str, Any]
+    readers: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
+    stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
+    settings: Mapping[str, Any] = dataclasses.field(repr=False)
     tree: Topology | None = None
     notes: tuple[str, ...] = ()
 
@@ -71,17 +82,27 @@ class HeadFile:
                     "target (target=..., or --target)"
                 )
             sizes["vocab_size"] = vocabulary(target)
-        config = HeadsConfig(**sizes)
-        if target is not None:
-            check_target(config, target)
+        try:
+            config = HeadsConfig(**sizes)
+            if target is not None:
+                check_target(config, target)
+        except (InvalidConfig, ShapeMismatch) as error:
+            raise type(error)(f"{self.place}: {error}") from None
         return config
 
 
+def sizes_alone(found: HeadFile) -> HeadsConfig:
+    """The sizes without a target; a vocabulary that the files do not tell is taken to be as large as can be."""
+    sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(found.sizes)
+    return HeadsConfig(**sizes)
+
+
+@named()
 def load_heads(
     source: str | os.PathLike,
     *,
     target: Any = None,
-    dtype: str | None = "float32",
+    dtype: Any = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
     """Loads draft heads: our own directory, or Medusa's in any of four layouts (`jaxspec.models.head_layouts`).
@@ -94,15 +115,18 @@ def load_heads(
             preset whose heads come with this package.
         target: the model they draft for; then what does not fit is refused at once. Needed where the files do not tell
             the size of the vocabulary.
-        dtype: "float32" or "bfloat16", of the matrices, in which they are multiplied; None: as the file has them.
+        dtype: of the matrices, in which they are multiplied: "float32" or "bfloat16", or a type such as
+            `jnp.bfloat16`; None: as the file has them.
         allow_pickle: also read `.pt` files. They are pickles; of one nothing is run, and all but tensors refused.
 
     Raises:
         CheckpointError: no heads are there, or they do not fit together; naming file and tensor.
         InvalidConfig, ShapeMismatch: they are not for this target.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)} or None, got {dtype!r}")
+    allow_pickle = flag("allow_pickle", allow_pickle)
+    if target is not None and not hasattr(target, "lm"):
+        raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
+    dtype = None if dtype is None else one_of("dtype", dtype, tuple(DTYPES))
     found = open_heads(source, allow_pickle=allow_pickle)
     config = found.config(target)
     params = {}
@@ -124,7 +148,7 @@ def open_heads(
             some = ", ".join(name for name, preset in PRESETS.items() if preset.heads)
             raise CheckpointError(f"no heads for the preset {source} come with jaxspec, only for {some}; train some")
         source = SHIPPED / source
-    place = pathlib.Path(find_source(source, report=report, pickles=allow_pickle)).expanduser()
+    place = check_path(find_source(source, report=report, pickles=allow_pickle))
     if (place / MANIFEST).exists():
         return _open_ours(place)
     directory, name = (place, _file(place)) if place.is_dir() else (place.parent, place.name)
@@ -166,13 +190,22 @@ def _file(directory: pathlib.Path) -> str:
 def _open_ours(place: pathlib.Path) -> HeadFile:
     where = place / MANIFEST
     manifest = folder.read_json(place, MANIFEST) or {}
+    if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
+        raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
+    sizes = manifest.get("config")
+    known = {field.name for field in dataclasses.fields(HeadsConfig)}
+    if not isinstance(sizes, dict) or not {"hidden_size", "vocab_size"} <= sizes.keys() <= known:
+        raise CheckpointError(
+            f"{where}: config is {sizes!r:.80}, expected an object with hidden_size and vocab_size, and of "
+            f"{', '.join(sorted(known))} alone"
+        )
+    if "tree" not in manifest:
+        raise CheckpointError(f"{where}: tree is missing, expected a list of parents or null")
     try:
-        if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
-            raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
-        config = HeadsConfig(**manifest["config"])
-        tree = None if manifest["tree"] is None else Topology(tuple(manifest["tree"]))
-    except (InvalidConfig, KeyError, TypeError) as error:
-        raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from None
+        config = HeadsConfig(**sizes)
+        tree = None if manifest["tree"] is None else read_parents(manifest["tree"])
+    except InvalidConfig as error:
+        raise CheckpointError(f"{where}: {error}") from None
     tensors = folder.open_shard(place, TENSORS)
     if config.num_heads * max(config.num_layers, 1) > max(len(tensors), 64):  # before anything is made per block
         raise CheckpointError(f"{where}: {config.num_heads} heads and only {len(tensors)} tensors")
@@ -299,6 +332,7 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     Raises:
         CheckpointError: the directory holds heads already, or cannot be written.
     """
+    check_heads(heads)
     tree = None if heads.tree is None else heads.tree.parents
     manifest = {"format": "jaxspec-heads", "version": VERSION, "config": dataclasses.asdict(heads.config), "tree": tree}
     return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
@@ -311,7 +345,7 @@ def write(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    place = pathlib.Path(directory).expanduser()
+    place = check_path(directory, "the directory of heads")
     for name in (manifest, file):
         if (place / name).exists():
             raise CheckpointError(f"{place}: has a {name} already; name another directory")

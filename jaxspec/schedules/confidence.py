@@ -34,6 +34,8 @@ class Confidence(Constant):
         super().__post_init__()
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
             raise InvalidConfig(f"threshold must be a number from 0 to 1, got {self.threshold!r}")
+        if not isinstance(self.entropy, bool):
+            raise InvalidConfig(f"entropy must be true or false, got {self.entropy!r:.80}")
         if not 0 <= self.threshold <= 1:
             raise InvalidConfig(f"threshold must be from 0 to 1, got {self.threshold!r}")
 

@@ -37,8 +37,11 @@ class PlusMinus:
     widths: tuple[int, ...] = (3, 5, 9)
 
     def __post_init__(self):
-        if not 1 <= self.least <= self.first:
-            raise InvalidConfig(f"expected 1 <= least <= first, got least {self.least!r} and first {self.first!r}")
+        whole = all(type(value) is int for value in (self.first, self.least))
+        if not whole or not 1 <= self.least <= self.first:
+            raise InvalidConfig(
+                f"expected whole numbers with 1 <= least <= first, got least {self.least!r} and first {self.first!r}"
+            )
         check_widths(self.widths)
 
     def init(self, batch: int, shape: TreeShape) -> Bounded:

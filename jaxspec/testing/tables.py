@@ -56,7 +56,7 @@ class TableLM:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Keys and values both hold (token, position)."""
-        return caches.empty(1, batch, 1, capacity, 2, jnp.float32)
+        return caches.empty_cache(1, batch, 1, capacity, 2, jnp.float32)
 
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None

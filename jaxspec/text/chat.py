@@ -8,8 +8,12 @@ import jinja2
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.text.sandbox import Refused, TemplateSandbox
 
-MAX_SOURCE = 1 << 18  # characters; the longest published templates have some 20,000
-MAX_OUTPUT = 1 << 20  # characters a template may add to those of the messages
+MAX_SOURCE = 1 << 16  # characters; the longest published templates have some 30,000
+MAX_OUTPUT = 1 << 20  # characters that a template may add to those of the messages
+MAX_NESTED = 90  # lists and dicts inside one another, in what a template is given
+BUDGET = 1 << 24  # units that any rendering may spend: about a fifth of a second
+PER_CHARACTER = 64  # units more for each character that a template is given
+RECORD = 512  # characters that a list or dict counts for, beside what is in it
 
 
 class ChatTemplate:
@@ -38,19 +42,22 @@ class ChatTemplate:
             add_generation_prompt: end with what begins an answer.
             **variables: what else this template knows, such as `tools` or `enable_thinking`.
         """
-        given = _check(messages)
-        room = MAX_OUTPUT + given
-        variables = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        self._sandbox.begin(given)
-        parts, size = [], 0
+        _check(messages)
+        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        size = 0
+        for name, value in given.items():
+            given[name], more = _plain(value, name)
+            size += more
+        room = MAX_OUTPUT + size
+        parts = []
         try:
-            for part in self._template.generate(
-                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **variables
-            ):
-                parts.append(part)
-                size += len(part)
-                if size > room:
-                    raise CheckpointError(f"chat template: more than {room} characters come out")
+            with self._sandbox.budget(BUDGET + PER_CHARACTER * size):
+                for part in self._template.generate(given):
+                    parts.append(part)
+                    room -= len(part)
+                    if room < 0:
+                        raise CheckpointError(f"chat template: more than {MAX_OUTPUT + size} characters come out")
         except CheckpointError:
             raise
         except Refused as error:
@@ -60,8 +67,8 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def _check(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Refuses what is no conversation; returns its size in characters."""
+def _check(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what is no conversation."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidConfig(
             f'messages must be a list of {{"role": ..., "content": ...}}, at least one, got {messages!r:.80}'
@@ -72,7 +79,26 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> int:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise InvalidConfig(f"messages[{i}][{key!r}] must be a str, got {message.get(key)!r:.80}")
-    return sum(len(m["role"]) + len(m["content"]) for m in messages)
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
+    """A copy of `value` made of Python's own types alone, as JSON has them, and its size in characters."""
+    if depth > MAX_NESTED:
+        raise InvalidConfig(f"{name}: lists and dicts more than {MAX_NESTED} deep inside one another")
+    if value is None or isinstance(value, bool):
+        return value, 1
+    if isinstance(value, str):
+        return str.__str__(value), len(value)
+    if isinstance(value, int | float):
+        return (int(value) if isinstance(value, int) else float(value)), 1
+    if isinstance(value, Mapping):
+        pairs = [(_plain(k, name, depth + 1), _plain(v, name, depth + 1)) for k, v in value.items()]
+        return {k: v for (k, _), (v, _) in pairs}, RECORD + sum(m + n for (_, m), (_, n) in pairs)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        items = [_plain(item, name, depth + 1) for item in value]
+        plain = [item for item, _ in items]
+        return tuple(plain) if isinstance(value, tuple) else plain, RECORD + sum(size for _, size in items)
+    raise InvalidConfig(f"{name} must be made of str, numbers, lists and dicts, got {type(value).__name__!r} in it")
 
 
 def _line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """A `tokenizers.Tokenizer` from the metadata of a GGUF file."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,8 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Se
     scores = _list(metadata, "tokenizer.ggml.scores")
     if len(scores) < len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores: expected one value per token, got {len(scores)}")
+    if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
+        raise CheckpointError("tokenizer.ggml.scores: must hold finite numbers only")
     vocab = {token: i for i, token in enumerate(tokens)}
     usable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
     pairs = [

@@ -1,131 +1,172 @@
-"""Where a template runs: jinja2's sandbox, which guards attributes, and a budget for time and memory.
+"""Where a chat template runs: jinja2's sandbox, cut down to the language that templates use, every step charged.
 
-A template is a program by whoever made the checkpoint. It reaches no file and no attribute, and every turn of
-a loop, call, filter and growing string is charged. What remains possible is one large step, not a long run.
+A template is a program by whoever made the checkpoint. It reaches no file and no attribute, and what it may use
+(statements, filters, tests, methods, globals) is listed here, so that the price of each is known. The price is paid
+before the step is taken: no step is long, none makes more than was paid for, and Ctrl-C works between any two.
+Neither a process of its own nor a timer is needed, and whether a template is refused depends on no clock.
 """
 
-import datetime
-import functools
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import types
+from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
-from jinja2 import nodes
+import jinja2
+from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-BUDGET = 1 << 26  # a step costs STEP and the size of what it makes: 260,000 steps, or 64 MB of text
-STEP = 256
-MAX_INT = 10_000  # as an argument: ranges, widths, indents, precisions
-_HUGE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z]*\*|\{[^{}]*\{")  # a width of 5 digits, or one given by a value
+from jaxspec.text.budget import BUDGET, ESCAPED, MAX_INT, NODE, PRINTED, Budget, bounded, data, length
+from jaxspec.text.filters import FILTERS, GLOBALS, STEP, TESTS, settled
+from jaxspec.text.filters import Refused as Refused
 
+MAX_DEPTH = 80  # of a template's syntax tree; published templates reach 40
+MAX_NODES = 5_000  # of it; published templates reach 1,500, and compiling takes time by their square
+MAX_ARGUMENTS = 100
 
-class Refused(Exception):
-    """The template called `raise_exception`: an unknown role, say, or two answers in a row."""
+_NODES = """Add And Assign AssignBlock Break Call CallBlock Compare Concat CondExpr Const Continue Dict Div Filter
+FilterBlock FloorDiv For Getattr Getitem If Keyword List Macro Mod Mul NSRef Name Neg Not Operand Or Output Pair Pos Pow
+Slice Sub Template TemplateData Test Tuple With"""
+_ALLOWED = {getattr(nodes, name) for name in _NODES.split()}
+_COSTLY = (nodes.BinExpr, nodes.Call, nodes.Compare, nodes.Filter, nodes.Test, nodes.Getattr, nodes.Getitem)
+_BODIES = ("body", "else_", "elif_")
+_STR = """capitalize count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace
+istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip
+split splitlines startswith strip swapcase title upper"""
+_LOOP = "cycle first index index0 last length nextitem previtem revindex revindex0"
+_ATTRIBUTES = {str: set(_STR.split()), dict: {"get", "items", "keys", "values"}, LoopContext: set(_LOOP.split())}
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment chat templates are written for, with every step charged to one budget."""
+    """The environment that chat templates are written for, with every step charged to the budget of a rendering."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self):
         extensions = ["jinja2.ext.loopcontrols", _Generation]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.begin()
-        own = {"tojson": _to_json, "_spent": lambda value: value, "_join": _join}
-        self.filters = {name: self._charged(f) for name, f in (self.filters | own).items()}
-        self.filters["_turns"] = self._turns
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        del self.globals["lipsum"]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+        self.filters, self.tests, self.globals = FILTERS | _CHARGES, TESTS, GLOBALS
 
-    def begin(self, size: int = 0) -> None:
-        """A new budget, for messages of `size` characters."""
-        self._budget = BUDGET + 64 * size
+    @contextlib.contextmanager
+    def budget(self, units: int) -> Iterator[None]:
+        """What runs inside, in this thread, may spend `units`."""
+        token = BUDGET.set(Budget(units))
+        try:
+            yield
+        finally:
+            BUDGET.reset(token)
 
-    def spend(self, size: int = 0) -> None:
-        """Charges one step that makes something of `size`."""
-        self._budget -= STEP + size
-        if self._budget < 0:
-            raise SecurityError("it takes more steps or memory than a chat template may")
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, Namespace):
+            return not attr.startswith("_")
+        return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        budget = BUDGET.get()
+        budget.spend(NODE)
+        if not isinstance(argument, str | int):
+            budget.weigh(argument, PRINTED)  # it is hashed, and printed where there is no such item
+        return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(obj, "__wrapped__", obj)  # str.format comes wrapped by the sandbox
-        owner = getattr(method, "__self__", None)
-        self._check(getattr(method, "__name__", ""), (owner, *args), kwargs)
-        result = super().call(context, obj, *args, **kwargs)
-        self.spend(_size(result))
-        return result
+        budget = BUDGET.get()
+        if isinstance(obj, Macro):
+            budget.enter()
+            try:
+                result = super().call(context, obj, *args, **kwargs)
+            finally:
+                budget.leave()
+            budget.spend(STEP + len(result))
+            return result
+        self._price(budget, obj, args, kwargs)
+        return settled(budget, super().call(context, obj, *args, **kwargs))
+
+    def _price(self, budget: Budget, obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Charges a call of something else than a macro."""
+        owner = getattr(obj, "__self__", None)
+        if any(obj is one for one in (dict, Namespace, GLOBALS["raise_exception"])):
+            budget.weigh(args, PRINTED)
+        elif isinstance(obj, types.BuiltinMethodType | types.MethodType) and isinstance(owner, str):
+            given = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # jinja2 adds some
+            budget.method(obj.__name__, owner, args, given)
+        elif isinstance(obj, types.BuiltinMethodType) and isinstance(owner, dict):
+            budget.weigh(args[:1])
+        elif not (
+            obj is GLOBALS["range"]
+            or obj is GLOBALS["strftime_now"]
+            or isinstance(owner, LoopContext)
+            or isinstance(obj, jinja2.Undefined)  # which has an error of its own
+        ):
+            raise SecurityError(f"a chat template may not call {type(obj).__name__!r} objects")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [_size(v) if _sized(v) else max(v, 0) if isinstance(v, int) else 1 for v in (left, right)]
-        if operator == "**":
-            self._check("**", (left, right), {})
-            sizes = [0, 0]
-        elif operator == "%" and isinstance(left, str):
-            self._check("format", (left, right), {})
-        grows = _sized(left) or _sized(right)
-        self.spend((sizes[0] * sizes[1] if operator == "*" else sum(sizes)) if grows else 0)
-        return super().call_binop(context, operator, left, right)
+        budget = BUDGET.get()
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            if operator == "**" and isinstance(left, int) and left.bit_length() * abs(right) > MAX_INT.bit_length():
+                raise SecurityError("an integer above 2**64")
+        elif operator == "+" and _size(left) >= 0 and _size(right) >= 0:
+            budget.spend((_size(left) + _size(right)) * (ESCAPED if Markup in (type(left), type(right)) else 1))
+        elif operator == "*" and (_size(left) >= 0) != (_size(right) >= 0):
+            size, times = (left, right) if _size(left) >= 0 else (right, left)
+            budget.spend(_size(size) * times if isinstance(times, int) else 0)
+        elif not isinstance(left, jinja2.Undefined) and not isinstance(right, jinja2.Undefined):
+            kinds = f"{type(left).__name__!r} and {type(right).__name__!r}"
+            raise TypeError(f"unsupported operand type(s) for {operator}: {kinds}")
+        return bounded(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Meter().visit(super()._parse(source, name, filename))
-
-    def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._check(function.__name__.removeprefix("do_"), args, kwargs)
-            self.spend(sum(map(_size, args)))
-            result = function(*args, **kwargs)
-            self.spend(_size(result))
-            return result
-
-        return run
-
-    def _turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend()
-            yield item
-
-    def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses, before it runs, a call that makes something huge in one step."""
-        values = (*args, *kwargs.values())
-        if any(isinstance(v, int) and abs(v) > MAX_INT for v in values):
-            raise SecurityError(f"{name}: a number above {MAX_INT}")
-        texts = [v for v in values if isinstance(v, str)]
-        if name.startswith("format") and texts and _HUGE_FORMAT.search(texts[0]):
-            raise SecurityError(f"{name}: a format that may be huge")
-        if name == "replace" and len(texts) > 2:
-            self.spend(texts[0].count(texts[1]) * len(texts[2]))
-        if name in ("join", "_join"):
-            lists = [v for v in values if isinstance(v, list | tuple)]
-            self.spend(sum(_size(v) for items in lists for v in items))
+        tree = super()._parse(source, name, filename)
+        _check(tree)
+        return _Meter().visit(tree)
 
 
 class _Meter(NodeTransformer):
-    """Puts a charge on what the sandbox does not see: loops, `~`, comparisons, blocks kept in a variable."""
+    """Puts charges into a template: for each block of statements at its head, for the rest where the size is known."""
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        for field in ("body", "else_"):
+            if isinstance(block := getattr(node, field, None), list):
+                setattr(node, field, [nodes.ExprStmt(_charge(block, node), lineno=node.lineno), *block])
+        for field in ("dyn_args", "dyn_kwargs"):  # of `f(*args, **kwargs)`
+            if given := getattr(node, field, None):
+                setattr(node, field, _filter(given, "_spread", node))
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "_turns", node)
+        node.iter = _filter(node.iter, "_loop", node)
+        if node.test is not None:
+            node.test = nodes.And(_charge([node.test], node), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [n if isinstance(n, nodes.TemplateData) else _filter(n, "_text", n) for n in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "_join", node)
 
-    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _filter(node.expr, "_spent", node)
-        return node
+        values = nodes.List([node.expr, *(operand.expr for operand in node.ops)], lineno=node.lineno)
+        return _filter(values, "_compare", node, nodes.Const(tuple(operand.op for operand in node.ops)))
 
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        node.filter = _filter(node.filter, "_spent", node)
+        return _filter(node, "_slice", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = node.key if isinstance(node.key, nodes.Const) else _filter(node.key, "_key", node)
         return node
 
 
@@ -139,36 +180,86 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _filter(node: nodes.Node | None, name: str, place: nodes.Node) -> Any:
-    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=place.lineno)
+# --- the tree -----------------------------------------------------------------------------------------------
 
 
-def _sized(value: Any) -> bool:
-    return isinstance(value, str | bytes | list | tuple | dict | range)
+def _check(tree: nodes.Template) -> None:
+    """Refuses what no chat template uses, and depth, without recursion."""
+    count, stack = 0, [(cast(nodes.Node, tree), 0, 1)]
+    while stack:
+        node, depth, line = stack.pop()
+        count, line = count + 1, node.lineno or line
+        if depth > MAX_DEPTH:
+            raise jinja2.TemplateSyntaxError(f"expressions more than {MAX_DEPTH} deep inside one another", line)
+        if count > MAX_NODES:
+            raise jinja2.TemplateSyntaxError(f"more than {MAX_NODES} statements and expressions", line)
+        if type(node) not in _ALLOWED:
+            raise jinja2.TemplateSyntaxError(f"{type(node).__name__!r} is not what a chat template may use", line)
+        if isinstance(node, nodes.For) and node.recursive:
+            raise jinja2.TemplateSyntaxError("'recursive' is not what a chat template may use", line)
+        if isinstance(node, nodes.Const) and isinstance(node.value, int) and abs(node.value) > MAX_INT:
+            raise jinja2.TemplateSyntaxError("an integer above 2**64", line)
+        stack.extend((child, depth + 1, line) for child in node.iter_child_nodes())
 
 
-def _size(value: Any) -> int:
-    return len(value) if _sized(value) else 0
+def _cost(node: nodes.Node) -> int:
+    """What a statement or expression costs each time, without the blocks inside and the sizes of its values."""
+    own = NODE + STEP * isinstance(node, _COSTLY)
+    if isinstance(node, nodes.TemplateData):
+        own += len(node.data)
+    tests = [branch.test for branch in getattr(node, "elif_", ())]
+    return own + sum(_cost(child) for child in [*node.iter_child_nodes(exclude=_BODIES), *tests])
+
+
+def _charge(block: list[Any], place: nodes.Node) -> nodes.Filter:
+    return _filter(nodes.Const(STEP + sum(map(_cost, block))), "_step", place)
+
+
+def _filter(node: nodes.Node, name: str, place: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None, lineno=place.lineno)
+
+
+# --- what is charged ----------------------------------------------------------------------------------------
+
+
+def _step(units: int) -> bool:
+    BUDGET.get().spend(units)
+    return True
+
+
+@pass_context  # which keeps jinja2 from computing constants while it compiles
+def _text(_: Any, value: Any) -> str:
+    return BUDGET.get().text(value)
 
 
 def _join(values: list[Any]) -> str:
-    return "".join(map(str, values))
+    return "".join([str(BUDGET.get().text(value)) for value in values])
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as templates expect it: without jinja2's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _compare(values: list[Any], operators: tuple[str, ...]) -> bool:
+    return BUDGET.get().compare(values, operators)
 
 
-def _raise(message: str) -> None:
-    raise Refused(message)
+def _slice(value: Any) -> Any:
+    BUDGET.get().spend(max(_size(value), 0))  # it is no larger than what it was cut from
+    return value
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _spread(value: Any) -> Any:
+    if length(value) > MAX_ARGUMENTS:
+        raise SecurityError(f"more than {MAX_ARGUMENTS} arguments")
+    return value
+
+
+def _key(value: Any) -> Any:
+    BUDGET.get().weigh(value)
+    return value
+
+
+def _size(value: Any) -> int:
+    """The size of a text or list in bytes; -1 if the value is neither."""
+    return len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list | tuple) else -1
+
+
+_CHARGES = {"_step": _step, "_text": _text, "_join": _join, "_compare": _compare, "_slice": _slice, "_key": _key}
+_CHARGES |= {"_loop": data, "_spread": _spread}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 from jaxspec.text.stream import IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -18,11 +18,11 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str] | str = ()):
         if not isinstance(strings, Sequence):
-            raise InvalidConfig(f"stop must be a string or a list of strings, got {strings!r:.80}")
+            raise InvalidConfig(f"stop must be a string or a list of strings, got {shown(strings)}")
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in strings:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP:
-                raise InvalidConfig(f"a stop string must be a str of 1 to {MAX_STOP} characters, got {string!r:.80}")
+                raise InvalidConfig(f"a stop string must be a str of 1 to {MAX_STOP} characters, got {shown(string)}")
         self.strings = strings
         self._held, self._matched = "", False
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
+from jaxspec.files import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import tokenizer_from_gguf
 
 if TYPE_CHECKING:
     import tokenizers
-
-MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has about 35 MB
 
 
 class Tokenizer:
@@ -44,21 +43,29 @@ class Tokenizer:
                 raise CheckpointError(f"tokenizer: {name} id {token_id} is not in 0..{self.vocab_size - 1}")
 
     @classmethod
-    def from_json(cls, path: str | Path) -> "Tokenizer":
-        """Reads a `tokenizer.json`; the `tokenizer_config.json` beside it names BOS and EOS."""
+    def from_json(cls, path: str | Path, vocab_size: int | None = None) -> "Tokenizer":
+        """Reads a `tokenizer.json`; the `tokenizer_config.json` beside it names BOS and EOS.
+
+        Args:
+            path: of the file.
+            vocab_size: of the model; see `_check_ids`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or an id in it is out of range.
+        """
         import tokenizers
 
-        path = Path(path)
+        path = check_path(path, "the path of tokenizer.json")
+        text = read_text(path)
+        _check_ids(str(path), parse_object(text, str(path)), vocab_size, len(text))
         try:
-            inner = tokenizers.Tokenizer.from_str(_read_text(path))
+            inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare `Exception`
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{path}: not a tokenizer.json that can be read: {error}") from None
         inner.no_truncation()  # settings for training batches, which files in the wild still carry
         inner.no_padding()
         beside = path.parent / "tokenizer_config.json"
-        config = _read_json_object(beside) if beside.is_file() else {}
+        config = read_json(beside) if beside.is_file() else {}
         names = [config.get("bos_token"), config.get("eos_token")]
         names = [n.get("content") if isinstance(n, dict) else n for n in names]
         bos, eos = (inner.token_to_id(n) if isinstance(n, str) else None for n in names)
@@ -71,10 +78,10 @@ class Tokenizer:
         return cls(*tokenizer_from_gguf(metadata))
 
     @classmethod
-    def from_source(cls, source: Any) -> "Tokenizer":
-        """Reads whichever a checkpoint has: `source.json_path`, or the metadata `source.gguf`."""
+    def from_source(cls, source: Any, vocab_size: int | None = None) -> "Tokenizer":
+        """Reads whichever a checkpoint has, `source.json_path` or the metadata `source.gguf`, as `from_json` does."""
         if source.json_path is not None:
-            return cls.from_json(source.json_path)
+            return cls.from_json(source.json_path, vocab_size)
         if source.gguf is not None:
             return cls.from_gguf(source.gguf)
         raise CheckpointError("the checkpoint has no tokenizer: no tokenizer.json, no tokenizer.* metadata")
@@ -174,27 +181,38 @@ def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
-    try:
-        value = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
+def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
+    """Refuses a tokenizer.json with an id out of range, before a table is made that reaches up to it.
 
+    The ids of a model's vocabulary may have gaps. Beyond it published files have a few tokens that are never emitted,
+    without gaps: so an id is below the size of the vocabulary, or below the number of tokens in the file. Of a file
+    without a model it is below the number of the file's characters, `size`.
 
-def _read_text(path: Path) -> str:
-    """A file of a checkpoint, of bounded size."""
-    try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} that are read")
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8: {error}") from None
+    Raises:
+        CheckpointError: naming the token.
+    """
+
+    def part(of: Any, key: str, kind: type) -> Any:
+        value = of.get(key) if isinstance(of, Mapping) else None
+        return value if isinstance(value, kind) else kind()
+
+    model = part(content, "model", dict)
+    tokens = list(part(model, "vocab", dict).items())
+    added = [token for token in part(content, "added_tokens", list) if isinstance(token, dict)]
+    tokens += [(token.get("content"), token.get("id")) for token in added]
+    count = len({name for name, _ in tokens if isinstance(name, str)}) + len(part(model, "vocab", list))
+    processor = content.get("post_processor")
+    for step in (processor, *part(processor, "processors", list)):
+        for name, token in part(step, "special_tokens", dict).items():
+            tokens += [(name, i) for i in part(token, "ids", list)]
+    least = size if vocab_size is None else vocab_size
+    end = max(least, count)
+    wrong = next(((name, i) for name, i in tokens if type(i) is not int or not 0 <= i < end), None)
+    if wrong is not None:
+        known = "" if vocab_size is None else f": the model has {vocab_size} tokens, the file {count}"
+        raise CheckpointError(
+            f"{where}: token {wrong[0]!r:.40} has id {wrong[1]!r:.40}, expected 0 .. {end - 1}{known}"
+        )
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxspec.api import generate
 from jaxspec.core.sampling import Sampling
-from jaxspec.errors import InvalidConfig, TrainingError
+from jaxspec.errors import InvalidConfig, StorageError, TrainingError
 from jaxspec.models.model import Model
-from jaxspec.train.disk import claim, digest_of
+from jaxspec.train.bound import claim, of_answers
+from jaxspec.train.disk import digest_of
 from jaxspec.train.settings import Settings
 from jaxspec.train.texts import Text
 
@@ -42,25 +43,44 @@ def answers(
     Raises:
         TrainingError: the folder holds other answers, or cannot be written.
     """
-    kept = {name: getattr(settings, name) for name in ("answer_tokens", "answer_temperature", "seed")}
-    claim(folder / MANIFEST, {"target": target_print, "prompts": digest_of(list(prompts)), **kept}, "answers")
+    about = {"target": target_print, "prompts": digest_of(list(prompts)), **of_answers(settings)}
+    because = {"row_tokens": settings.row_tokens, "heads": settings.heads}  # which prompts are short enough
+    made = _any_answer(folder / TEXTS)
+    advice = "go on with what made them, or name another folder (--data, or --out)"
+    try:
+        if not made:
+            for left in folder.glob(f"*{TEXTS}*"):  # of a run that ended before the first answer
+                left.unlink()
+    except OSError as error:
+        raise TrainingError(f"{folder / TEXTS}: cannot be written: {error.strerror}") from None
+    claim(folder / MANIFEST, about, made, "answers", lambda odd: advice, because)
     try:
         found = generate(
             target,
             prompts,
-            key=jax.random.key(settings.seed),
+            key=jax.random.key(settings.seed if settings.answer_temperature else 0),  # greedy answers use none
             drafter="none",
             sampling=Sampling(temperature=settings.answer_temperature),
             max_new_tokens=settings.answer_tokens,
             batch=settings.answer_batch,
             out=folder / TEXTS,
             progress=progress,
+            verbose=False,
         )
-    except InvalidConfig as error:
+    except (InvalidConfig, StorageError) as error:
         raise TrainingError(str(error)) from None
-    except OSError as error:
-        raise TrainingError(f"{folder / TEXTS}: cannot be written: {error.strerror or error}") from None
     return [
         Text(np.asarray([*prompt, *row.tokens], np.int32), np.arange(len(prompt) + len(row.tokens)) >= len(prompt))
         for prompt, row in zip(prompts, found)
     ]
+
+
+def _any_answer(path: pathlib.Path) -> bool:
+    """Whether a file holds more than the line that says what its answers are of."""
+    try:
+        with path.open("rb") as file:
+            return b'"tokens"' in file.readline() or bool(file.readline())
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from None

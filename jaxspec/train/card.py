@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxspec
+from jaxspec.models.head_serving import served_by
 from jaxspec.models.heads import DraftHeads
 from jaxspec.train.disk import fingerprint, write_json, write_whole
 from jaxspec.train.evaluate import Candidate, Ranks
@@ -72,6 +73,8 @@ def write(
         f"{sizes.num_heads} heads{own}, inputs: "
         f"{sizes.inputs}, projection: {sizes.projection}, {sizes.rows} of {sizes.vocab_size} tokens drafted, "
         f"{heads.bytes / 1e6:.1f} MB. They draft, the target decides: by a lossless rule the text is its own.",
+        "",
+        served_by(sizes, settings.medusa2),
         "",
         f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: {trained.step} steps, "
         f"{learnt} tokens to learn from ({'the target’s' if settings.distill else 'given'} answers to "

@@ -1,6 +1,12 @@
-"""Checkpoints of a run: written beside their place and moved there, verified by sha256 when they are read."""
+"""Checkpoints of a run: written beside their place and moved there, every file verified when they are read.
 
+One is a folder with the arrays (`state/`, by Orbax), the rest (`about.json`), and the sha256 of every file of both in
+`SHA256SUMS`, which `sha256sum -c` reads, too.
+"""
+
+import hashlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -11,11 +17,14 @@ import jax
 import numpy as np
 
 from jaxspec.errors import TrainingError
-from jaxspec.train.disk import fingerprint, sync_folder, write_json
+from jaxspec.models import orbax
+from jaxspec.train.disk import fingerprint, sync_folder, write_json, write_whole
 
-STATE, ABOUT = "state", "about.json"
+STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
 KEPT = 2
 """The newest ones; the best is kept besides."""
+EXTRA = "-interrupted"
+"""Ends the name of a checkpoint that is only kept until the next one is saved."""
 
 
 class Checkpoint(NamedTuple):
@@ -26,90 +35,187 @@ class Checkpoint(NamedTuple):
     best: tuple[int, float] | None  # step and score of the best evaluation on the held-out texts
 
 
+class Damaged(TrainingError):
+    """A checkpoint is not what was written."""
+
+
 class Checkpoints:
     """Those of one run, in one folder."""
 
     def __init__(self, folder: pathlib.Path):
-        self._folder = folder
+        self.folder = folder.absolute()
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, ascending."""
-        if not self._folder.is_dir():
-            return []
-        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self._folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._places())
 
-    def save(self, checkpoint: Checkpoint) -> None:
+    def prints(self) -> dict[str, str]:
+        """The sha256 of the arrays of every checkpoint, by its folder's name; raises as `load`."""
+        return {self._places()[step].name: self.about(step)["sha256"] for step in self.steps()}
+
+    def save(self, checkpoint: Checkpoint, extra: bool = False) -> None:
         """Adds one, and removes what is neither new nor the best.
+
+        Args:
+            checkpoint: what is saved.
+            extra: it is one besides those that every run of these settings saves: the next one replaces it.
 
         Raises:
             TrainingError: it cannot be written; those that are there stay as they are.
         """
-        import orbax.checkpoint as ocp
-
         step = int(checkpoint.state.step)
-        place = self._folder / f"step-{step:08d}"
-        if place.exists():
+        if step in self._places():
             return
+        place = self.folder / f"step-{step:08d}{EXTRA if extra else ''}"
         leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(checkpoint.state))}
         about = {"sha256": fingerprint(leaves), "order": checkpoint.order, "best": checkpoint.best}
         part = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for left in self._folder.glob(".part-*"):  # by a run that was killed
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".part-*"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            part = pathlib.Path(tempfile.mkdtemp(dir=self._folder, prefix=".part-"))
-            with ocp.StandardCheckpointer() as writer:
-                writer.save(part / STATE, leaves)
+            part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
+            orbax.write(part / STATE, leaves)
             write_json(part / ABOUT, about)
+            sums = _lines(_sums(part)).encode()
+            write_whole(part / SUMS, lambda file: file.write(sums))
             part.rename(place)
-            sync_folder(self._folder)
-        except TrainingError:
-            raise
-        except Exception as error:  # the writers of arrays have errors of their own for a full disk
-            cause = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            sync_folder(self.folder)
+        except (OSError, orbax.OrbaxError, TrainingError) as error:
+            cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
             raise TrainingError(f"{place}: cannot be written: {cause}; the checkpoints before it are whole") from None
         finally:
             if part is not None:
                 shutil.rmtree(part, ignore_errors=True)
-        best = None if checkpoint.best is None else checkpoint.best[0]
-        for old in self.steps()[:-KEPT]:
-            if old != best:
-                shutil.rmtree(self._folder / f"step-{old:08d}", ignore_errors=True)
+        if not extra:
+            self._prune(None if checkpoint.best is None else checkpoint.best[0])
 
     def newest(self, like: Any) -> tuple[Checkpoint | None, list[str]]:
-        """The newest whole one, and what was wrong with those after it.
+        """The newest whole one, and what was wrong with those after it, which are put aside.
 
         Args:
             like: a state of the same settings, for structure, shapes and dtypes.
+
+        Raises:
+            TrainingError: all are damaged; or one cannot be read, though it may be whole. Then nothing is changed.
         """
-        wrong = []
+        damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps()):
             try:
-                return self.load(step, like), wrong
-            except TrainingError as error:
-                wrong.append(str(error))
-        return None, wrong
+                found = self.load(step, like)
+            except Damaged as error:
+                damaged[step] = error
+                continue
+            return found, [f"{error}; it is kept as {self._put_aside(step)}" for step, error in damaged.items()]
+        if damaged:
+            _, first = next(iter(damaged.items()))
+            raise TrainingError(
+                f"{first}, and no checkpoint in {self.folder} is whole; nothing was changed: remove that folder to "
+                "train from the first step"
+            )
+        return None, []
 
     def load(self, step: int, like: Any) -> Checkpoint:
         """That of a step.
 
         Raises:
-            TrainingError: it is not there, or damaged, or of other settings.
+            Damaged: it is not there, or not as it was written.
+            TrainingError: it cannot be read for another reason.
         """
-        import orbax.checkpoint as ocp
-
-        place = self._folder / f"step-{step:08d}"
+        place = self._places().get(step)
+        if place is None:
+            raise Damaged(f"{self.folder}: the checkpoint of step {step} is missing")
         leaves, structure = jax.tree.flatten(like)
         wanted = {f"{i:04d}": np.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
+        about = self.about(step)
         try:
-            about = json.loads((place / ABOUT).read_text())
-            with ocp.StandardCheckpointer() as reader:
-                found = reader.restore(place / STATE, wanted)
+            found = orbax.read(place / STATE, wanted)
             if fingerprint(found) != about["sha256"]:
-                raise ValueError("its bytes are not those that were written")
+                raise ValueError("other arrays come out than were written")
             best = None if about["best"] is None else tuple(about["best"])
-            state = structure.unflatten([found[name] for name in wanted])
-            return Checkpoint(state, about["order"], best)
-        except Exception as error:  # whatever a damaged file leads to
-            raise TrainingError(f"{place}: is damaged: {' '.join(str(error).split())[:200]}") from None
+            return Checkpoint(structure.unflatten([found[name] for name in wanted]), about["order"], best)
+        except (OSError, orbax.OrbaxError, ValueError, KeyError) as error:  # its files are whole: `about` looked
+            raise _unreadable(place, error) from None
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says beside its arrays, once all its files are verified; raises as `load`."""
+        place = self._places()[step]
+        try:
+            odd = _difference(place)
+            if odd is None:
+                return json.loads((place / ABOUT).read_text())
+        except (OSError, ValueError) as error:
+            raise _unreadable(place, error) from None
+        raise Damaged(f"{place}: is damaged: {odd}")
+
+    def _places(self) -> dict[int, pathlib.Path]:
+        try:
+            found = [(re.fullmatch(rf"step-(\d+)(?:{EXTRA})?", path.name), path) for path in self.folder.iterdir()]
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise _unreadable(self.folder, error) from None
+        return {int(match[1]): path for match, path in found if match}
+
+    def _prune(self, best: int | None) -> None:
+        places = self._places()
+        extra = [step for step, path in places.items() if path.name.endswith(EXTRA)]
+        old = sorted(places.keys() - set(extra))[:-KEPT]
+        for step in extra + [step for step in old if step != best]:
+            shutil.rmtree(places[step], ignore_errors=True)
+
+    def _put_aside(self, step: int) -> str:
+        """Renames a damaged one, so that the run can save that step again, and gives its new name."""
+        place = self._places()[step]
+        numbered = (f"damaged-{place.name}{f'-{i}' if i else ''}" for i in range(1 << 30))
+        name = next(name for name in numbered if not (self.folder / name).exists())
+        try:
+            place.rename(self.folder / name)
+        except OSError as error:
+            raise TrainingError(f"{place}: is damaged and cannot be renamed: {error.strerror}") from None
+        return name
+
+
+def _unreadable(place: pathlib.Path, error: Exception) -> TrainingError:
+    cause = getattr(error, "strerror", None) or str(error)
+    return TrainingError(f"{place}: cannot be read: {cause}; nothing was changed, try again once that is mended")
+
+
+def _sums(place: pathlib.Path) -> dict[str, str]:
+    """The sha256 of every file by its path; but for hidden ones, which a file manager may have left."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = {}
+    for folder, _, names in os.walk(place, onerror=fail):
+        for name in names:
+            path = pathlib.Path(folder, name)
+            if path != place / SUMS and not name.startswith("."):
+                with path.open("rb") as file:
+                    found[path.relative_to(place).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _lines(sums: dict[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+
+
+def _difference(place: pathlib.Path) -> str | None:
+    """What is not as it was written; None where all is.
+
+    Raises:
+        OSError: a file that is there cannot be read.
+    """
+    try:
+        written = (place / SUMS).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"it has no file {SUMS}"
+    now = _sums(place)
+    if written == _lines(now).encode():
+        return None
+    listed = dict(line.split("  ", 1)[::-1] for line in written.decode("ascii", "replace").splitlines() if "  " in line)
+    missing, other = sorted(listed.keys() - now.keys()), sorted(n for n in now if n in listed and listed[n] != now[n])
+    if missing:
+        return f"{missing[0]} is missing" if len(listed) > len(now) else f"{SUMS} does not list its files"
+    return f"the bytes of {other[0]} are not those that were written" if other else f"{SUMS} does not list its files"

@@ -1,11 +1,12 @@
-"""What is trained on: conversations and texts out of files, and what in them cannot be read.
+"""Reads files of prompts: conversations and texts, and what in them cannot be read.
 
 A `.jsonl` file has an object per line, a `.json` file a list of them: `{"messages": [{"role": ..., "content": ...}]}`,
 ShareGPT's `{"conversations": [{"from": "human", "value": ...}]}`, Spec-Bench's `{"turns": ["...", ...]}`, or
-`{"prompt": "..."}`, an `"answer"` or `"response"` beside it where there is one. A `.txt` file is texts, with an empty
-line between two of them.
+`{"prompt": "..."}`, an `"answer"` or `"response"` beside it where there is one; prompt and answer may be lists of token
+ids, which need no tokenizer. A `.txt` file has a text per line, or is split as `jaxspec.prompt_files` says.
 """
 
+import codecs
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspec.errors import TrainingError
+from jaxspec.prompt_files import split_text
 
 MAX_LINE = 1 << 22  # bytes; longer ones are no conversation
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -27,11 +29,13 @@ class Conversation:
         messages: what was said, `{"role": ..., "content": ...}` each; () for a plain text.
         text: the plain text, or None.
         where: file and line.
+        ids: token ids of a prompt and, where it is given, of its answer; () for what is text.
     """
 
     messages: tuple[dict[str, str], ...]
     text: str | None
     where: str
+    ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +46,15 @@ class BadRow:
     why: str
 
 
-def read(paths: Sequence[str | os.PathLike], refuse: bool = False) -> tuple[list[Conversation], list[BadRow]]:
+def read(
+    paths: Sequence[str | os.PathLike], refuse: bool = False, split: str = "line"
+) -> tuple[list[Conversation], list[BadRow]]:
     """All conversations of the files, in order, and the rows that are none.
 
     Args:
         paths: the files.
         refuse: raise at the first bad row instead of listing it.
+        split: what of a `.txt` file is a text: a "line", what "blank" lines part, or the "file".
 
     Raises:
         TrainingError: a file cannot be read, or has no good row at all; or a row is bad and `refuse` is set.
@@ -56,12 +63,12 @@ def read(paths: Sequence[str | os.PathLike], refuse: bool = False) -> tuple[list
     bad: list[BadRow] = []
     for path in map(pathlib.Path, paths):
         before = len(good)
-        for where, row in _rows(path):
+        for where, row in _rows(path, split):
             try:
                 good.append(_conversation(row, where))
             except _Bad as error:
                 if refuse:
-                    raise TrainingError(f"{where}: {error}; mend it, or let bad rows be reported") from None
+                    raise TrainingError(f"{where}: {error}; mend it, or remove it") from None
                 bad.append(BadRow(where, str(error)))
         if len(good) == before:
             why = f"; the first row: {bad[-1].why}" if bad else ""
@@ -73,24 +80,25 @@ class _Bad(Exception):
     pass
 
 
-def _rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+def _rows(path: pathlib.Path, split: str) -> Iterator[tuple[str, Any]]:
     """Every row with its place: raw bytes of a line, a parsed object, or a text."""
+    kind = path.suffix.lower()
     try:
-        if path.suffix == ".jsonl":
+        if kind == ".jsonl":
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
+                    line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                     if line.strip():
                         yield f"{path}:{number}", line
-        elif path.suffix == ".json":
+        elif kind == ".json":
             rows = json.loads(path.read_bytes())
             if not isinstance(rows, list):
                 raise TrainingError(f"{path}: expected a list of conversations, got {type(rows).__name__}")
             for number, row in enumerate(rows):
                 yield f"{path}[{number}]", row
-        elif path.suffix == ".txt":
-            texts = [text.strip() for text in path.read_text("utf-8").split("\n\n")]
-            for number, text in enumerate(filter(None, texts), start=1):
-                yield f"{path}, text {number}", text
+        elif kind == ".txt":
+            for line, text in split_text(path.read_bytes(), split):
+                yield f"{path}:{line}", text
         else:
             raise TrainingError(f"{path}: expected .jsonl, .json or .txt")
     except OSError as error:
@@ -103,7 +111,7 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 def _conversation(row: Any, where: str) -> Conversation:
     if isinstance(row, str):
-        return Conversation((), row, where)
+        return Conversation((), _text("a text", row), where)
     if isinstance(row, bytes):
         if len(row) > MAX_LINE:
             raise _Bad(f"a line of {len(row)} bytes, at most {MAX_LINE} are read")
@@ -113,7 +121,19 @@ def _conversation(row: Any, where: str) -> Conversation:
             raise _Bad(f"no JSON: {error}") from None
     if not isinstance(row, dict):
         raise _Bad(f"expected an object, got {type(row).__name__}")
+    if isinstance(row.get("prompt"), list):
+        answer = row.get("answer", row.get("response"))
+        given = {"prompt": row["prompt"]} | ({} if answer is None else {"answer": answer})
+        return Conversation((), None, where, tuple(_ids(name, value) for name, value in given.items()))
     return Conversation(tuple(_messages(row)), None, where)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+        raise _Bad(f"{name} must be a list of token ids, got {value!r:.40}")
+    if not value:
+        raise _Bad(f"{name} is empty")
+    return tuple(value)
 
 
 def _messages(row: dict) -> list[dict[str, str]]:
@@ -126,8 +146,9 @@ def _messages(row: dict) -> list[dict[str, str]]:
             if not isinstance(turn, dict):
                 raise _Bad(f"a message must be an object, got {type(turn).__name__}")
             role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-            if role not in _ROLES:
-                raise _Bad(f"a message's role must be one of {', '.join(_ROLES)}, got {role!r:.40}")
+            if not isinstance(role, str) or role not in _ROLES:
+                got = f"{role!r:.40}" if isinstance(role, str) else type(role).__name__
+                raise _Bad(f"a message's role must be one of {', '.join(_ROLES)}, got {got}")
             messages.append({"role": _ROLES[role], "content": _text("content", content)})
     elif "turns" in row:
         if not isinstance(row["turns"], list):
@@ -140,7 +161,7 @@ def _messages(row: dict) -> list[dict[str, str]]:
             messages.append({"role": "assistant", "content": _text("answer", answer)})
     else:
         raise _Bad(
-            f"expected messages, conversations, turns or prompt; it has {', '.join(map(str, row))[:80] or 'nothing'}"
+            f"expected messages, conversations, turns or prompt; it has {', '.join(map(ascii, row))[:80] or 'nothing'}"
         )
     if messages and messages[0]["role"] == "assistant":
         messages = messages[1:]  # ShareGPT cuts conversations anywhere

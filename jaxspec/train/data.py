@@ -9,11 +9,10 @@ from jaxspec.errors import TrainingError
 from jaxspec.models.model import Model
 from jaxspec.train import texts
 from jaxspec.train.answers import answers
-from jaxspec.train.conversations import BadRow, read
+from jaxspec.train.bound import ANSWERS
+from jaxspec.train.conversations import BadRow, Conversation
 from jaxspec.train.log import Watch
 from jaxspec.train.settings import Settings
-
-ANSWERS = "answers"
 
 
 class Data(NamedTuple):
@@ -28,32 +27,49 @@ class Data(NamedTuple):
 
 
 def prepare(
-    target: Model, target_print: str, files: Sequence, folder: pathlib.Path, settings: Settings, watch: Watch
+    target: Model,
+    target_print: str,
+    conversations: Sequence[Conversation],
+    unread: Sequence[BadRow],
+    folder: pathlib.Path,
+    settings: Settings,
+    watch: Watch,
 ) -> Data:
-    """Reads the files, lets the target answer, and packs what is learnt from."""
-    conversations, bad = read(files, settings.bad_rows == "refuse")
+    """Lets the target answer what was read from files, and packs what is learnt from.
+
+    Raises:
+        TrainingError: there is too little to learn from, or to hold out. What can be known of that before the target
+            answers is checked before.
+    """
+    prompts: list[list[int]] = []
+    given: list[texts.Text] = []
     if settings.distill:
         prompts, more = texts.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
-        if not prompts:
-            raise TrainingError(f"no prompt can be used; the first: {more[0].where}: {more[0].why}")
-        told = functools.partial(watch.phase, "the target answers")
-        all_texts = answers(target, target_print, prompts, settings, folder / ANSWERS, told)
     else:
-        all_texts, more = texts.texts_of(target, conversations)
-    bad += more
+        given, more = texts.texts_of(target, conversations)
     if more and settings.bad_rows == "refuse":
         raise TrainingError(f"{more[0].where}: {more[0].why}; mend it, or let bad rows be reported")
+    bad, count = [*unread, *more], len(prompts) + len(given)
     for row in bad[:5]:
         watch.say(f"left out: {row.where}: {row.why}")
     if bad:
-        watch.say(f"{len(bad)} of {len(bad) + len(all_texts)} rows left out")
-    learnt, apart = texts.split(len(all_texts), settings.held_out)
+        watch.say(f"{len(bad)} of {len(bad) + count} rows left out")
+    if not count:
+        raise TrainingError(f"nothing can be learnt from; the first row: {more[0].where}: {more[0].why}")
+    learnt, apart = texts.split(count, settings.held_out)
+    told = functools.partial(watch.phase, "the target answers")
+    all_texts = given or answers(target, target_print, prompts, settings, folder / ANSWERS, told)
     used, held = [all_texts[i] for i in learnt], [all_texts[i] for i in apart]
     vocab = target.lm.vocab
     ids = texts.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
     (rows, cut), (held_rows, _) = (texts.pack(some, settings.row_tokens) for some in (used, held))
     if not len(rows.tokens):
-        raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens larger")
+        raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens (--row-tokens) larger")
+    if len(held) and not len(held_rows.tokens):
+        raise TrainingError(
+            f"the {len(held)} texts that are held out have no answer within {settings.row_tokens} tokens; "
+            "make row_tokens (--row-tokens) or held_out (--held-out) larger"
+        )
     learnt_tokens = int(rows.mask.sum())
     watch.say(
         f"{len(used)} texts, {learnt_tokens} tokens to learn from, in {len(rows.tokens)} rows of "

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, and what identifies arrays."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,7 +30,8 @@ def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
         os.replace(part, path)
         sync_folder(path.parent)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise TrainingError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
@@ -61,21 +63,3 @@ def fingerprint(tree: Any) -> str:
 def digest_of(value: Any) -> str:
     """sha256 of what JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def claim(path: pathlib.Path, about: dict, what: str) -> None:
-    """Says of a folder what it is for, once.
-
-    Raises:
-        TrainingError: it is for something else.
-    """
-    try:
-        there = json.loads(path.read_text())
-    except FileNotFoundError:
-        return write_json(path, about)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{path}: cannot be read: {error}") from None
-    if there != about:
-        odd = sorted(key for key in about.keys() | there.keys() if about.get(key) != there.get(key))
-        raise TrainingError(f"{path.parent} holds {what} made with another {odd[0]}; name a new directory")
-    return None

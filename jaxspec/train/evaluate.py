@@ -148,7 +148,7 @@ def measure_trees(
         drafting: dict[str, Any] = {"drafter": "none"}
         if tree.shape.depth:
             drafting = {"drafter": "medusa", "heads": heads, "tree": tree}
-        out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, **drafting)
+        out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, verbose=False, **drafting)
         return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
 
     trees, best = [], 0.0

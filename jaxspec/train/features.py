@@ -10,8 +10,11 @@ import numpy as np
 
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
+from jaxspec.decode.kept import keep_compilations
 from jaxspec.errors import TrainingError
-from jaxspec.train.disk import claim, fingerprint, write_whole
+from jaxspec.train.bound import FEATURES, HELD, claim, of_features
+from jaxspec.train.disk import fingerprint, write_whole
+from jaxspec.train.settings import Settings
 from jaxspec.train.step import read
 from jaxspec.train.texts import Rows
 
@@ -40,6 +43,7 @@ class Reader:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(lm: LanguageModel) -> Callable:
+    keep_compilations()
     return jax.jit(functools.partial(read, lm))
 
 
@@ -51,10 +55,14 @@ class Cached:
         reader: Callable,
         target_print: str,
         rows: Rows,
+        settings: Settings,
         folder: pathlib.Path,
         progress: Callable[[int, int], Any] | None = None,
     ):
-        claim(folder / "features.json", {"target": target_print, "rows": fingerprint(rows._asdict())}, "features")
+        about = {"target": target_print, "texts": fingerprint(rows._asdict())}
+        made, again = any(folder.glob("*.npy")), "the answers can be kept, and the target reads their texts again"
+        advice = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
+        claim(folder / "features.json", about, made, "features", lambda odd: advice, of_features(settings))
         self._files: list[np.ndarray] = []
         for at in range(0, len(rows.tokens), SHARD):
             path = folder / f"{at // SHARD:05d}.npy"

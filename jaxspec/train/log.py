@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.errors import TrainingError
+from jaxspec.train.bound import LOG
 from jaxspec.train.disk import write_whole
 
-LOG, SPEED = "log.jsonl", "speed.jsonl"
+SPEED, UNDONE = "speed.jsonl", "undone.jsonl"
 
 
 @dataclasses.dataclass
@@ -28,27 +29,25 @@ class Watch:
 
 
 class Log:
-    """The lines up to a step, and those that come."""
+    """The lines up to a step, and those that come.
+
+    Lines of later steps, which are taken again, are moved to `undone.jsonl`: nothing that was measured is lost.
+
+    Raises:
+        TrainingError: a line is damaged, or a file cannot be read or written; it is as it was.
+    """
 
     def __init__(self, folder: pathlib.Path, step: int):
-        self.records: list[dict] = []
         self._paths = [folder / name for name in (LOG, SPEED)]
-        for path in self._paths:
-            lines = []
-            if path.exists():
-                for line in path.read_text("utf-8", "replace").splitlines():
-                    try:
-                        record = json.loads(line)
-                    except ValueError:  # cut by a kill
-                        break
-                    if record["step"] > step:
-                        break
-                    lines.append(record)
-            if path.name == LOG:
-                self.records = lines
-            # Whole or not at all: a run may be killed here, too.
-            text = "".join(json.dumps(record) + "\n" for record in lines)
-            write_whole(path, lambda file, text=text: file.write(text.encode()))
+        found = [read(path) for path in self._paths]
+        for path, (records, cut) in zip(self._paths, found):
+            kept = [record for record in records if record["step"] <= step]
+            if undone := [record for record in records if record["step"] > step]:
+                self._append(folder / UNDONE, *undone)
+            if undone or cut or not path.exists():
+                text = "".join(map(_line, kept))
+                write_whole(path, lambda file, text=text: file.write(text.encode()))
+        self.records = [record for record in found[0][0] if record["step"] <= step]
 
     def add(self, record: dict) -> None:
         self.records.append(record)
@@ -58,9 +57,35 @@ class Log:
         self._append(self._paths[1], record)
 
     @staticmethod
-    def _append(path: pathlib.Path, record: dict) -> None:
+    def _append(path: pathlib.Path, *records: dict) -> None:
         try:
             with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write("".join(map(_line, records)))
         except OSError as error:
             raise TrainingError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _line(record: dict) -> str:
+    return json.dumps(record) + "\n"
+
+
+def read(path: pathlib.Path) -> tuple[list[dict], bool]:
+    """The records of a file, and whether a kill has cut its last line."""
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], False
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it names no step")
+        except (ValueError, RecursionError) as error:
+            raise TrainingError(
+                f"{path}, line {number}: is damaged ({error}); move the file away to go on without its lines"
+            ) from None
+        records.append(record)
+    return records, bool(last)

@@ -1,8 +1,8 @@
-"""A training run: data, steps, log and checkpoints in one folder; the same command goes on where it was killed.
+"""A training run: data, steps, log and checkpoints in one folder; the same command goes on where it was ended.
 
 The folder holds `settings.json`, what is made once (`answers/`, `features/`, and `held-out/`, which are features, too),
-`checkpoints/`, `log.jsonl` (what is the same in every run of the same settings) beside `speed.jsonl` (what is not), and
-at the end `heads/`.
+`checkpoints/`, `log.jsonl` (what is the same in every run of the same settings) beside `speed.jsonl` (what is not),
+`undone.jsonl` (lines of steps that a checkpoint came before, and that were taken again), and at the end `heads/`.
 """
 
 import dataclasses
@@ -17,21 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.decode.kept import keep_compilations
 from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
 from jaxspec.models.by_output import ByOutput, by_input
+from jaxspec.models.head_serving import served_by
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
 from jaxspec.models.model import Model
-from jaxspec.train import losses, texts
-from jaxspec.train.checkpoints import Checkpoint, Checkpoints
+from jaxspec.train import bound, conversations, losses, texts
+from jaxspec.train.bound import CHECKPOINTS, FEATURES, HELD
+from jaxspec.train.checkpoints import Checkpoint, Checkpoints, Damaged
 from jaxspec.train.data import Data, prepare
-from jaxspec.train.disk import claim, fingerprint
+from jaxspec.train.disk import digest_of, fingerprint
 from jaxspec.train.features import Cached, Reader
+from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
+from jaxspec.train.target import sizes_for
 
 DEFAULTS = Settings()
-FEATURES, HELD, CHECKPOINTS = "features", "held-out", "checkpoints"
 
 
 class Trained(NamedTuple):
@@ -47,7 +51,7 @@ class Trained(NamedTuple):
 
 def train(
     target: Model,
-    prompts: Sequence[str | os.PathLike],
+    prompts: Sequence[str | os.PathLike] | str | os.PathLike,
     out: str | os.PathLike,
     settings: Settings = DEFAULTS,
     watch: Watch | None = None,
@@ -55,9 +59,12 @@ def train(
 ) -> Trained:
     """Trains heads for a target, or goes on with a run that was ended.
 
+    Ctrl-C ends it after the step that is under way, and saves a checkpoint of that first.
+
     Args:
-        target: frozen, but for Medusa-2; a transformer of this library, with a tokenizer.
-        prompts: files of conversations, see `jaxspec.train.conversations`.
+        target: frozen, but for Medusa-2; any model whose network is a `HeadTarget`: those of `load`, and your own. One
+            without a tokenizer needs prompts of token ids.
+        prompts: files of conversations, or one, see `jaxspec.train.conversations`.
         out: the run's folder.
         settings: all else.
         watch: who is told how it goes.
@@ -66,32 +73,33 @@ def train(
     Raises:
         TrainingError: the data, or a folder of another run, or a disk that is full; what is there stays whole.
         InvalidConfig: settings that do not go with the target or with the machine.
+        MissingPackage: grain is not installed.
+        KeyboardInterrupt: Ctrl-C was pressed; the same call goes on.
     """
-    watch, folder = watch or Watch(), pathlib.Path(out).expanduser()
-    shelf = folder if data is None else pathlib.Path(data).expanduser()
+    watch, folder = watch or Watch(), bound.folder_of(out)
+    shelf = folder if data is None else bound.folder_of(data)
+    files = [prompts] if isinstance(prompts, str | os.PathLike) else prompts
     lm: Any = target.lm
-    if not (hasattr(lm, "embedding") and hasattr(lm, "unembedding")):
-        raise InvalidConfig(f"heads are trained on a transformer of this library, got {type(target.lm).__name__}")
+    config = sizes_for(target, settings)
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{settings.devices} devices are wanted, there are {jax.device_count()}")
     if settings.medusa2 and isinstance(lm.unembedding(target.params), ByOutput):
         raise InvalidConfig("medusa2 trains the target, whose weights have no gradient in int8; use another dtype")
     if settings.medusa2 and settings.draft_vocab:
         raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
+    watch.say(served_by(config, settings.medusa2))
+    _grain()
+    paths = [pathlib.Path(path).expanduser() for path in files]
+    read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
+    watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
     print_of_target = fingerprint(by_input(target.params))
-    about = {"target": print_of_target, "prompts": list(map(_digest, prompts)), **dataclasses.asdict(settings)}
-    claim(folder / "settings.json", about, "a run")
-    used = prepare(target, print_of_target, prompts, shelf, settings, watch)
+    about = {"target": print_of_target, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
+    about |= bound.of_run(settings)
+    bound.claim_run(folder, shelf, about)
+    used = prepare(target, print_of_target, read, unread, shelf, settings, watch)
+    bound.claim_run(folder, shelf, about | {"texts": fingerprint((used.rows._asdict(), used.held._asdict()))})
     table = lm.unembedding(target.params)
-    config = HeadsConfig(
-        hidden_size=table.shape[1],
-        vocab_size=table.shape[0],
-        num_heads=settings.heads,
-        num_layers=settings.layers,
-        inputs=settings.inputs,
-        projection=settings.projection,
-        draft_vocab_size=None if used.ids is None else len(used.ids),
-    )
+    config = dataclasses.replace(config, draft_vocab_size=None if used.ids is None else len(used.ids))
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
     laws = settings.loss not in ("ce", "kl")
@@ -104,7 +112,7 @@ def train(
         if not settings.cache_features:
             return rows, lambda index: reader(params, rows.tokens[index], rows.segments[index])
         told = functools.partial(watch.phase, f"reading {name} with the target")
-        cached = Cached(functools.partial(reader, target.params), print_of_target, rows, shelf / name, told)
+        cached = Cached(functools.partial(reader, target.params), print_of_target, rows, settings, shelf / name, told)
         few, places = texts.learnt(rows, settings.heads)  # prompts need not be gone through again
         return few, lambda index: cached.at(places[index])
 
@@ -122,7 +130,10 @@ def train(
     if found is None:
         found = Checkpoint(begun, order.get_state(), None)
     else:
-        order.set_state(found.order)
+        try:
+            order.set_state(found.order)
+        except Exception as error:  # of another version of grain
+            raise TrainingError(f"{store.folder}: the order of the data cannot be set: {error!s:.200}") from None
         watch.say(f"goes on after step {int(found.state.step)}")
     ids = None if used.ids is None else jnp.asarray(used.ids)
     state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
@@ -144,46 +155,55 @@ def train(
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), spread)
 
-    def save(state: TrainState) -> None:
-        store.save(Checkpoint(jax.device_get(state), order.get_state(), best))
+    def save(state: TrainState, extra: bool = False) -> None:
+        with interrupts.saving():
+            store.save(Checkpoint(jax.device_get(state), order.get_state(), best), extra)
 
     clock, since = time.perf_counter(), int(state.step)
-    for now in range(int(state.step) + 1, settings.steps + 1):
-        state, report = step(ids, frozen, state, batch_of(next(order)))
-        if int(state.bad) >= settings.max_bad_steps:
-            raise TrainingError(
-                f"step {now}: the loss was not finite {settings.max_bad_steps} times in a row; lower the learning "
-                f"rate, and begin anew in another folder (the checkpoint of step {max(store.steps() or [0])} is sound)"
-            )
-        last = now == settings.steps
-        if now % settings.log_every == 0 or last:
-            record = {
-                "step": now,
-                "loss": _number(report.loss),
-                "learning_rate": _number(learning_rate(settings)(now - 1)),
-                "gradient": _number(report.gradient),
-                **shares(state.window),
-                "skipped": int(state.skipped),
-            }
-            state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
-            log.add(record)
-            took, clock = time.perf_counter() - clock, time.perf_counter()
-            tokens = (now - since) * settings.batch * settings.row_tokens
-            since = now
-            log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
-            watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
-        if held is not None and (now % settings.eval_every == 0 or last):
-            record = {"step": now, "held_out": evaluated(state)}
-            log.add(record)
-            score = record["held_out"]["accepted_length"]
-            if best is None or score > best[1]:
-                best = (now, score)
-            watch.step(now, settings.steps, record)
-        if now % settings.save_every == 0 or last or (best is not None and best[0] == now):
-            save(state)
+    with Interrupts(watch.say) as interrupts:
+        for now in range(int(state.step) + 1, settings.steps + 1):
+            state, report = step(ids, frozen, state, batch_of(next(order)))
+            if int(state.bad) >= settings.max_bad_steps:
+                raise TrainingError(
+                    f"step {now}: the loss was not finite {settings.max_bad_steps} times in a row; lower the learning "
+                    f"rate, and begin in another folder (the checkpoint of step {max(store.steps() or [0])} is whole)"
+                )
+            last = now == settings.steps
+            if now % settings.log_every == 0 or last:
+                record = {
+                    "step": now,
+                    "loss": _number(report.loss),
+                    "learning_rate": _number(learning_rate(settings)(now - 1)),
+                    "gradient": _number(report.gradient),
+                    **shares(state.window),
+                    "skipped": int(state.skipped),
+                }
+                state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
+                log.add(record)
+                took, clock = time.perf_counter() - clock, time.perf_counter()
+                tokens = (now - since) * settings.batch * settings.row_tokens
+                since = now
+                log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
+                watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
+            if held is not None and (now % settings.eval_every == 0 or last):
+                record = {"step": now, "held_out": evaluated(state)}
+                log.add(record)
+                score = record["held_out"]["accepted_length"]
+                if best is None or score > best[1]:
+                    best = (now, score)
+                watch.step(now, settings.steps, record)
+            regular = now % settings.save_every == 0 or last or (best is not None and best[0] == now)
+            if regular or interrupts.wanted:
+                save(state, not regular)
+            if interrupts.wanted:
+                watch.say(f"interrupted after step {now}, which is saved in {store.folder}")
+                raise KeyboardInterrupt
     params = state.params
-    if best is not None and best[0] in store.steps():  # evaluated where it was saved
-        params = store.load(best[0], begun).state.params
+    if best is not None and best[0] != int(state.step):
+        try:
+            params = store.load(best[0], begun).state.params
+        except Damaged as error:
+            watch.say(f"{error}; it was the best, and the heads are those of step {int(state.step)}")
     final = params.heads if used.ids is None else params.heads | {"tokens": ids}
     own = target if params.target is None else dataclasses.replace(target, params=params.target)
     made = DraftHeads(config, jax.tree.map(jnp.asarray, final), name=f"{target.name}-medusa")
@@ -214,6 +234,7 @@ def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callabl
         heads = params if ids is None else params | {"tokens": ids}
         return losses.sums(settings, config, heads, frozen, batch)
 
+    keep_compilations()
     return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
 
 
@@ -230,20 +251,15 @@ def evaluate(judge: Callable, rows: texts.Rows, features_of: Callable, size: int
     return shares(total)
 
 
-def _order(rows: int, settings: Settings) -> Any:
-    """Batches of row numbers, shuffled anew every epoch, for ever; `get_state` and `set_state` are of its position."""
+def _grain() -> Any:
     try:
         import grain
     except ImportError:
         raise MissingPackage("training needs the package grain: pip install grain") from None
-    source = grain.MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
+    return grain
+
+
+def _order(rows: int, settings: Settings) -> Any:
+    """Batches of row numbers, shuffled anew every epoch, for ever; `get_state` and `set_state` are of its position."""
+    source = _grain().MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
     return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())
-
-
-def _digest(path: str | os.PathLike) -> str:
-    import hashlib
-
-    try:
-        return hashlib.sha256(pathlib.Path(path).expanduser().read_bytes()).hexdigest()
-    except OSError as error:
-        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from None

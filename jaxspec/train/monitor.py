@@ -8,16 +8,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxspec.errors import MissingPackage
+from jaxspec.train import log
 from jaxspec.train.log import Watch
 
 PLOT = "plot.png"
+PARTS = 4
+"""Lines that say how far something is where no bar can be drawn."""
 
 
 class Monitor:
     """Watches a run; a context, at whose end the plot is drawn."""
 
     def __init__(self, folder: pathlib.Path, loggers: Sequence[str] = ()):
-        self._folder, self._records = folder, []
+        self._folder, self._stepped = folder, False
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
         self._tasks: dict[str, Any] = {}
@@ -36,8 +39,8 @@ class Monitor:
             self._progress.stop()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._records:
-            plot(self._records, self._folder / PLOT)
+        if self._stepped and (records := log.read(self._folder / log.LOG)[0]):
+            plot(records, self._folder / PLOT)
 
     def _say(self, line: str) -> None:
         self._console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
@@ -46,28 +49,34 @@ class Monitor:
         self._bar(what, what, done, total)
 
     def _step(self, step: int, steps: int, record: dict) -> None:
-        self._records.append(record)
+        self._stepped = True
         if "held_out" in record:
             held = record["held_out"]
             self._say(f"step {step}, held out: {_shown(held)}")
             self._write(step, {f"held_out/{k}": v for k, v in held.items()})
             return
         line = f"loss {record['loss'] or float('nan'):.3f}, {_shown(record)}, {record['tokens_per_s']:.0f} tokens/s"
-        if self._progress is None:
-            self._say(f"step {step} of {steps}: {line}")
-        else:
+        if self._progress is not None:
             self._bar("training", f"training: {line}", step, steps)
+        elif self._passes("training", step, steps):
+            self._say(f"step {step} of {steps}: {line}")
         self._write(step, record)
 
     def _bar(self, name: str, text: str, done: int, total: int) -> None:
         if self._progress is None:
-            if name != "training" and (done == total or done * 10 // total > self._tasks.get(name, -1)):
-                self._tasks[name] = done * 10 // total
+            if self._passes(name, done, total):
                 self._say(f"{name}: {done} of {total}")
             return
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(text, total=total)
         self._progress.update(self._tasks[name], completed=done, description=text)
+
+    def _passes(self, name: str, done: int, total: int) -> bool:
+        """Whether another of the `PARTS` parts of something is done."""
+        part = done * PARTS // total
+        passed = part > self._tasks.get(name, 0)
+        self._tasks[name] = max(part, self._tasks.get(name, 0))
+        return passed
 
     def _write(self, step: int, record: dict) -> None:
         if self._tensorboard is None:

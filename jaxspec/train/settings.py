@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.head_config import INPUTS, PROJECTIONS
+from jaxspec.prompt_files import SPLITS
 
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda")
 WEIGHTS = ("decay", "acceptance")
@@ -28,15 +29,22 @@ class Settings:
     heads: int = _setting(4, "heads, one per drafted token")
     layers: int = _setting(1, "residual blocks per head, or of the network that recurrent heads are")
     inputs: str = _setting(
-        "path", "what heads read: the feature, also the tokens after it (Hydra), or both by one network", INPUTS
+        "path",
+        "what heads read. hidden: the target's feature alone (Medusa's kind; can be exported to vLLM, TGI and "
+        "TensorRT-LLM). path: also the tokens after it (Hydra's kind; only jaxspec serves it). recurrent: both, by one "
+        "network (ReDrafter's kind; only jaxspec serves it)",
+        INPUTS,
     )
     projection: str = _setting("shared", "onto the vocabulary: the target's, or one per head", PROJECTIONS)
-    draft_vocab: int = _setting(0, "draft only the N tokens most frequent in the answers; 0: all")
+    draft_vocab: int = _setting(
+        0, "draft only the N tokens most frequent in the answers (of layouts vLLM's alone); 0: all"
+    )
 
     distill: bool = _setting(True, "train on the target's own answers to the prompts instead of on those given")
     answer_tokens: int = _setting(192, "tokens of the target's answer, at most")
     answer_temperature: float = _setting(0.0, "temperature of the target's answers")
     answer_batch: int = _setting(32, "prompts answered together")
+    split: str = _setting("line", "what is a text in a .txt file: a line, what blank lines part, or the file", SPLITS)
     bad_rows: str = _setting("report", "of the prompts' files: count and report them, or refuse the file", BAD_ROWS)
     held_out: float = _setting(0.03, "share of the texts that is kept for evaluation")
     row_tokens: int = _setting(512, "tokens of a row, into which texts are packed")

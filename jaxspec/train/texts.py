@@ -1,12 +1,13 @@
 """From conversations to token ids with a mask, and from those to packed rows."""
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.errors import CheckpointError, InvalidConfig, TrainingError
+from jaxspec.errors import CheckpointError, InvalidConfig, MissingTokenizer, TrainingError
 from jaxspec.models.model import Model
 from jaxspec.train.conversations import BadRow, Conversation
 
@@ -27,22 +28,29 @@ class Rows(NamedTuple):
 
 
 def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -> tuple[list[list[int]], list[BadRow]]:
-    """The ids up to where the target is to answer: up to a conversation's first answer, a plain text's first half.
+    """The ids up to where the target is to answer: up to a conversation's first answer, or all of a plain text.
+
+    A plain text is what a user says, as in `generate`, or is continued as it is where the target has no chat template.
 
     Args:
         model: the target.
         conversations: as read.
         most: tokens of a prompt; longer ones are reported.
     """
+    _need_tokenizer(model, conversations)
     found, bad = [], []
     for one in conversations:
         try:
-            if one.text is not None:
-                ids = model.encode(one.text)
-                ids = ids[: max(1, min(len(ids) // 2, most))]
+            if one.ids:
+                ids = _known(model, one.ids[0])
+            elif one.text is not None:
+                said = {"role": "user", "content": one.text}
+                ids = model.encode(one.text) if model.chat_template is None else model.encode_chat([said])
             else:
                 first = next((i for i, m in enumerate(one.messages) if m["role"] == "assistant"), len(one.messages))
-                ids = model.encode_chat(one.messages[:first])
+                asked = one.messages[:first]
+                plain = model.chat_template is None and len(asked) == 1  # as `generate` reads a prompt
+                ids = model.encode(asked[0]["content"]) if plain else model.encode_chat(asked)
         except (InvalidConfig, CheckpointError) as error:
             bad.append(BadRow(one.where, str(error)))
             continue
@@ -55,10 +63,14 @@ def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -
 
 def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[Text], list[BadRow]]:
     """The given answers as they stand. A plain text is learnt from as a whole."""
+    _need_tokenizer(model, conversations)
     found, bad = [], []
     for one in conversations:
         try:
-            if one.text is not None:
+            if one.ids:
+                ids = np.asarray([i for part in one.ids for i in _known(model, part)], np.int32)
+                text = Text(ids, np.arange(ids.size) >= len(one.ids[0]))
+            elif one.text is not None:
                 ids = np.asarray(model.encode(one.text), np.int32)
                 text = Text(ids, np.ones(ids.size, bool))
             else:
@@ -71,6 +83,21 @@ def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[
             continue
         found.append(text)
     return found, bad
+
+
+def _need_tokenizer(model: Model, conversations: Sequence[Conversation]) -> None:
+    if model.tokenizer is None and (text := next((one for one in conversations if not one.ids), None)):
+        raise MissingTokenizer(
+            f"{text.where}: is text, and {model.name} has no tokenizer; give token ids, as in "
+            '{"prompt": [1, 2, 3]}, or a Model with a tokenizer'
+        )
+
+
+def _known(model: Model, ids: Sequence[int]) -> list[int]:
+    """The ids, all of the model's vocabulary."""
+    if (largest := max(ids)) >= model.lm.vocab:
+        raise InvalidConfig(f"token id {largest} is not of the vocabulary, whose ids go from 0 to {model.lm.vocab - 1}")
+    return list(ids)
 
 
 def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
@@ -100,12 +127,16 @@ def split(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
     """The indices of the texts to train on, and of those held out: evenly spread, the same every time.
 
     Raises:
-        TrainingError: there would be none to train on, or none held out where a share is wanted.
+        TrainingError: there would be none held out, where a share is wanted.
     """
     every = np.arange(count)
-    apart = np.floor((every + 1) * held_out).astype(int) > np.floor(every * held_out).astype(int)
-    if apart.all() or (held_out > 0 and not apart.any()):
-        raise TrainingError(f"{count} texts are too few to hold out a share of {held_out}; give more prompts")
+    apart = np.floor((every + 1) * held_out) > np.floor(every * held_out)
+    if held_out > 0 and not apart.any():
+        share = f" or make held_out (--held-out) at least {math.ceil(1000 / count) / 1000}" if count > 1 else ""
+        raise TrainingError(
+            f"{count} usable {'prompt is' if count == 1 else 'prompts are'} too few to hold out a share of {held_out}: "
+            f"give at least {max(2, math.ceil(1 / held_out))}{share}"
+        )
     return every[~apart], every[apart]
 
 

@@ -1,0 +1,106 @@
+"""What the figures of the demo mean: where drafting pays, by how much, and why not elsewhere."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxspec.output import Output
+
+PLAIN = "none"
+NOISE = 0.05
+"""Speeds that differ by less are called equal: of two short runs nothing finer can be said."""
+ACCEPTED = 1.2
+"""With fewer tokens per round hardly any draft was accepted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast a text was decoded.
+
+    Attributes:
+        tokens_per_s: of decoding alone.
+        tokens_per_round: on average.
+        round_s: seconds of a round, on average.
+    """
+
+    tokens_per_s: float
+    tokens_per_round: float
+    round_s: float
+
+    @classmethod
+    def of(cls, output: "Output") -> "Speed":
+        """The speed of a call with one prompt."""
+        rounds = max(output.stats.rounds, 1)
+        return cls(output.timing.tokens_per_s, output.stats.tokens_per_round, output.timing.decode_s / rounds)
+
+    def times(self, plain: "Speed") -> float:
+        """The speedup over plain decoding."""
+        return self.tokens_per_s / plain.tokens_per_s
+
+    def cost(self, plain: "Speed") -> float:
+        """The time of a round, in plain rounds."""
+        return self.round_s / plain.round_s
+
+
+Speeds = Mapping[str, Speed]
+"""By drafter; that of plain decoding is under `PLAIN`."""
+
+
+def best(speeds: Speeds) -> str:
+    """The fastest drafter."""
+    return max((name for name in speeds if name != PLAIN), key=lambda name: speeds[name].tokens_per_s)
+
+
+def takeaway(tasks: Mapping[str, Speeds], platform: str) -> Iterator[str]:
+    """The paragraphs to take home.
+
+    Args:
+        tasks: what was measured, by what was written.
+        platform: of the device, as JAX calls it.
+    """
+    for task, speeds in tasks.items():
+        yield f"{task[:1].upper()}{task[1:]}: {_verdict(speeds)}"
+    slower = [(speeds[name], speeds[PLAIN], name, task)
+              for task, speeds in tasks.items() for name in speeds
+              if speeds[name].times(speeds[PLAIN]) < 1 - NOISE]  # fmt: skip
+    if slower:
+        yield _reason(*max(slower, key=lambda one: one[0].tokens_per_round), platform)
+
+
+def _verdict(speeds: Speeds) -> str:
+    name, plain = best(speeds), speeds[PLAIN]
+    speed, times = speeds[name], speeds[name].times(plain)
+    measured = f"{speed.tokens_per_s:.1f} instead of {plain.tokens_per_s:.1f} tokens/s"
+    if times > 1 + NOISE:
+        return (
+            f"drafting pays. The best drafter, {name}, is {times:.2f} times as fast as plain decoding ({measured}): "
+            f"each of its rounds brings {speed.tokens_per_round:.2f} tokens and costs {speed.cost(plain):.2f} plain "
+            "rounds."
+        )
+    if times >= 1 - NOISE:
+        return (
+            f"drafting makes no difference. The best drafter, {name}, is {times:.2f} times as fast as plain decoding "
+            f"({measured}), which is within the noise of so short a measurement."
+        )
+    return (
+        f"drafting does not pay here. Even the best drafter, {name}, is slower than plain decoding: {times:.2f} times "
+        f"as fast ({measured})."
+    )
+
+
+def _reason(speed: Speed, plain: Speed, name: str, task: str, platform: str) -> str:
+    """Why a drafter is slower: that of most tokens per round says it best."""
+    cost = f"{speed.tokens_per_round:.2f} tokens at the cost of {speed.cost(plain):.2f} plain rounds"
+    said = (
+        "Why a drafter can be slower: it pays only if a round brings more tokens than it costs plain rounds. "
+        f"In {task}, {name} brings {cost}"
+    )
+    if speed.tokens_per_round < ACCEPTED:
+        return f"{said}: hardly any of its guesses are accepted, and making and checking them takes time."
+    if platform == "cpu":
+        return (
+            f"{said}: on this CPU, a round that checks several tokens costs more than one that writes a single token. "
+            "On an accelerator both cost almost the same, so more of the tokens per round becomes speed."
+        )
+    return f"{said}: on this machine, drafting and checking take that long."

@@ -1,0 +1,160 @@
+"""Reads paths and files that anyone may have written: every failure is a typed error that names the file.
+
+All readers of JSON in this package read it here, so that one file is judged the same wherever it is named.
+"""
+
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+from typing import Any
+
+from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, shown
+
+MAX_BYTES = 64 << 20
+"""Of a file that holds settings; the largest published ones, indices of shards, have less than one megabyte."""
+MAX_DIGITS, MAX_DEPTH = 40, 64
+"""Of a whole number (published files go up to 31 digits), and of lists and objects in one another."""
+
+
+def check_path(given: Any, what: str = "path", error: type[JaxspecError] = InvalidConfig) -> pathlib.Path:
+    """Returns a path, whether or not a file is there, with `~` replaced.
+
+    Args:
+        given: a str, or an object with a path of str such as `pathlib.Path`.
+        what: what it is the path of, for messages.
+        error: what is raised.
+
+    Raises:
+        JaxspecError: of type `error`; it is of another type, empty, or not a path that the system takes.
+    """
+    try:
+        name = os.fspath(given)
+    except TypeError:
+        name = None
+    if not isinstance(name, str):
+        raise error(f"{what} must be a str or a pathlib.Path, got {shown(given)}")
+    if not name.strip():
+        raise error(f"{what} is empty, expected the name of a file or directory")
+    if "\0" in name:
+        raise error(f"{what} {shown(name)} has a NUL character, which no file name can have; remove it")
+    path = os.path.expanduser(name)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except UnicodeEncodeError:
+        raise error(f"{what} {shown(name)} has a lone surrogate, which no file name can have; remove it") from None
+    except OSError as problem:  # too long, a loop of links, no permission
+        raise error(f"{what} {shown(name)} cannot be used: {problem.strerror}") from None
+    return pathlib.Path(path)
+
+
+def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        JaxspecError: of type `error`; there is none, it is of another kind (a pipe would block), it has more than
+            `limit` bytes, or it cannot be read.
+    """
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+            raise error(f"{path}: is {kind}, expected a file")
+        if found.st_size > limit:
+            raise error(f"{path}: {found.st_size} bytes, expected at most {limit}")
+        return path.read_bytes()
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, JaxspecError):
+            raise
+        raise error(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
+
+
+def read_text(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> str:
+    """The text of a regular file of UTF-8, without a byte order mark; errors as those of `read_bytes`."""
+    return _decode(read_bytes(path, error, limit), str(path), error)
+
+
+def read_json(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> dict:
+    """The object of a JSON file; errors as those of `read_bytes` and `parse_object`."""
+    return parse_object(read_bytes(path, error, limit), str(path), error)
+
+
+def parse_object(data: bytes | str, where: str, error: type[JaxspecError] = CheckpointError) -> dict:
+    """The object that a JSON text holds.
+
+    The text must mean one thing to every reader. So an error are also: NaN and infinite numbers, which JSON does not
+    have; whole numbers of more than `MAX_DIGITS` digits; a key that is given two values; a lone surrogate, which no
+    text can hold; and nesting deeper than `MAX_DEPTH`.
+
+    Raises:
+        JaxspecError: of type `error`, beginning with `where`.
+    """
+    text = _decode(data, f"{where}: not JSON", error) if isinstance(data, bytes) else data
+    if not text.strip():
+        raise error(f"{where}: not JSON: it is empty, expected an object")
+    try:
+        content = _DECODER.decode(text)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(content, ensure_ascii=False).encode()
+        _check_depth(content)
+    except UnicodeEncodeError:
+        raise error(f"{where}: a text in it has a lone surrogate, which is not a character") from None
+    except RecursionError:
+        raise error(f"{where}: {_TOO_DEEP}") from None
+    except ValueError as problem:
+        raise error(f"{where}: not JSON: {problem}") from None
+    if not isinstance(content, dict):
+        raise error(f"{where}: holds a {type(content).__name__}, expected an object")
+    return content
+
+
+_TOO_DEEP = f"lists and objects nested deeper than {MAX_DEPTH} levels"
+
+
+def _decode(data: bytes, where: str, error: type[JaxspecError]) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise error(f"{where}: not UTF-8: {problem.reason} at byte {problem.start}") from None
+
+
+def _check_depth(content: Any) -> None:
+    level = [content] if isinstance(content, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        inside = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inside for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits, expected at most {MAX_DIGITS}")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number that JSON has")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        for key, value in pairs:
+            if made[key] != value:
+                raise ValueError(f"the key {key!r:.80} is given two different values")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_real, parse_constant=_constant)

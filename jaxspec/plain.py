@@ -1,0 +1,55 @@
+"""Values of dataclasses as plain JSON, and back with every type checked."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def plain(value: Any) -> Any:
+    """Lists, tuples and numbers as JSON has them; a number that is not finite, as a log-probability may be, is None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def typed(value: Any, hint: Any, name: str) -> Any:
+    """Checks that a value of JSON has the type `hint`, and makes the tuples and dataclasses of it.
+
+    None in the place of a float is minus infinity.
+
+    Args:
+        value: as `json.loads` gives it.
+        hint: a type, a list, a tuple, a dataclass, or one of them or None.
+        name: of the value, for the message.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        if value is None and type(None) in inner:
+            return None
+        (one,) = (part for part in inner if part is not type(None))
+        return typed(value, one, name)
+    if kind is float and value is None:
+        return -math.inf
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind is list and isinstance(value, list):
+        return [typed(one, inner[0], name) for one in value]
+    if kind is tuple and isinstance(value, list) and (inner[1:] == (...,) or len(inner) == len(value)):
+        each: Iterator[Any] = iter(inner[:1] * len(value) if inner[1:] == (...,) else inner)
+        return tuple(typed(one, next(each), name) for one in value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        return kind(**{f.name: typed(value[f.name], hints[f.name], f.name) for f in dataclasses.fields(kind)})
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ValueError(f"{name} is {value!r:.40}, expected {getattr(hint, '__name__', hint)}")

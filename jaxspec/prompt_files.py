@@ -1,0 +1,44 @@
+"""Files of plain text: what of a `.txt` file is one prompt."""
+
+import codecs
+import re
+from collections.abc import Iterator
+
+from jaxspec.errors import InvalidConfig
+
+SPLITS = ("line", "blank", "file")
+"""One text per line; texts between blank lines; the whole file as one text."""
+
+
+def split_text(data: bytes, split: str = "line") -> Iterator[tuple[int, str]]:
+    """The texts of a `.txt` file, each with the number of its first line.
+
+    A byte order mark is skipped, and lines may end as on Unix, Windows or an old Macintosh. A line of white space alone
+    is blank. Texts are as written, without the line ends around them.
+
+    Args:
+        data: the file, in UTF-8.
+        split: one of `SPLITS`.
+
+    Raises:
+        InvalidConfig: the file is not UTF-8, or there is no such split.
+    """
+    if split not in SPLITS:
+        raise InvalidConfig(f"split must be one of {', '.join(SPLITS)}, got {split!r:.40}")
+    try:
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        what = "UTF-16" if utf16 else f"no UTF-8 (byte {data[error.start]:#04x} at {error.start} cannot be decoded)"
+        raise InvalidConfig(f"the file is {what}; save it as UTF-8") from None
+    lines = re.split("\r\n|\r|\n", text)
+    if split == "file":
+        lines = ["\n".join(lines)]
+    begin, part = 0, list[str]()
+    for number, line in enumerate([*lines, ""], start=1):
+        if line.strip():
+            begin = begin if part else number
+            part.append(line)
+        if part and (split != "blank" or not line.strip()):
+            yield begin, "\n".join(part).strip("\n")
+            part = []
