@@ -13,6 +13,8 @@ SPEC = importlib.util.spec_from_file_location("run_notebooks", ROOT / "scripts" 
 script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 
+SLOW = {"train_medusa"}
+"""Train for minutes: they run in the slow tier."""
 LARGEST = 200_000
 """Bytes of a notebook, pictures included."""
 
@@ -64,6 +66,10 @@ def test_paths_of_a_machine_are_found():
         assert bool(found) == bool(script.paths_in(notebook))
 
 
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.stem) for path in script.NOTEBOOKS],
+)
 def test_it_runs_and_shows_what_is_committed(path, request):
     committed = nbformat.read(path, as_version=4)
     if "smollm2" in path.read_text():
