@@ -28,7 +28,8 @@ def check_path(given: Any, what: str = "path", error: type[JaxspecError] = Inval
         error: what is raised.
 
     Raises:
-        JaxspecError: of type `error`; it is of another type, empty, or not a path that the system takes.
+        JaxspecError: of type `error`; it is of another type, empty, not a path that the system takes, or names the
+            home directory of an unknown user.
     """
     try:
         name = os.fspath(given)
@@ -49,6 +50,10 @@ def check_path(given: Any, what: str = "path", error: type[JaxspecError] = Inval
         raise error(f"{what} {shown(name)} has a lone surrogate, which no file name can have; remove it") from None
     except OSError as problem:  # too long, a loop of links, no permission
         raise error(f"{what} {shown(name)} cannot be used: {problem.strerror}") from None
+    if path.startswith("~"):
+        user = pathlib.PurePath(path).parts[0]
+        raise error(f"{what} {shown(name)} begins with {user}, but no home directory is known for that user; "
+                    f"write the directory out, or ./{user} for a file of this name")  # fmt: skip
     return pathlib.Path(path)
 
 

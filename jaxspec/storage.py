@@ -19,7 +19,7 @@ def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
     """Writes a file beside its place, and moves it there once it is on the disk.
 
     Args:
-        path: the place; what is there is replaced, or kept if anything fails.
+        path: the place; a file there is replaced, or kept if anything fails. Missing folders are made.
         write: called with the open binary file.
 
     Raises:
@@ -27,15 +27,26 @@ def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
     """
     part = part_of(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {reason(error, path.parent)}") from None
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Writes a folder's entries to the disk: without it a renamed file may be lost when the machine stops."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def part_of(path: pathlib.Path) -> pathlib.Path:

@@ -32,6 +32,7 @@ from jaxspec.cli.options import (
     whole,
 )
 from jaxspec.errors import JaxspecError, UnknownName
+from jaxspec.files import check_path
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], d
         return [], {}
 
     def files(source: str) -> dict[str, str]:
-        place = pathlib.Path(find_source(source)).expanduser().absolute()
+        place = check_path(find_source(source)).absolute()
         return {"hf" if place.is_dir() else "gguf": str(place)}
 
     draft = None if args.draft_model is None else files(args.draft_model)

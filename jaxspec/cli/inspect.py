@@ -18,6 +18,7 @@ from jaxspec.cli.options import SOURCES, Parser, UsageError, add_dtype, whole
 from jaxspec.cli.wrap import wrap
 from jaxspec.core import sizes
 from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
+from jaxspec.files import check_path
 
 if TYPE_CHECKING:
     from jaxspec.models.checkpoint import Checkpoint, StoredTensor
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.models.checkpoint import find_source
     from jaxspec.models.head_layouts import FILES, find_layout
 
-    place = pathlib.Path(find_source(args.source, args.revision, show.say, args.allow_pickle)).expanduser()
+    place = check_path(find_source(args.source, args.revision, show.say, args.allow_pickle))
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
         raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")

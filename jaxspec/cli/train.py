@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, one_of, whole
-from jaxspec.errors import InvalidConfig, TrainingError
+from jaxspec.errors import InvalidConfig, StorageError
+from jaxspec.files import check_path
+from jaxspec.storage import reason
 
 if TYPE_CHECKING:
     from jaxspec.models.heads import DraftHeads
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.train.loop import train
     from jaxspec.train.monitor import Monitor
 
-    out = args.out.expanduser()
+    out = check_path(args.out, "--out")
     target = show.load(args.target, args.dtype)
     if settings.medusa2:
         show.say(
@@ -141,4 +143,4 @@ def _replace(heads: "DraftHeads", folder: pathlib.Path) -> None:
             os.replace(file, folder / file.name)
         part.rmdir()
     except OSError as error:
-        raise TrainingError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None

@@ -14,6 +14,7 @@ from jaxspec.api import generate
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, StorageError, TrainingError
 from jaxspec.models.model import Model
+from jaxspec.storage import reason
 from jaxspec.train.bound import claim, of_answers
 from jaxspec.train.disk import digest_of
 from jaxspec.train.settings import Settings
@@ -41,7 +42,8 @@ def answers(
         progress: called with (prompts answered, prompts).
 
     Raises:
-        TrainingError: the folder holds other answers, or cannot be written.
+        TrainingError: the folder holds other answers.
+        StorageError: the folder cannot be written.
     """
     about = {"target": target_print, "prompts": digest_of(list(prompts)), **of_answers(settings)}
     because = {"row_tokens": settings.row_tokens, "heads": settings.heads}  # which prompts are short enough
@@ -52,7 +54,7 @@ def answers(
             for left in folder.glob(f"*{TEXTS}*"):  # of a run that ended before the first answer
                 left.unlink()
     except OSError as error:
-        raise TrainingError(f"{folder / TEXTS}: cannot be written: {error.strerror}") from None
+        raise StorageError(f"{folder / TEXTS} cannot be written: {reason(error, folder)}") from None
     claim(folder / MANIFEST, about, made, "answers", lambda odd: advice, because)
     try:
         found = generate(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.errors import TrainingError
+from jaxspec.files import check_path
 from jaxspec.train.disk import write_json
 from jaxspec.train.settings import Settings
 
@@ -46,12 +47,9 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
     """The folder as an absolute path: a run stays where it is when the working directory changes.
 
     Raises:
-        TrainingError: there is no such user.
+        TrainingError: it is no path, as `jaxspec.files.check_path`.
     """
-    try:
-        return pathlib.Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise TrainingError(f"{path}: {error}") from None
+    return check_path(path, "the folder of the run", TrainingError).absolute()
 
 
 def claim_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) -> None:
@@ -100,7 +98,8 @@ def claim(
         because: settings that explain a difference, though equal content may come of different ones.
 
     Raises:
-        TrainingError: it was made with something else; or the file cannot be read or written.
+        TrainingError: it was made with something else; or the file cannot be read.
+        StorageError: the file cannot be written.
     """
     because = because or {}
     if not made:

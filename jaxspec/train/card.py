@@ -13,7 +13,8 @@ import numpy as np
 import jaxspec
 from jaxspec.models.head_serving import served_by
 from jaxspec.models.heads import DraftHeads
-from jaxspec.train.disk import fingerprint, write_json, write_whole
+from jaxspec.storage import write_whole
+from jaxspec.train.disk import fingerprint, write_json
 from jaxspec.train.evaluate import Candidate, Ranks
 from jaxspec.train.loop import Trained
 from jaxspec.train.settings import Settings
@@ -55,7 +56,7 @@ def write(
     """The card and the figures.
 
     Raises:
-        TrainingError: they cannot be written.
+        StorageError: they cannot be written.
     """
     write_json(folder / FIGURES, measured)
     changed = {

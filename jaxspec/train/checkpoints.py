@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.errors import TrainingError
+from jaxspec.errors import StorageError, TrainingError
 from jaxspec.models import orbax
-from jaxspec.train.disk import fingerprint, sync_folder, write_json, write_whole
+from jaxspec.storage import sync_folder, write_whole
+from jaxspec.train.disk import fingerprint, write_json
 
 STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
 KEPT = 2
@@ -61,7 +62,7 @@ class Checkpoints:
             extra: it is one besides those that every run of these settings saves: the next one replaces it.
 
         Raises:
-            TrainingError: it cannot be written; those that are there stay as they are.
+            StorageError: it cannot be written; those that are there stay as they are.
         """
         step = int(checkpoint.state.step)
         if step in self._places():
@@ -81,9 +82,9 @@ class Checkpoints:
             write_whole(part / SUMS, lambda file: file.write(sums))
             part.rename(place)
             sync_folder(self.folder)
-        except (OSError, orbax.OrbaxError, TrainingError) as error:
+        except (OSError, orbax.OrbaxError, StorageError) as error:
             cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
-            raise TrainingError(f"{place}: cannot be written: {cause}; the checkpoints before it are whole") from None
+            raise StorageError(f"{place} cannot be written: {cause}; the checkpoints before it are whole") from None
         finally:
             if part is not None:
                 shutil.rmtree(part, ignore_errors=True)

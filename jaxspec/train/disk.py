@@ -1,53 +1,20 @@
-"""Files that are there whole or not at all, and what identifies arrays."""
+"""Files of a training run, and what identifies arrays."""
 
-import contextlib
 import hashlib
 import json
-import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxspec.errors import TrainingError
-
-
-def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file beside its place and moves it there once it is on the disk.
-
-    Raises:
-        TrainingError: it cannot be written; what stood there before still does.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise TrainingError(f"{path}: cannot be written: {error.strerror or error}") from None
+from jaxspec.storage import write_whole
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """A JSON file, as `write_whole`."""
+    """Writes a JSON file whole or not at all, as `jaxspec.storage.write_whole` does."""
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """A renamed file is not on the disk before its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def fingerprint(tree: Any) -> str:

@@ -12,8 +12,9 @@ from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.decode.kept import keep_compilations
 from jaxspec.errors import TrainingError
+from jaxspec.storage import write_whole
 from jaxspec.train.bound import FEATURES, HELD, claim, of_features
-from jaxspec.train.disk import fingerprint, write_whole
+from jaxspec.train.disk import fingerprint
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import read
 from jaxspec.train.texts import Rows

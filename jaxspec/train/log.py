@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.errors import TrainingError
+from jaxspec.errors import StorageError, TrainingError
+from jaxspec.storage import reason, write_whole
 from jaxspec.train.bound import LOG
-from jaxspec.train.disk import write_whole
 
 SPEED, UNDONE = "speed.jsonl", "undone.jsonl"
 
@@ -34,7 +34,8 @@ class Log:
     Lines of later steps, which are taken again, are moved to `undone.jsonl`: nothing that was measured is lost.
 
     Raises:
-        TrainingError: a line is damaged, or a file cannot be read or written; it is as it was.
+        TrainingError: a line is damaged, or a file cannot be read; it is as it was.
+        StorageError: a file cannot be written.
     """
 
     def __init__(self, folder: pathlib.Path, step: int):
@@ -62,7 +63,7 @@ class Log:
             with path.open("a") as file:
                 file.write("".join(map(_line, records)))
         except OSError as error:
-            raise TrainingError(f"{path}: cannot be written: {error.strerror}") from None
+            raise StorageError(f"{path} cannot be written: {reason(error, path.parent)}") from None
 
 
 def _line(record: dict) -> str:

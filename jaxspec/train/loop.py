@@ -8,7 +8,6 @@ The folder holds `settings.json`, what is made once (`answers/`, `features/`, an
 import dataclasses
 import functools
 import os
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxspec.decode.kept import keep_compilations
 from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
+from jaxspec.files import check_path
 from jaxspec.models.by_output import ByOutput, by_input
 from jaxspec.models.head_serving import served_by
 from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
@@ -71,7 +71,8 @@ def train(
         data: where answers and features are kept, for several runs to share; None for the run's folder.
 
     Raises:
-        TrainingError: the data, or a folder of another run, or a disk that is full; what is there stays whole.
+        TrainingError: the data, or a folder of another run.
+        StorageError: a file cannot be written, for example to a full disk; what is there stays whole.
         InvalidConfig: settings that do not go with the target or with the machine.
         MissingPackage: grain is not installed.
         KeyboardInterrupt: Ctrl-C was pressed; the same call goes on.
@@ -89,7 +90,7 @@ def train(
         raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
     watch.say(served_by(config, settings.medusa2))
     _grain()
-    paths = [pathlib.Path(path).expanduser() for path in files]
+    paths = [check_path(path, "a file of prompts", TrainingError) for path in files]
     read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
     watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
     print_of_target = fingerprint(by_input(target.params))
