@@ -132,19 +132,9 @@ def others(target) -> dict:
 
 
 def on_eight() -> dict:
-    """Texts of one device, and of every mesh of eight; and who exchanges anything with whom."""
+    """Texts of one device and of eight, by every way of decoding."""
     target = jaxspec.Model(LM, PARAMS)
-    found: dict = {"one": texts(target)[0]}
-    for data, model in ((8, 1), (4, 2), (2, 4), (1, 8)):
-        sessions.clear_executables()
-        mesh = jaxspec.make_mesh(data, model)
-        split = jax.tree.leaves(param_shardings(PARAMS, mesh))
-        assert any(sharding.spec != jax.P() for sharding in split) == (model > 1)
-        tokens, accepted = texts(target, mesh=mesh)
-        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] == "run"]
-        groups = [one for program in programs for one in collectives(program)]
-        assert len(programs) == 1
-        found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
+    found = on_meshes([(8, 1), (2, 4)])
     found["others"] = others(target)
     found["loaded"] = loaded(target)
     rounded = jaxspec.Model(LM, quantize(PARAMS))
@@ -160,6 +150,23 @@ def on_eight() -> dict:
         jaxspec.shard(target, jaxspec.make_mesh(2, 3))
     except jaxspec.JaxspecError as error:
         found["refused"] = str(error)
+    return found
+
+
+def on_meshes(shapes) -> dict:
+    """Texts of one device, and of each mesh (data, model) of eight; and who exchanges anything with whom."""
+    target = jaxspec.Model(LM, PARAMS)
+    found: dict = {"one": texts(target)[0]}
+    for data, model in shapes:
+        sessions.clear_executables()
+        mesh = jaxspec.make_mesh(data, model)
+        split = jax.tree.leaves(param_shardings(PARAMS, mesh))
+        assert any(sharding.spec != jax.P() for sharding in split) == (model > 1)
+        tokens, accepted = texts(target, mesh=mesh)
+        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] == "run"]
+        groups = [one for program in programs for one in collectives(program)]
+        assert len(programs) == 1
+        found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
     return found
 
 

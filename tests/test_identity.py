@@ -153,7 +153,14 @@ def members(lm, params, tree):
     return [(EarlyExit(early, tree), None), (ModelDraft(lm, tree), noisy(params, 3, 0.05))]
 
 
-@pytest.mark.parametrize(("size", "tree"), [("small", RAGGED), ("large", branching(2, 2)), ("small", dynamic(3, 3, 8))])
+@pytest.mark.parametrize(
+    ("size", "tree"),
+    [
+        ("small", RAGGED),
+        pytest.param("large", branching(2, 2), marks=pytest.mark.slow),  # SmolLM2 is larger still
+        ("small", dynamic(3, 3, 8)),
+    ],
+)
 def test_transformer_text_is_that_of_plain_decoding(size, tree):
     """Float32 at the highest precision; a difference is allowed at a tie below 1e-4, and is printed."""
     lm = {"small": SMALL, "large": LARGE}[size]
@@ -213,7 +220,7 @@ def right(vocab, rows):
     return script
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_rejected_drafts_leave_no_trace(dtype):
     """At one width, wrong drafts change no bit of tokens or log-probabilities, in bfloat16 or float32."""
     reference, result = matched(dtype, wrong)

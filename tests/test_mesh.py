@@ -22,7 +22,7 @@ EIGHT = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import meshes
-print(json.dumps(meshes.on_eight()))
+print(json.dumps(eval(sys.argv[2])))
 """
 TWO = """
 import json, sys
@@ -35,31 +35,48 @@ print(json.dumps(meshes.on_two()))
 """
 
 
+MESHES = ["8x1", "2x4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4x2", "1x8"))]
+
+
 @pytest.fixture(scope="module")
 def eight():
-    words = [sys.executable, "-c", EIGHT, str(HERE)]
+    return of_eight("meshes.on_eight()")
+
+
+@pytest.fixture(scope="module")
+def more():
+    return of_eight("meshes.on_meshes([(4, 2), (1, 8)])")
+
+
+@pytest.fixture
+def found(mesh, request):
+    return request.getfixturevalue("eight" if mesh in MESHES else "more")
+
+
+def of_eight(call):
+    words = [sys.executable, "-c", EIGHT, str(HERE), call]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
-def test_tokens_are_those_of_one_device(eight, mesh):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_tokens_are_those_of_one_device(found, mesh):
     """Greedy and sampled rows that end at different times, a draft model on a tree; as many rows as no mesh divides."""
-    assert len({len(row) for row in eight["one"]}) > 6
-    assert len({str(row) for row in eight["one"]}) > 8
-    assert eight[mesh]["tokens"] == eight["one"]
-    assert eight[mesh]["accepted"] > 50
+    assert len({len(row) for row in found["one"]}) > 6
+    assert len({str(row) for row in found["one"]}) > 8
+    assert found[mesh]["tokens"] == found["one"]
+    assert found[mesh]["accepted"] > 50
 
 
-@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
-def test_groups_exchange_nothing(eight, mesh):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_groups_exchange_nothing(found, mesh):
     """Every collective of the compiled loop is among the devices of one group; with groups of one there is none."""
     data, model = map(int, mesh.split("x"))
-    found = eight[mesh]["groups"]
-    assert bool(found) == (model > 1)
+    groups = found[mesh]["groups"]
+    assert bool(groups) == (model > 1)
     own = [list(range(i * model, (i + 1) * model)) for i in range(data)]
-    for line in found:
+    for line in groups:
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 

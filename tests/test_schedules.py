@@ -234,7 +234,11 @@ def test_looking_at_the_token_would_be_seen():
 
 
 @pytest.mark.parametrize(
-    "schedule", [Confidence(threshold=0.6), Adaptive((1.0, 1.1), weight=1.0)], ids=["doubt", "past"]
+    "schedule",
+    [
+        pytest.param(Confidence(threshold=0.6), id="doubt", marks=pytest.mark.slow),  # enumerated above
+        pytest.param(Adaptive((1.0, 1.1), weight=1.0), id="past"),
+    ],
 )
 def test_the_decoded_text_follows_the_law(schedule):
     """G-test of the first four tokens over 60,000 keys with the rejection rule, through several rounds."""

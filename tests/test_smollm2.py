@@ -81,6 +81,7 @@ def test_drafts_leave_the_text_as_it_is(smollm2, rows):
     assert output.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_a_ragged_tree_leaves_the_text_as_it_is(smollm2, rows):
     """The same of a tree with drafts of a model's first layers."""
     model, tree = shallow(smollm2), jaxspec.from_paths([(0, 0), (0, 1), (1,)])

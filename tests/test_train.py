@@ -238,6 +238,14 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(prompts, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def keyboard():
+    """Ctrl-C as a terminal has it: a process that a shell started in the background ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 def press(times: int, at: int):
     """Presses Ctrl-C while the batch of a step is read."""
     features, calls = Cached.at, []
@@ -251,6 +259,7 @@ def press(times: int, at: int):
     return pressed
 
 
+@pytest.mark.usefixtures("keyboard")
 def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_path, monkeypatch):
     """Between two checkpoints, and again while that one is saved; then to the bits of a run in one go."""
     whole, folder = run[:2]
@@ -284,6 +293,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
     assert Checkpoints(tmp_path / "checkpoints").prints() == Checkpoints(folder / "checkpoints").prints()
 
 
+@pytest.mark.usefixtures("keyboard")
 def test_a_second_ctrl_c_ends_a_step_at_once(run, prompts, tmp_path, monkeypatch):
     shutil.copytree(run[1] / "answers", tmp_path / "answers")
     monkeypatch.setattr(Cached, "at", press(2, at=5))

@@ -45,7 +45,11 @@ def test_twenty_kills_change_nothing(tmp_path):
     subprocess.run(command(whole, target, prompts), check=True, env=environment, capture_output=True)
     rng, kills, inside = random.Random(0), 0, 0
     while kills < KILLS:
-        process = subprocess.Popen(command(parts[-1], target, prompts), env=environment, stderr=subprocess.DEVNULL)
+        words, keyboard = (
+            command(parts[-1], target, prompts),
+            lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, preexec_fn=keyboard)
         wait_for_save = kills % 2 == 0
         end = time.monotonic() + (60 if wait_for_save else rng.uniform(0.5, 20))
         saves = 0
