@@ -11,12 +11,10 @@ if TYPE_CHECKING:
     from jaxspec.api import generate as generate
     from jaxspec.api import precompile as precompile
     from jaxspec.api import stream as stream
-    from jaxspec.core.best import best_tree as best_tree
-    from jaxspec.core.best import expected_tokens as expected_tokens
-    from jaxspec.core.best import fastest_tree as fastest_tree
+    from jaxspec.checkpoints.load import load as load
+    from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.mesh import make_mesh as make_mesh
-    from jaxspec.core.named import named_tree as named_tree
     from jaxspec.core.protocols import HeadTarget as HeadTarget
     from jaxspec.core.protocols import LanguageModel as LanguageModel
     from jaxspec.core.protocols import Setting as Setting
@@ -31,6 +29,10 @@ if TYPE_CHECKING:
     from jaxspec.core.tree import chain as chain
     from jaxspec.core.tree import dynamic as dynamic
     from jaxspec.core.tree import from_paths as from_paths
+    from jaxspec.core.tree_search import best_tree as best_tree
+    from jaxspec.core.tree_search import expected_tokens as expected_tokens
+    from jaxspec.core.tree_search import fastest_tree as fastest_tree
+    from jaxspec.core.tree_spec import named_tree as named_tree
     from jaxspec.decode.loop import Decoder as Decoder
     from jaxspec.decode.session import Session as Session
     from jaxspec.decode.state import Request as Request
@@ -38,31 +40,29 @@ if TYPE_CHECKING:
     from jaxspec.decode.state import Weights as Weights
     from jaxspec.decode.stats import Stats as Stats
     from jaxspec.errors import JaxspecError as JaxspecError
+    from jaxspec.generation.drafting import Tuned as Tuned
+    from jaxspec.generation.output import Chunk as Chunk
+    from jaxspec.generation.output import Generation as Generation
+    from jaxspec.generation.output import Output as Output
+    from jaxspec.heads.export import export_heads as export_heads
+    from jaxspec.heads.files import load_heads as load_heads
+    from jaxspec.heads.files import save_heads as save_heads
+    from jaxspec.heads.network import DraftHeads as DraftHeads
+    from jaxspec.heads.network import HeadsConfig as HeadsConfig
     from jaxspec.models.attention import attend as attend
     from jaxspec.models.functional import FunctionLM as FunctionLM
     from jaxspec.models.functional import from_flax as from_flax
-    from jaxspec.models.head_export import export_heads as export_heads
-    from jaxspec.models.head_files import load_heads as load_heads
-    from jaxspec.models.head_files import save_heads as save_heads
-    from jaxspec.models.heads import DraftHeads as DraftHeads
-    from jaxspec.models.heads import HeadsConfig as HeadsConfig
     from jaxspec.models.model import Model as Model
-    from jaxspec.models.model import load as load
-    from jaxspec.models.saved import save as save
     from jaxspec.models.sharding import shard as shard
-    from jaxspec.output import Chunk as Chunk
-    from jaxspec.output import Generation as Generation
-    from jaxspec.output import Output as Output
-    from jaxspec.tuned import Tuned as Tuned
 
 __version__ = "0.1.0"
 
 _HOME = {
     "jaxspec.api": ("generate", "precompile", "stream"),
-    "jaxspec.core.best": ("best_tree", "expected_tokens", "fastest_tree"),
+    "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.cache": ("empty_cache",),
     "jaxspec.core.mesh": ("make_mesh",),
-    "jaxspec.core.named": ("named_tree",),
+    "jaxspec.core.tree_spec": ("named_tree",),
     "jaxspec.core.protocols": ("HeadTarget", "LanguageModel", "Setting"),
     "jaxspec.core.records": ("Cache", "KV", "Status", "Window"),
     "jaxspec.core.sampling": ("Sampling",),
@@ -74,14 +74,15 @@ _HOME = {
     "jaxspec.errors": ("JaxspecError",),
     "jaxspec.models.attention": ("attend",),
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
-    "jaxspec.models.head_export": ("export_heads",),
-    "jaxspec.models.head_files": ("load_heads", "save_heads"),
-    "jaxspec.models.heads": ("DraftHeads", "HeadsConfig"),
-    "jaxspec.models.model": ("Model", "load"),
-    "jaxspec.models.saved": ("save",),
+    "jaxspec.heads.export": ("export_heads",),
+    "jaxspec.heads.files": ("load_heads", "save_heads"),
+    "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
+    "jaxspec.models.model": ("Model",),
+    "jaxspec.checkpoints.load": ("load",),
+    "jaxspec.checkpoints.saved": ("save",),
     "jaxspec.models.sharding": ("shard",),
-    "jaxspec.output": ("Chunk", "Generation", "Output"),
-    "jaxspec.tuned": ("Tuned",),
+    "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
+    "jaxspec.generation.drafting": ("Tuned",),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.load import load as load
 from jaxspec.core import checks
 from jaxspec.core.mesh import fetch, groups
 from jaxspec.core.protocols import Drafter, Rule, Schedule
@@ -18,19 +19,18 @@ from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
 from jaxspec.errors import CapacityError, InvalidConfig, shown
-from jaxspec.files import check_path
-from jaxspec.journal import Journal
-from jaxspec.models.head_files import load_heads as load_heads
-from jaxspec.models.heads import DraftHeads
+from jaxspec.generation.build import Prompt
+from jaxspec.generation.drafting import Tuned
+from jaxspec.generation.output import Generation, Output
+from jaxspec.generation.plan import DRAFTER, Batch, Plan
+from jaxspec.generation.plan import plan as plan_of
+from jaxspec.generation.results_file import Journal
+from jaxspec.generation.stream import Stream
+from jaxspec.heads.files import load_heads as load_heads
+from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.models.model import load as load
-from jaxspec.output import Generation, Output
-from jaxspec.plan import DRAFTER, Batch, Plan
-from jaxspec.plan import plan as plan_of
-from jaxspec.prepare import Prompt
-from jaxspec.streaming import Stream
+from jaxspec.storage.reading import check_path
 from jaxspec.text.stops import StopStrings
-from jaxspec.tuned import Tuned
 
 STEP = 4
 """Rounds between two looks at the device while streaming."""
@@ -103,8 +103,9 @@ def stream(
         batch: rows decoded at once, at most; a row that has ended gives its place to the next. None: all, in a number
             of places that is rounded up so that like numbers of rows share a compilation. A batch holds rows
             whose caches are of one size, and a text depends neither on it nor on its neighbours.
-        out: a file of JSON lines that every text is written to as it ends, see `jaxspec.journal.Journal`. The same call
-            resumes the job: texts that the file holds are not decoded again.
+        out: a file of JSON lines that every text is written to as it ends, see
+            `jaxspec.generation.results_file.Journal`. The same call resumes the job: texts that the file holds are not
+            decoded again.
         progress: called with (texts ended, texts).
         rounds: rounds between two looks at the device.
         verbose: say on standard error when compiling begins and ends, and that a capacity is rounded.

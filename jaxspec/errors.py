@@ -4,8 +4,9 @@ All of them are raised on the host, before anything compiles. What can only be s
 that are not finite) ends the row with a status instead; see `jaxspec.core.records.Status`.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 MEANT = {
     "max_tokens": "max_new_tokens",
@@ -164,3 +165,12 @@ class MissingPackage(JaxspecError):
 
 class StorageError(JaxspecError):
     """A file cannot be written: the disk is full, or the folder may not be written to."""
+
+
+@contextlib.contextmanager
+def in_source(where: str) -> Iterator[None]:
+    """Names the checkpoint in errors of readers that do not know it, those of its tokenizer and chat template."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error if where in str(error) else CheckpointError(f"{where}: {error}") from None

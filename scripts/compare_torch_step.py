@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jaxspec.models.heads import HeadsConfig, init_params
+from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.train import losses
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, start, train_step

@@ -20,7 +20,7 @@ import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
 from jaxspec.cli.options import parse_tree
-from jaxspec.models.head_files import open_heads
+from jaxspec.heads.files import open_heads
 from jaxspec.registry import find
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks

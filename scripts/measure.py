@@ -32,9 +32,9 @@ from jaxspec.decode.session import Session, clear_executables
 from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.generation.build import make_request, row_keys, stop_array
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.prepare import make_request, row_keys, stop_array
 from jaxspec.registry import RULES, find
 from jaxspec.rules.coupled import Coupled
 

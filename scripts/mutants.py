@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "residual-is-the-target",
         "after a rejection the token is drawn from the target, not from its excess over the draft",
-        "rules/siblings.py",
+        "rules/_siblings.py",
         "target = jnp.where(proposed & (left > 0), rest / jnp.where(left > 0, left, 1.0), target)",
         "target = jnp.where(proposed, target, target)",
         exact("rejection"),
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "siblings-with-replacement",
         "the draft's law keeps a rejected sibling, though siblings are drawn without replacement",
-        "rules/siblings.py",
+        "rules/_siblings.py",
         "draft = jnp.where(proposed, without(draft, token), draft)",
         "draft = jnp.where(proposed, draft, draft)",
         exact("rejection"),
@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         "residual-not-a-number",
         "an empty residual is normalised to NaN (p /= p.sum() in transformers and EAGLE)",
-        "rules/siblings.py",
+        "rules/_siblings.py",
         "jnp.where(proposed & (left > 0), rest / jnp.where(left > 0, left, 1.0), target)",
         "jnp.where(proposed, rest / left, target)",
         exact("rejection"),

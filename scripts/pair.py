@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec import prepare
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
+from jaxspec.generation import build
 from jaxspec.registry import RULES, find
 from jaxspec.testing import tie_gap
 
@@ -121,13 +121,13 @@ class Reader:
 
     def _decoder(self, drafter: str, tree, rule: str):
         setting = Setting(self.target, self.draft if drafter == "model" else None, tree)
-        return prepare.make_decoder(self.target, drafter, rule, setting)
+        return build.make_decoder(self.target, drafter, rule, setting)
 
     def _request(self, at: slice, sampling: jaxspec.Sampling):
         ids = self.ids[at]
-        settings = prepare.with_padding_masked(self.target, sampling, len(ids))
-        stops = prepare.stop_array(self.target, (), False, len(ids))
-        return prepare.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
+        settings = build.with_padding_masked(self.target, sampling, len(ids))
+        stops = build.stop_array(self.target, (), False, len(ids))
+        return build.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
 
 
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:

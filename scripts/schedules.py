@@ -4,8 +4,8 @@
     python scripts/schedules.py model             # the target drafts for itself: everything is accepted, nothing pays
     python scripts/schedules.py prompt-lookup
 
-First `jaxspec.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Times are of
-decoding alone: the median of a prompt's repeats, as a ratio to plain decoding's. Overall is that of the sums.
+First `jaxspec.bench.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Times are
+of decoding alone: the median of a prompt's repeats, as a ratio to plain decoding's. Overall is that of the sums.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.run import rotated
+from jaxspec.bench.tune import tune
 from jaxspec.cli.tune import table
 from jaxspec.core.protocols import Setting
 from jaxspec.registry import find
-from jaxspec.tune import tune
 
 MODEL = "smollm2-135m-instruct"
 

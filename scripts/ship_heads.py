@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxspec
-from jaxspec.models.presets import SHIPPED
+from jaxspec.checkpoints.presets import SHIPPED
 from jaxspec.train.card import CARD, FIGURES
 
 TARGET = "smollm2-135m-instruct"

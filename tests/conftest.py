@@ -12,9 +12,9 @@ import pytest
 from toys import QUICK
 
 import jaxspec
+from jaxspec.checkpoints import presets
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
-from jaxspec.models import presets
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are not for the user's cache
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start

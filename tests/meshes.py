@@ -11,8 +11,8 @@ from toys import lively, noisy, transformer
 
 import jaxspec
 from jaxspec.decode import session as sessions
-from jaxspec.models.by_output import quantize
-from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.models.out_major import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.text import Tokenizer
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxspec import analysis
+from jaxspec.analysis.enumeration import likeliest, ordered
 from jaxspec.core.tree import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.registry import find
 from jaxspec.testing import accepted_length, random_laws
-from jaxspec.testing.exact import likeliest, ordered
 
 KINDS = ("dense", "sparse", "peaked")
 

@@ -13,7 +13,7 @@ from checkpoints import random_params, tiny_config, write_hf
 from toys import allowed
 
 import jaxspec
-from jaxspec import Model, Sampling, branching, prepare
+from jaxspec import Model, Sampling, branching
 from jaxspec.core import noise
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
@@ -31,7 +31,8 @@ from jaxspec.errors import (
     UnknownName,
     VocabMismatch,
 )
-from jaxspec.models.heads import init_params
+from jaxspec.generation import build
+from jaxspec.heads.network import init_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import DRAFTERS
 from jaxspec.schedules.adaptive import Adaptive
@@ -463,9 +464,9 @@ class TestDrafting:
     )
     def test_what_is_copied_is_drafted_while_it_pays(self, drafter, tree, schedule):
         """Without a schedule; what that may lose is bounded in test_schedules.py. A schedule that is given is kept."""
-        setting = Setting(TOY, DRAFT if drafter == "model" else None, prepare.as_topology(tree))
-        assert prepare.make_decoder(TOY, drafter, "coupled", setting)[0].schedule == schedule
-        assert prepare.make_decoder(TOY, drafter, "coupled", setting, schedule="constant")[0].schedule == Constant()
+        setting = Setting(TOY, DRAFT if drafter == "model" else None, build.as_topology(tree))
+        assert build.make_decoder(TOY, drafter, "coupled", setting)[0].schedule == schedule
+        assert build.make_decoder(TOY, drafter, "coupled", setting, schedule="constant")[0].schedule == Constant()
 
     def test_a_drafter_object_is_the_drafter_of_that_name(self):
         named, given = go(drafter="prompt-lookup"), go(drafter=PromptLookup())

@@ -17,8 +17,8 @@ from jaxspec.decode.session import Session
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
-from jaxspec.models.heads import init_params
-from jaxspec.prepare import check_logprobs
+from jaxspec.generation.build import check_logprobs
+from jaxspec.heads.network import init_params
 
 ODD = {
     "None": None,
@@ -301,7 +301,7 @@ def test_dtypes_are_taken_by_name_and_as_types(checkpoint, given, kept):
 
 
 def test_a_dtype_is_refused_before_anything_is_fetched(monkeypatch):
-    monkeypatch.setattr("jaxspec.models.model.open_source", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("jaxspec.checkpoints.load.open_source", lambda *_: pytest.fail("fetched"))
     for given in ("float16", np.float64, None, float):
         with pytest.raises(InvalidConfig, match="dtype must be one of float32, bfloat16, int8, got "):
             jaxspec.load("smollm2-135m-instruct", dtype=given)
@@ -327,7 +327,7 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
     one_line = (
         model, TOY, output[0], output.stats, output.timing, session, session.weights, session.state, running, chunk,
         heads(), Sampling(), Sampling(0.5), bias, tuned, NoDraft(),
-        jaxspec.models.checkpoint.open_source(checkpoint),
+        jaxspec.checkpoints.source.open_source(checkpoint),
     )  # fmt: skip
     for thing in one_line:
         text = repr(thing)

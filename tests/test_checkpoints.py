@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from damage import damaged
 
+from jaxspec.checkpoints import orbax
 from jaxspec.errors import TrainingError
-from jaxspec.models import orbax
 from jaxspec.train.checkpoints import SUMS, Checkpoint, Checkpoints, Damaged
 from jaxspec.train.disk import fingerprint
 from jaxspec.train.log import SPEED, UNDONE, Log
@@ -182,7 +182,7 @@ def test_lines_of_later_steps_are_moved_and_damaged_ones_refused(tmp_path):
 PROGRAM = """
 import logging, pathlib, resource, sys
 import numpy as np
-from jaxspec.models import orbax
+from jaxspec.checkpoints import orbax
 
 folder, tree = pathlib.Path(sys.argv[1]), {f"{i}": np.random.default_rng(i).random((64, 64)) for i in range(24)}
 

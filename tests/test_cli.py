@@ -19,8 +19,8 @@ from jaxspec.cli import COMMANDS, demo, main, options, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError, parse_tree
 from jaxspec.decode.session import Session, clear_executables
-from jaxspec.models.heads import init_params
-from jaxspec.output import Chunk
+from jaxspec.generation.output import Chunk
+from jaxspec.heads.network import init_params
 from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)

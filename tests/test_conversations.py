@@ -11,8 +11,8 @@ import trainees
 
 from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.text import ChatTemplate
+from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
 from jaxspec.train import texts
-from jaxspec.train.conversations import Conversation, _Bad, _conversation, read
 from jaxspec.train.settings import Settings
 
 GOOD = [

@@ -23,14 +23,14 @@ from mutator import ODD, mutate_bytes, mutate_file
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.checkpoints import hub
 from jaxspec.core.records import Window
 from jaxspec.core.tree import branching
 from jaxspec.errors import FetchError, JaxspecError
-from jaxspec.models import hub
-from jaxspec.models.head_files import load_heads, save_heads
-from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
+from jaxspec.generation.drafting import Tuned
+from jaxspec.heads.files import load_heads, save_heads
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.tuned import Tuned
 
 CONFIG = tiny_config(vocab_size=264)
 PARAMS = random_params(CONFIG)

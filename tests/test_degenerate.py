@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toys import QUICK, request, start, step, texts
 
+from jaxspec.analysis.enumeration import ends
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Proposal, Status
@@ -17,7 +18,6 @@ from jaxspec.decode.verdict import judge, pick
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.registry import RULES, find
 from jaxspec.testing import Script, TableLM, accepted_length, bias, random_laws
-from jaxspec.testing.exact import ends
 
 RULE = {name: find("rule", name)() for name in RULES}
 WEIGHING = {name: rule for name, rule in RULE.items() if rule.noise is not Noise.SHARED}

@@ -19,11 +19,11 @@ import pytest
 from checkpoints import random_params, tiny_config, write_gguf
 
 import jaxspec
-from jaxspec import wheels
 from jaxspec.cli import COMMANDS, main
 from jaxspec.cli.options import Parser
-from jaxspec.models import head_files
-from jaxspec.models.heads import init_params
+from jaxspec.heads import files as head_files
+from jaxspec.heads.network import init_params
+from jaxspec.storage import download
 from jaxspec.train import evaluate
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -143,7 +143,7 @@ def world(shelf, tmp_path, monkeypatch):
     def fetch(file, *_, **__):
         return shelf / "TARGET.gguf" if file.member.endswith(".gguf") else tmp_path / "task.jsonl"
 
-    monkeypatch.setattr(wheels, "fetch", fetch)
+    monkeypatch.setattr(download, "fetch", fetch)
     monkeypatch.setattr(head_files, "SHIPPED", shelf)
     (shelf / "smollm2-135m-instruct").exists() or (shelf / "smollm2-135m-instruct").symlink_to(shelf / "HEADS")
     words = types.SimpleNamespace(create_dataset=lambda name, size, seed: [{"question": "How many?"}] * size)

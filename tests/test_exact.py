@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from toys import allowed
 
+from jaxspec.analysis.enumeration import ordered, total_variation
 from jaxspec.core.draw import Noise
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import RULES, find
 from jaxspec.testing import TableLM, accepted_length, bias, joint_law, laws, random_laws, round_law
-from jaxspec.testing.exact import ordered, total_variation
 
 CHAINS = [(chain(0), 5), (chain(1), 6), (chain(2), 5), (chain(3), 4), (chain(4), 3), (chain(6), 2)]
 TREES = [
@@ -187,8 +187,8 @@ def test_an_equal_draft_is_kept_whole():
 def test_the_enumeration_sees_each_known_mistake():
     """The measured total variations of algorithms that are wrong are far from 0: what a pass is worth."""
     from jaxspec.core.records import Ends
+    from jaxspec.rules._siblings import children, rejected, walk
     from jaxspec.rules.rejection import Rejection
-    from jaxspec.rules.siblings import children, rejected, walk
 
     class KeepsTheTarget(Rejection):
         """Draws from the target, not from what is left of it, after a rejection."""

@@ -18,12 +18,12 @@ from checkpoints import assert_same_params, leaves
 from families import LENGTH, POSITIONS, tokens_of, write_checkpoint
 
 import jaxspec
+from jaxspec.checkpoints.hf_families import FAMILIES
+from jaxspec.checkpoints.load import load, read_params
+from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.core import cache as caches
 from jaxspec.core.records import Window
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.checkpoint import open_checkpoint, read_params
-from jaxspec.models.families import FAMILIES
-from jaxspec.models.model import load
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "families.json").read_text())["cases"]
 PIECE = 8

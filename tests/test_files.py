@@ -12,15 +12,15 @@ from bounds import bounded
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.core.tree import chain
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, TaskError, TuningError
-from jaxspec.files import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
-from jaxspec.models.checkpoint import open_checkpoint
-from jaxspec.models.head_export import export_heads
-from jaxspec.models.head_files import load_heads, open_heads, save_heads
-from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
+from jaxspec.generation.drafting import Tuned
+from jaxspec.heads.export import export_heads
+from jaxspec.heads.files import load_heads, open_heads, save_heads
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.tuned import Tuned
+from jaxspec.storage.reading import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
 
 # --- JSON -------------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,16 @@ from checkpoints import random_params, tiny_config, write_hf
 from test_api import NO_TEMPLATE, TOY
 
 import jaxspec
-from jaxspec import prepare
+from jaxspec.backend import compilation_cache
+from jaxspec.checkpoints import presets
+from jaxspec.checkpoints.presets import PRESETS, Preset
 from jaxspec.core.protocols import Setting
-from jaxspec.decode import kept
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import MissingDraft
-from jaxspec.models import companions, head_files, presets
-from jaxspec.models.heads import init_params
-from jaxspec.models.presets import PRESETS, Preset
+from jaxspec.generation import build
+from jaxspec.heads import companions
+from jaxspec.heads import files as head_files
+from jaxspec.heads.network import init_params
 
 LINES = r"jaxspec: compiling \.\.\.\njaxspec: compiled in [\d.]+ s\n"
 
@@ -57,8 +59,8 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
     target = jaxspec.load("large", dtype=dtype)
     assert target.preset == "large"
     for _ in range(2):
-        heads, _ = prepare.make_decoder(target, "medusa", "coupled", Setting(target))
-        draft, weights = prepare.make_decoder(target, "model", "coupled", Setting(target))
+        heads, _ = build.make_decoder(target, "medusa", "coupled", Setting(target))
+        draft, weights = build.make_decoder(target, "model", "coupled", Setting(target))
     assert preset == [("load_heads", "large"), ("load", "small")]
     assert heads.drafter.config.num_heads == 3
     assert (draft.drafter.model.depth, draft.drafter.model.dtype) == (1, target.lm.dtype)
@@ -69,7 +71,7 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
 
 def test_what_is_given_comes_before_what_is_found(preset):
     target, draft = jaxspec.load("large"), jaxspec.load("small")
-    _, weights = prepare.make_decoder(target, "model", "coupled", Setting(target, draft))
+    _, weights = build.make_decoder(target, "model", "coupled", Setting(target, draft))
     assert weights.draft is draft.params
     assert not preset
 
@@ -141,7 +143,7 @@ def test_a_capacity_that_is_rounded_says_so(capsys):
 @pytest.mark.parametrize(
     ("environment", "settings", "size"),
     [
-        ({}, {}, kept.BYTES),
+        ({}, {}, compilation_cache.BYTES),
         ({"JAX_COMPILATION_CACHE_MAX_SIZE": "7"}, {"jax_compilation_cache_max_size": 7}, 7),
         ({"JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}, {}, -1),
         ({}, {"jax_compilation_cache_max_size": 7}, 7),
@@ -170,8 +172,8 @@ def test_compilations_are_kept_unless_the_user_said_otherwise(
     )
     before = dict(vars(config))
     config.update = lambda name, value: setattr(config, name, value)
-    monkeypatch.setattr(kept, "jax", types.SimpleNamespace(config=config))
-    kept.keep_compilations.__wrapped__()
+    monkeypatch.setattr(compilation_cache, "jax", types.SimpleNamespace(config=config))
+    compilation_cache.keep_compilations.__wrapped__()
     after = {name: value for name, value in vars(config).items() if name != "update"}
     if size is None:
         assert after == before

@@ -13,9 +13,10 @@ from checkpoints import TYPES, assert_same_params, leaves, random_params, tiny_c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxspec.checkpoints.gguf_header import parse_header
+from jaxspec.checkpoints.load import read_params
+from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.checkpoint import open_checkpoint, read_params
-from jaxspec.models.gguf_header import parse_header
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)

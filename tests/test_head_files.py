@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
-from jaxspec.models.head_export import export_heads
-from jaxspec.models.head_files import WHOLE_MODEL, load_heads, open_heads, save_heads
-from jaxspec.models.heads import DraftHeads, HeadsConfig, flatten, init_params, module
+from jaxspec.heads.export import export_heads
+from jaxspec.heads.files import WHOLE_MODEL, load_heads, open_heads, save_heads
+from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
 
 LAYOUTS = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")
 TARGET = toys.transformer()

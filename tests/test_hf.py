@@ -17,9 +17,11 @@ from checkpoints import (
 )
 from safetensors.numpy import save_file
 
+from jaxspec.checkpoints import hub, presets
+from jaxspec.checkpoints.base import TokenizerSource
+from jaxspec.checkpoints.load import read_params
+from jaxspec.checkpoints.source import open_checkpoint, open_source
 from jaxspec.errors import CheckpointError, FetchError, InvalidConfig, UnknownName
-from jaxspec.models import hub, presets
-from jaxspec.models.checkpoint import TokenizerSource, open_checkpoint, open_source, read_params
 from jaxspec.models.rope import Rope
 
 CONFIG = tiny_config()

@@ -19,9 +19,9 @@ from bounds import bounded
 from checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, write_bytes, write_gguf, write_hf
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.checkpoints.load import load, read_params
+from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, JaxspecError
-from jaxspec.models.checkpoint import open_checkpoint, read_params
-from jaxspec.models.model import load
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -262,7 +262,7 @@ def test_truncation_at_every_border_of_safetensors(hf):
 def test_truncation_at_every_border_of_gguf(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", CONFIG, PARAMS)
     raw = path.read_bytes()
-    from jaxspec.models.gguf_header import parse_header
+    from jaxspec.checkpoints.gguf_header import parse_header
 
     tensors = sorted(tensor.start for tensor in parse_header(raw, "m")[1].values())
     last = max(tensor.stop for tensor in parse_header(raw, "m")[1].values())
@@ -443,7 +443,7 @@ def test_special_ids_are_held_against_the_vocabulary(hf, name, token):
 
 IN_A_CHILD = """
 import json, pathlib, resource, sys
-import jaxspec, jaxspec.models.head_files
+import jaxspec, jaxspec.heads.files
 from jaxspec.bench import tasks
 from jaxspec.text.tokenizer import Tokenizer
 readers = {"load": jaxspec.load, "heads": jaxspec.load_heads, "tuned": jaxspec.Tuned.load, "tasks": tasks.load,

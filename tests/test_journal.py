@@ -19,15 +19,16 @@ from flax import nnx
 from toys import noisy, transformer
 
 import jaxspec
-from jaxspec import job, journal, storage
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
-from jaxspec.journal import Journal
-from jaxspec.models.by_output import ByOutput
+from jaxspec.generation import fingerprint, results_file
+from jaxspec.generation.output import Generation
+from jaxspec.generation.results_file import Journal
+from jaxspec.models.out_major import ByOutput
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.output import Generation
-from jaxspec.plain import plain, typed
+from jaxspec.storage import writing
+from jaxspec.storage.plain import plain, typed
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer
 
@@ -245,14 +246,16 @@ def module(width: int):
 
 def networks() -> str:
     """Digests of networks of every kind."""
-    return " ".join(job.digest(job.static(lm)) for lm in (LM, transformer(), made(1.0), module(8)))
+    return " ".join(fingerprint.digest(fingerprint.static(lm)) for lm in (LM, transformer(), made(1.0), module(8)))
 
 
 def test_a_network_is_described_alike_in_every_process():
     """Neither by an address nor by the order of a set; functions by their code and what they hold."""
-    assert job.static(made(1.0)) == job.static(made(1.0)) != job.static(made(2.0))
-    assert job.static(transformer()) == job.static(dataclasses.replace(transformer(), known=61)), "all of them"
-    assert job.static(module(8)) == job.static(module(8)) != job.static(module(16))
+    assert fingerprint.static(made(1.0)) == fingerprint.static(made(1.0)) != fingerprint.static(made(2.0))
+    assert fingerprint.static(transformer()) == fingerprint.static(dataclasses.replace(transformer(), known=61)), (
+        "all of them"
+    )
+    assert fingerprint.static(module(8)) == fingerprint.static(module(8)) != fingerprint.static(module(16))
     code = "import test_journal; print(test_journal.networks())"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
@@ -264,14 +267,14 @@ def test_a_network_is_described_alike_in_every_process():
 def test_one_number_among_many_is_seen(dtype):
     """Wherever it is, and the same however the matrix is stored."""
     array = jnp.asarray(RNG.normal(size=(7, 130)) * 50).astype(dtype)
-    (one,) = job.weights({"a": array})
+    (one,) = fingerprint.weights({"a": array})
     assert (one[0], one[1], one[2]) == ("['a']", [7, 130], dtype)
     for place in ((0, 0), (3, 77), (6, 129)):
-        assert job.weights({"a": array.at[place].set(array[place] == 0)}) != [one]
-    assert dtype == "bool" or job.weights({"a": array[::-1]}) != [one]
+        assert fingerprint.weights({"a": array.at[place].set(array[place] == 0)}) != [one]
+    assert dtype == "bool" or fingerprint.weights({"a": array[::-1]}) != [one]
     if dtype in ("float32", "bfloat16"):
-        assert job.weights({"a": ByOutput(array.T)}) == [one]
-        assert job.weights({"a": ByOutput(array.T[::-1])}) != [one]
+        assert fingerprint.weights({"a": ByOutput(array.T)}) == [one]
+        assert fingerprint.weights({"a": ByOutput(array.T[::-1])}) != [one]
 
 
 # Damage.
@@ -290,8 +293,8 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def opened(finished, tmp_path, monkeypatch):
     """Opens two files of these bytes: the texts by row, or the error; and what is then in the file of texts."""
-    about = job.describe(finished[0], ())
-    monkeypatch.setattr(job, "describe", lambda plan, stops: about)  # which takes most of the time
+    about = fingerprint.describe(finished[0], ())
+    monkeypatch.setattr(fingerprint, "describe", lambda plan, stops: about)  # which takes most of the time
     path = tmp_path / "texts.jsonl"
 
     def call(texts: bytes, beside_it: bytes):
@@ -381,7 +384,7 @@ def rewritten(texts: bytes, number: int, about: bytes, **changes) -> bytes:
     record = json.loads(lines[number - 1]) | changes
     record.pop("checksum")
     body = json.dumps(record)[:-1]
-    checksum = journal.hashlib.sha256((json.loads(about)["job"] + body).encode()).hexdigest()[:16]
+    checksum = results_file.hashlib.sha256((json.loads(about)["job"] + body).encode()).hexdigest()[:16]
     lines[number - 1] = f'{body}, "checksum": "{checksum}"}}'.encode()
     return b"\n".join(lines) + b"\n"
 
@@ -416,7 +419,7 @@ def test_a_line_of_odd_values_is_refused(finished, opened, changes, why):
         why = "line 4: it is a second text of prompt 1, sample 1"
     assert isinstance(found, InvalidConfig)
     assert ("line 4" if "line 4" in why else "line 3") in str(found)
-    assert journal.re.search(why, str(found)), str(found)
+    assert results_file.re.search(why, str(found)), str(found)
 
 
 def test_a_line_of_another_job_is_refused(tmp_path):
@@ -491,15 +494,15 @@ def test_a_line_that_cannot_be_written_leaves_the_whole_ones(finished, tmp_path)
 
 def test_a_full_disk_is_said(tmp_path):
     error = OSError(errno.ENOSPC, "No space left on device")
-    said = storage.reason(error, tmp_path)
+    said = writing.reason(error, tmp_path)
     assert said.startswith(f"no space is left on the disk of {tmp_path} (")
     assert said.endswith("B are free)")
-    assert "about 98.4 MB are needed, " in storage.full(tmp_path, 98_400_000)
+    assert "about 98.4 MB are needed, " in writing.full(tmp_path, 98_400_000)
     wrapped = RuntimeError("while downloading")
     wrapped.__cause__ = error
-    assert storage.is_full(wrapped)
-    assert not storage.is_full(OSError(errno.EACCES, "Permission denied"))
-    assert storage.reason(OSError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
+    assert writing.is_full(wrapped)
+    assert not writing.is_full(OSError(errno.EACCES, "Permission denied"))
+    assert writing.reason(OSError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
 
 
 def test_a_kill_while_lines_are_put_in_order_loses_none(finished, tmp_path, monkeypatch):
@@ -508,9 +511,9 @@ def test_a_kill_while_lines_are_put_in_order_loses_none(finished, tmp_path, monk
     turned = b"".join(reversed(texts.splitlines(keepends=True)))
     path.write_bytes(turned)
     beside(path).write_bytes(about)
-    storage.part_of(path).write_bytes(texts[:50])
+    writing.part_of(path).write_bytes(texts[:50])
     with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(writing.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match=r"all texts are written, but not in the order .* no space is left"):
             Journal(path, plan, ())
     assert path.read_bytes() == turned
@@ -528,14 +531,14 @@ def test_fields_that_are_added_are_written_and_read(finished, tmp_path, monkeypa
         pair: tuple[int, str] = (1, "a")
 
     plan, path = finished[0], tmp_path / "texts.jsonl"
-    journal._fields.cache_clear()
+    results_file._fields.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "Generation", More)
+        patch.setattr(results_file, "Generation", More)
         one = More(0, 0, plan.prompt(0), [3], None, "stop", top=[[(3, -0.25), (4, -math.inf)], None])
         Journal(path, plan, ()).append(0, one)
         assert Journal(path, plan, ()).done == {0: one}
         assert json.loads(path.read_text())["top"] == [[[3, -0.25], [4, None]], None]
-    journal._fields.cache_clear()
+    results_file._fields.cache_clear()
 
 
 def test_values_keep_their_types():

@@ -20,8 +20,8 @@ from jaxspec.decode.stats import from_draft
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
-from jaxspec.output import Generation
-from jaxspec.prepare import check_logprobs
+from jaxspec.generation.build import check_logprobs
+from jaxspec.generation.output import Generation
 from jaxspec.registry import RULES, find
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import TableLM

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import trainees
 
-from jaxspec.models.heads import HeadsConfig, flatten, init_params, unflatten
+from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.train import losses
 from jaxspec.train.settings import LOSSES, Settings
 from jaxspec.train.step import Trainable, start, train_step

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.analysis.enumeration import enumerate_proposals, weigh
 from jaxspec.core.tree import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules.cascade import Cascade, Tolerant
@@ -12,7 +13,6 @@ from jaxspec.rules.lenient import Lenient
 from jaxspec.rules.rejection import Rejection
 from jaxspec.rules.typical import Typical
 from jaxspec.testing import accepted_length, bias, joint_law, random_laws, round_law
-from jaxspec.testing.exact import enumerate_proposals, weigh
 
 RAGGED = from_paths([(0, 0, 0), (0, 1), (1, 0)])
 

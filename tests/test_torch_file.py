@@ -8,9 +8,9 @@ import pytest
 from bounds import bounded
 from medusa_files import name, pair, state_dict, tensor, text, whole, write_zip
 
+from jaxspec.checkpoints.torch_file import open_torch
 from jaxspec.errors import CheckpointError
-from jaxspec.models.head_files import load_heads, open_heads
-from jaxspec.models.torch_file import open_torch
+from jaxspec.heads.files import load_heads, open_heads
 
 RAW = np.arange(12, dtype=np.float32).tobytes()
 GOOD = state_dict({"w": tensor("FloatStorage", "0", 12, (3, 4), (4, 1))})

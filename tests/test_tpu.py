@@ -130,7 +130,7 @@ def test_layouts_are_asked_for_on_a_tpu_alone(name, shape, order):
     """The densest axis is named first."""
     import jax
 
-    from jaxspec.core import layout
+    from jaxspec.backend import layout
 
     traced = jax.jit(getattr(layout, name)).trace(jax.ShapeDtypeStruct(shape, "float32"))
     asked = f"result_layouts = [dense<[{order}]>"

@@ -15,10 +15,10 @@ import pytest
 import trainees
 
 import jaxspec
+from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
 from jaxspec.errors import MissingPackage, StorageError, TrainingError
-from jaxspec.models import orbax
-from jaxspec.models.heads import HeadsConfig, init_params
+from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.train import data, evaluate, loop, monitor
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.disk import fingerprint

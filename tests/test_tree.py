@@ -8,8 +8,8 @@ from bounds import bounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.core.named import NAMES, named_tree
 from jaxspec.core.tree import MAX_NODES, Topology, TreeShape, branching, build, chain, from_paths, read_parents
+from jaxspec.core.tree_spec import NAMES, named_tree
 from jaxspec.errors import InvalidConfig, UnknownName
 
 

@@ -9,10 +9,10 @@ from checkpoints import random_params, tiny_config, write_bytes
 from toys import noisy
 
 import jaxspec
-from jaxspec import prepare
-from jaxspec import tune as tuning
+from jaxspec.bench import tune as tuning
 from jaxspec.bench.records import Method
 from jaxspec.bench.setup import Setup
+from jaxspec.bench.tune import call_costs, conclude, in_turn, some_widths, tune
 from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tune import table
@@ -22,11 +22,11 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.generation import build
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
-from jaxspec.tune import call_costs, conclude, in_turn, some_widths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
@@ -322,4 +322,4 @@ def test_the_benchmark_takes_schedules(tmp_path):
     method = Method("tuned", TUNED.drafter, TUNED.tree, schedule=TUNED.schedule)
     decoder, _ = setup.decoder(method)
     assert (decoder.schedule, decoder.drafter.tree) == (TUNED.schedule, TUNED.tree)
-    assert prepare.as_topology(3) == chain(3)
+    assert build.as_topology(3) == chain(3)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.core.checks import whole
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.prepare import check_counts
 
 
 def check(target: Array, draft: Array, children: int) -> None:
-    check_counts(children=children)
+    whole("children", children)
     if target.shape != draft.shape or not target.ndim:
         raise ShapeMismatch(f"target and draft must be laws [*b, V] of one shape, got {target.shape} and {draft.shape}")
     if children > target.shape[-1]:

@@ -8,12 +8,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec.analysis.enumeration import Law, accepted_length
 from jaxspec.analysis.position import match
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Rule
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing.exact import Law, accepted_length
 
 
 class ChainLengths(NamedTuple):

@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxspec import analysis, prepare
+from jaxspec import analysis
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN
 from jaxspec.bench.summary import interval
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
+from jaxspec.core.checks import whole
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores, tempered
 from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.generation import build
 from jaxspec.models.model import Model
 from jaxspec.registry import find
 
@@ -119,7 +121,9 @@ def measure(
         JaxspecError: bad input, before anything compiles.
         ArithmeticError: a model's logits were not finite.
     """
-    prepare.check_counts(children=children, draws=draws, max_new_tokens=max_new_tokens)
+    whole("children", children)
+    whole("draws", draws)
+    whole("max_new_tokens", max_new_tokens)
     if children > target.lm.vocab:
         raise InvalidConfig(f"{children} children of a vocabulary of {target.lm.vocab} tokens")
     longest = max(len(ids) for _, ids in prompts) + max_new_tokens
@@ -129,7 +133,7 @@ def measure(
             f"{draft.context}; leave out long prompts or lower --max-new-tokens"
         )
     slots = sizes.shared(sizes.slots(longest, sizes.CHUNK))
-    rows = prepare.with_padding_masked(target, sampling, POSITIONS)
+    rows = build.with_padding_masked(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import prepare
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.worker import Worker
+from jaxspec.generation import build
 from jaxspec.models.model import Model
 from jaxspec.testing import TIE, tie_gap
 
@@ -46,7 +46,7 @@ def certify(
     if one is None or other is None:
         return dataclasses.replace(difference, certificate="peer" if foreign else None)
     target = setup.target
-    sampling = prepare.with_padding_masked(target, setup.common["sampling"], 1)
+    sampling = build.with_padding_masked(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
     with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)

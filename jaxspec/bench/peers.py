@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.core.directories import cache_directory
 from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName
+from jaxspec.storage.directories import cache_directory
 
 
 class PeerError(JaxspecError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.bench.summary import groups, paired, summarise
-from jaxspec.table import Table
+from jaxspec.bench.table import Table
 
 FORMAT = 1
 """Of the JSON; bumped whenever a name in it changes its meaning."""

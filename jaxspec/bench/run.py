@@ -11,17 +11,18 @@ from typing import Any
 
 import jax
 
-from jaxspec import prepare
 from jaxspec.bench.equality import certify, first_difference
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
 from jaxspec.bench.room import need_one, too_long
 from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
+from jaxspec.core.checks import whole
 from jaxspec.core.protocols import Rule, Setting
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
-from jaxspec.models.heads import DraftHeads
+from jaxspec.generation import build
+from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTERS, find
 
@@ -93,7 +94,9 @@ def measure(
         raise InvalidConfig("expected one task or more, each of one question or more")
     if len({task.name for task in tasks}) < len(tasks):
         raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
-    prepare.check_counts(repeats=repeats, turns=turns, max_new_tokens=max_new_tokens)
+    whole("repeats", repeats)
+    whole("turns", turns)
+    whole("max_new_tokens", max_new_tokens)
     if peers and sampling.temperature != 0:
         raise InvalidConfig(f"peers are measured greedily, at temperature 0; got {sampling.temperature}")
     own, everyone = [Method(PLAIN, PLAIN), *methods], [Method(PLAIN, PLAIN), *methods, *peers]
@@ -111,7 +114,7 @@ def measure(
     for reason in left_out:
         report(f"left out: {reason}")
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
-    setup.capacity = max(prepare.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
+    setup.capacity = max(build.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
 
     def decode(one: Method | Worker, prompt: Prompt) -> Decoded:
         return one.decode(prompt, max_new_tokens, ignore_eos) if isinstance(one, Worker) else setup.decode(one, prompt)
@@ -192,7 +195,7 @@ def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
         prompt = [token for part in said for token in part]
     else:
         prompt = "\n\n".join(map(str, said))
-    return prepare.encode_prompts(target, [prompt], chat)[0]
+    return build.encode_prompts(target, [prompt], chat)[0]
 
 
 def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:

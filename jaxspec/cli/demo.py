@@ -7,17 +7,17 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.bench.table import Table
 from jaxspec.bench.texts import QUESTION, TASKS
 from jaxspec.cli.options import TARGET, Parser, own_draft, own_heads
 from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
 from jaxspec.cli.wrap import wrap
 from jaxspec.registry import DRAFTERS, find
-from jaxspec.table import Table
 
 if TYPE_CHECKING:
-    from jaxspec.models.heads import DraftHeads
+    from jaxspec.generation.output import Output
+    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
-    from jaxspec.output import Output
 
 QUICK = "prompt-lookup"
 LEFT_OUT = ("early-exit",)  # accepts little, unless the model was trained for it

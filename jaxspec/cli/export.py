@@ -8,7 +8,7 @@ import argparse
 import pathlib
 
 from jaxspec.cli.options import DTYPES, SOURCES, Parser, one_of
-from jaxspec.models.head_serving import WRITTEN
+from jaxspec.heads.serving import WRITTEN
 
 
 def add_options(parser: Parser) -> None:
@@ -34,9 +34,9 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exports them."""
     from jaxspec.cli import show
-    from jaxspec.models.head_export import export_heads
-    from jaxspec.models.head_files import load_heads, open_heads, sizes_alone
-    from jaxspec.models.head_serving import check_layout
+    from jaxspec.heads.export import export_heads
+    from jaxspec.heads.files import load_heads, open_heads, sizes_alone
+    from jaxspec.heads.serving import check_layout
 
     # Before a target is loaded: it may be large.
     check_layout(sizes_alone(open_heads(args.heads, allow_pickle=args.allow_pickle)), args.layout)

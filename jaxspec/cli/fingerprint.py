@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prints(folder: pathlib.Path):
     """(sha256, name) of the log, of every checkpoint's state and of the heads."""
-    from jaxspec.models.head_files import MANIFEST, load_heads
+    from jaxspec.heads.files import MANIFEST, load_heads
     from jaxspec.train.bound import CHECKPOINTS, HEADS, LOG
     from jaxspec.train.checkpoints import Checkpoints
     from jaxspec.train.disk import fingerprint

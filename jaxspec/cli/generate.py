@@ -14,8 +14,8 @@ from jaxspec.cli.options import Parser, UsageError, whole
 from jaxspec.core import sizes
 
 if TYPE_CHECKING:
+    from jaxspec.generation.output import Chunk, Generation, Output
     from jaxspec.models.model import Model
-    from jaxspec.output import Chunk, Generation, Output
 
 
 def add_options(parser: Parser) -> None:
@@ -139,8 +139,8 @@ def _show(args: argparse.Namespace, prompts: list, chunks: Iterable["Chunk"]) ->
 def _prompts(path: str, split: str | None) -> list:
     """Reads texts, and conversations up to their first answer, and says how many there are."""
     from jaxspec.cli import show
-    from jaxspec.prompt_files import SPLITS
-    from jaxspec.train.conversations import read
+    from jaxspec.storage.prompt_files import SPLITS
+    from jaxspec.text.conversations import read
 
     found = []
     for one in read([path], refuse=True, split=split or SPLITS[0])[0]:

@@ -4,8 +4,9 @@ import argparse
 import pathlib
 from typing import Any
 
+from jaxspec.checkpoints.base import StoredTensor
+from jaxspec.cli.inspect_format import brief, by_name, by_type
 from jaxspec.errors import JaxspecError
-from jaxspec.models.checkpoint import StoredTensor
 
 PROMPTS = (
     "The capital of France is",
@@ -22,11 +23,10 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 
     What would keep them from being loaded goes to `refused`.
     """
+    from jaxspec.checkpoints.base import beside
     from jaxspec.cli import show
-    from jaxspec.cli.inspect import brief, by_name, by_type
-    from jaxspec.models.checkpoint import beside
-    from jaxspec.models.head_files import load_heads, open_heads, sizes_alone
-    from jaxspec.models.head_serving import READERS, layouts_for
+    from jaxspec.heads.files import load_heads, open_heads, sizes_alone
+    from jaxspec.heads.serving import READERS, layouts_for
 
     report: dict[str, Any] = {}
     try:
@@ -76,7 +76,7 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
 
 def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:
     """The tensors of heads that are refused, as far as they can be seen."""
-    from jaxspec.models import folder
+    from jaxspec.checkpoints import folder
 
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     found = {}

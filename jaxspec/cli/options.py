@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, UnknownName
-from jaxspec.prompt_files import SPLITS
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
+from jaxspec.storage.prompt_files import SPLITS
 
 if TYPE_CHECKING:
     from jaxspec.core.tree import Dynamic, Topology
-    from jaxspec.models.heads import DraftHeads
+    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
@@ -102,7 +102,7 @@ def add_dtype(add: Callable) -> None:
 
 
 def add_split(add: Callable) -> None:
-    """How `.txt` files of prompts are split; see `jaxspec.prompt_files`."""
+    """How `.txt` files of prompts are split; see `jaxspec.storage.prompt_files`."""
     add(
         "--split",
         type=one_of("split", SPLITS),
@@ -231,7 +231,7 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
         UsageError: they are given beside it.
         TuningError: the file is none.
     """
-    from jaxspec.tuned import Tuned
+    from jaxspec.generation.drafting import Tuned
 
     others = (args.tree, args.draft_length, args.exit_layers, args.schedule)
     if args.drafter != DRAFTER or any(other is not None for other in others):
@@ -243,14 +243,14 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
 
 def own_draft(target: str) -> str | None:
     """The preset that drafts for the target, where it is a preset that has one."""
-    from jaxspec.models.presets import PRESETS
+    from jaxspec.checkpoints.presets import PRESETS
 
     return PRESETS[target].draft if target in PRESETS else None
 
 
 def own_heads(target: str) -> str | None:
     """The target's name, where it is a preset whose heads come with jaxspec."""
-    from jaxspec.models.presets import PRESETS
+    from jaxspec.checkpoints.presets import PRESETS
 
     return target if target in PRESETS and PRESETS[target].heads else None
 
@@ -277,9 +277,9 @@ def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None"
     """The heads that `--heads` names, if it names some; what one should know of them is told."""
     if args.heads is None:
         return None
+    from jaxspec.checkpoints.base import beside
     from jaxspec.cli import show
-    from jaxspec.models.checkpoint import beside
-    from jaxspec.models.head_files import load_heads
+    from jaxspec.heads.files import load_heads
 
     heads = load_heads(args.heads, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
@@ -321,8 +321,8 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
     Raises:
         UsageError: saying how to write one.
     """
-    from jaxspec.core.named import NAMES, named_tree
     from jaxspec.core.tree import branching, dynamic, from_paths
+    from jaxspec.core.tree_spec import NAMES, named_tree
 
     if spec in NAMES:
         return named_tree(spec)

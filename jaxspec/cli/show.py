@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from jaxspec.bench.table import Table
 from jaxspec.cli.wrap import Wrapper, wrap
-from jaxspec.table import Table
 
 if TYPE_CHECKING:
     from jaxspec.decode.session import Timing
@@ -160,10 +160,10 @@ class Bar:
 
 def load(source: str, dtype: str, context: int | None = None) -> "Model":
     """Loads a model, with a bar."""
-    from jaxspec.models import model
+    from jaxspec.checkpoints.load import load as read
 
     with Bar(f"loading {source} in {dtype}") as bar:
-        return model.load(source, dtype=dtype, context=context, report=say, progress=bar)
+        return read(source, dtype=dtype, context=context, report=say, progress=bar)
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:

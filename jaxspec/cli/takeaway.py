@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxspec.output import Output
+    from jaxspec.generation.output import Output
 
 PLAIN = "none"
 NOISE = 0.05

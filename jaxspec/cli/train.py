@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, one_of, whole
 from jaxspec.errors import InvalidConfig, StorageError
-from jaxspec.files import check_path
-from jaxspec.storage import reason
+from jaxspec.storage.reading import check_path
+from jaxspec.storage.writing import reason
 
 if TYPE_CHECKING:
-    from jaxspec.models.heads import DraftHeads
+    from jaxspec.heads.network import DraftHeads
 
 KINDS = ("medusa",)
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _replace(heads: "DraftHeads", folder: pathlib.Path) -> None:
     """Writes heads beside their place, so that those of an earlier call stay whole until the new ones are."""
-    from jaxspec.models.head_files import save_heads
+    from jaxspec.heads.files import save_heads
 
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     import jaxspec
-    from jaxspec import prepare
     from jaxspec.bench.room import fitting
+    from jaxspec.bench.tune import tune
     from jaxspec.cli import show
-    from jaxspec.tune import tune
+    from jaxspec.generation import build
 
     said: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     target, draft = options.load_models(args)
     heads = options.load_heads(args, target)
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, prepare.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = [(name, build.encode_prompts(target, [text], chat)[0]) for name, text in said]
     prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
     with show.Bar("measuring", parts=show.PARTS) as bar:
         tuned = tune(

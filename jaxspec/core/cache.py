@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.core.layout import compact, row_major
+from jaxspec.backend.layout import compact, row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
 from jaxspec.core.sizes import whole_blocks

@@ -29,7 +29,7 @@ class Setting:
         draft: a loaded draft model, if one was given.
         tree: the wished topology; None for the drafter's own default.
         exit_layers: layers of an early exit; None for the default.
-        heads: loaded heads, if some were given (`jaxspec.models.head_files.DraftHeads`).
+        heads: loaded heads, if some were given (`jaxspec.heads.files.DraftHeads`).
     """
 
     target: Any

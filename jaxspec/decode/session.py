@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.core.cpu import has_avx512
+from jaxspec.backend.compilation_cache import keep_compilations
+from jaxspec.backend.cpu import has_avx512
 from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
-from jaxspec.decode.kept import keep_compilations
 from jaxspec.decode.loop import FOREVER, Decoder
 from jaxspec.decode.notice import Notice
-from jaxspec.decode.spread import Spread
+from jaxspec.decode.partition import Spread
 from jaxspec.decode.state import Request, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()

@@ -14,7 +14,7 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters.grow import buffer, check, grow
+from jaxspec.drafters._grow import buffer, check, grow
 from jaxspec.errors import InvalidConfig, shown
 
 

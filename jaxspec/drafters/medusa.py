@@ -20,9 +20,9 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import LanguageModel, Setting
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters.beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
+from jaxspec.drafters._beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
 from jaxspec.errors import InvalidConfig, MissingDraft
-from jaxspec.models.heads import HeadsConfig, check_target, module, normed
+from jaxspec.heads.network import HeadsConfig, check_target, module, normed
 from jaxspec.models.transformer import look_up, matmul
 
 

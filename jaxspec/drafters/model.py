@@ -12,7 +12,7 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import LanguageModel, Setting, no_feature
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters.grow import buffer, check, grow
+from jaxspec.drafters._grow import buffer, check, grow
 from jaxspec.errors import MissingDraft, VocabMismatch
 
 NEAR, FAR = 2, 16

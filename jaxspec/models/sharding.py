@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.core.mesh import MODEL, check, everywhere, lay
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
-from jaxspec.models.by_output import ByOutput
 from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.out_major import ByOutput
 from jaxspec.models.transformer import TransformerLM, joined
 
 if TYPE_CHECKING:

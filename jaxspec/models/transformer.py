@@ -16,13 +16,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.backend.layout import row_major
 from jaxspec.core import cache as caches
-from jaxspec.core.layout import row_major
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
-from jaxspec.models.by_output import ByOutput
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.out_major import ByOutput
 from jaxspec.models.rope import Rope
 
 

@@ -16,7 +16,7 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.rules.siblings import excess
+from jaxspec.rules._siblings import excess
 
 
 @dataclasses.dataclass(frozen=True)

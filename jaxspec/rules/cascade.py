@@ -17,7 +17,7 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.rules.siblings import tried
+from jaxspec.rules._siblings import tried
 
 Transform = Callable[[Array, Array], Array]
 """Target's and draft's log-laws `[V]` of one node -> the log-law that is followed instead."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
-from jaxspec.rules.siblings import children
+from jaxspec.rules._siblings import children
 
 
 @dataclasses.dataclass(frozen=True)

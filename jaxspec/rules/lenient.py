@@ -14,7 +14,7 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.rules.siblings import tried
+from jaxspec.rules._siblings import tried
 
 
 @dataclasses.dataclass(frozen=True)

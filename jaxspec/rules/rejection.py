@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
-from jaxspec.rules.siblings import tried
+from jaxspec.rules._siblings import tried
 
 
 @dataclasses.dataclass(frozen=True)

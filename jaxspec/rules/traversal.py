@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import Tree, TreeShape
-from jaxspec.rules.siblings import after, children, rejected
+from jaxspec.rules._siblings import after, children, rejected
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Toys whose every law is known, and the means to prove a rule or a drafter right; for tests, also of your own."""
 
-from jaxspec.testing.exact import Law as Law
-from jaxspec.testing.exact import accepted_length as accepted_length
-from jaxspec.testing.exact import bias as bias
-from jaxspec.testing.exact import joint_law as joint_law
-from jaxspec.testing.exact import random_laws as random_laws
-from jaxspec.testing.exact import round_law as round_law
+from jaxspec.analysis.enumeration import Law as Law
+from jaxspec.analysis.enumeration import accepted_length as accepted_length
+from jaxspec.analysis.enumeration import bias as bias
+from jaxspec.analysis.enumeration import joint_law as joint_law
+from jaxspec.analysis.enumeration import random_laws as random_laws
+from jaxspec.analysis.enumeration import round_law as round_law
 from jaxspec.testing.gtest import GTest as GTest
 from jaxspec.testing.gtest import detectable as detectable
 from jaxspec.testing.gtest import g_test as g_test

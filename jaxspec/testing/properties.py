@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.analysis.enumeration import bias, ends, random_laws
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import CoupledRule, Drafter, LanguageModel, Rule, WeighingRule
 from jaxspec.core.records import Context, Ends, Params, Proposal
@@ -18,7 +19,6 @@ from jaxspec.core.tree import Topology, build, chain, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing import exact
 
 CHAIN = chain(4)
 RAGGED = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
@@ -86,9 +86,9 @@ def outcome(rule: Rule, cases: Cases, seed: int = 0) -> tuple[np.ndarray, np.nda
     """
     law, proposal = jnp.asarray(cases.law), jax.tree.map(jnp.asarray, cases.proposal)
     if rule.noise is not Noise.SHARED:
-        return jax.device_get(exact.ends(cast(WeighingRule, rule), law, proposal))
+        return jax.device_get(ends(cast(WeighingRule, rule), law, proposal))
     certain: Any = _Certain(cast(CoupledRule, rule), seed)
-    return jax.device_get(exact.ends(certain, law, proposal))
+    return jax.device_get(ends(certain, law, proposal))
 
 
 class _Certain(NamedTuple):
@@ -189,10 +189,7 @@ def is_lossless_if_it_says_so(rule: WeighingRule, seed: int = 0, laws: int = 5) 
         rule.check(topology.shape)
     except InvalidConfig:
         topology = chain(3)
-    found = [
-        exact.bias(rule, topology, exact.random_laws(seed + i, 3), exact.random_laws(seed + 100 + i, 3))
-        for i in range(laws)
-    ]
+    found = [bias(rule, topology, random_laws(seed + i, 3), random_laws(seed + 100 + i, 3)) for i in range(laws)]
     if rule.lossless:
         _say(max(found) < 1e-12, rule, f"is not lossless: a round is off by {max(found):.1e}")
     else:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxspec.analysis.enumeration import Law
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
 from jaxspec.core.noise import gumbel
@@ -23,7 +24,6 @@ from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, 
 from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores
 from jaxspec.core.tree import Topology, TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing.exact import Law
 
 TIE = 1e-3
 """A `tie_gap` below this is a tie in float32: the logits of two widths differ by up to some 1e-4."""

@@ -1,7 +1,7 @@
 """Text in and out: tokenizers, chat templates, incremental decoding, stop strings."""
 
 from jaxspec.text.chat import ChatTemplate as ChatTemplate
+from jaxspec.text.incremental import IncrementalDecoder as IncrementalDecoder
 from jaxspec.text.stops import StopStrings as StopStrings
 from jaxspec.text.stops import cut_tokens as cut_tokens
-from jaxspec.text.stream import IncrementalDecoder as IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer as Tokenizer

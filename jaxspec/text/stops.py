@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.text.stream import IncrementalDecoder
+from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer
 
 MAX_STOP = 4096  # characters: text is held back for as long as a stop string may be

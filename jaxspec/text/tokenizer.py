@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
-from jaxspec.files import check_path, parse_object, read_json, read_text
+from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import tokenizer_from_gguf
 
 if TYPE_CHECKING:

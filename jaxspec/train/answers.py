@@ -14,7 +14,7 @@ from jaxspec.api import generate
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, StorageError, TrainingError
 from jaxspec.models.model import Model
-from jaxspec.storage import reason
+from jaxspec.storage.writing import reason
 from jaxspec.train.bound import claim, of_answers
 from jaxspec.train.disk import digest_of
 from jaxspec.train.settings import Settings

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.errors import TrainingError
-from jaxspec.files import check_path
+from jaxspec.storage.reading import check_path
 from jaxspec.train.disk import write_json
 from jaxspec.train.settings import Settings
 
@@ -47,7 +47,7 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
     """The folder as an absolute path: a run stays where it is when the working directory changes.
 
     Raises:
-        TrainingError: it is no path, as `jaxspec.files.check_path`.
+        TrainingError: it is no path, as `jaxspec.storage.reading.check_path`.
     """
     return check_path(path, "the folder of the run", TrainingError).absolute()
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import jaxspec
-from jaxspec.models.head_serving import served_by
-from jaxspec.models.heads import DraftHeads
-from jaxspec.storage import write_whole
+from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.serving import served_by
+from jaxspec.storage.writing import write_whole
 from jaxspec.train.disk import fingerprint, write_json
 from jaxspec.train.evaluate import Candidate, Ranks
 from jaxspec.train.loop import Trained

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.checkpoints import orbax
 from jaxspec.errors import StorageError, TrainingError
-from jaxspec.models import orbax
-from jaxspec.storage import sync_folder, write_whole
+from jaxspec.storage.writing import sync_folder, write_whole
 from jaxspec.train.disk import fingerprint, write_json
 
 STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"

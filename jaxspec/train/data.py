@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from jaxspec.errors import TrainingError
 from jaxspec.models.model import Model
+from jaxspec.text.conversations import BadRow, Conversation
 from jaxspec.train import texts
 from jaxspec.train.answers import answers
 from jaxspec.train.bound import ANSWERS
-from jaxspec.train.conversations import BadRow, Conversation
 from jaxspec.train.log import Watch
 from jaxspec.train.settings import Settings
 

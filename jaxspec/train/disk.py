@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.storage import write_whole
+from jaxspec.storage.writing import write_whole
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all, as `jaxspec.storage.write_whole` does."""
+    """Writes a JSON file whole or not at all, as `jaxspec.storage.writing.write_whole` does."""
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 

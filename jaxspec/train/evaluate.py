@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.api import generate
-from jaxspec.core.best import best_tree, expected_tokens
 from jaxspec.core.tree import Topology
+from jaxspec.core.tree_search import best_tree, expected_tokens
 from jaxspec.decode.stats import Stats
-from jaxspec.models.heads import DraftHeads
+from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train import losses
 from jaxspec.train.features import Reader

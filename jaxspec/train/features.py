@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params
-from jaxspec.decode.kept import keep_compilations
 from jaxspec.errors import TrainingError
-from jaxspec.storage import write_whole
+from jaxspec.storage.writing import write_whole
 from jaxspec.train.bound import FEATURES, HELD, claim, of_features
 from jaxspec.train.disk import fingerprint
 from jaxspec.train.settings import Settings

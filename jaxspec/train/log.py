@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.errors import StorageError, TrainingError
-from jaxspec.storage import reason, write_whole
+from jaxspec.storage.writing import reason, write_whole
 from jaxspec.train.bound import LOG
 
 SPEED, UNDONE = "speed.jsonl", "undone.jsonl"

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode.kept import keep_compilations
+from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
-from jaxspec.files import check_path
-from jaxspec.models.by_output import ByOutput, by_input
-from jaxspec.models.head_serving import served_by
-from jaxspec.models.heads import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.serving import served_by
 from jaxspec.models.model import Model
-from jaxspec.train import bound, conversations, losses, texts
+from jaxspec.models.out_major import ByOutput, by_input
+from jaxspec.storage.reading import check_path
+from jaxspec.text import conversations
+from jaxspec.train import bound, losses, texts
 from jaxspec.train.bound import CHECKPOINTS, FEATURES, HELD
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints, Damaged
 from jaxspec.train.data import Data, prepare
@@ -64,7 +65,7 @@ def train(
     Args:
         target: frozen, but for Medusa-2; any model whose network is a `HeadTarget`: those of `load`, and your own. One
             without a tokenizer needs prompts of token ids.
-        prompts: files of conversations, or one, see `jaxspec.train.conversations`.
+        prompts: files of conversations, or one, see `jaxspec.text.conversations`.
         out: the run's folder.
         settings: all else.
         watch: who is told how it goes.

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Params
-from jaxspec.models.heads import HeadsConfig, module, normed
+from jaxspec.heads.network import HeadsConfig, module, normed
 from jaxspec.models.transformer import matmul
 from jaxspec.train.settings import Settings
 

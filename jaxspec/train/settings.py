@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from jaxspec.errors import InvalidConfig
-from jaxspec.models.head_config import INPUTS, PROJECTIONS
-from jaxspec.prompt_files import SPLITS
+from jaxspec.heads.config import INPUTS, PROJECTIONS
+from jaxspec.storage.prompt_files import SPLITS
 
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda")
 WEIGHTS = ("decay", "acceptance")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Params, Window
-from jaxspec.models.heads import HeadsConfig
+from jaxspec.heads.network import HeadsConfig
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import Settings
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxspec.core.protocols import need_members, no_feature
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.models.heads import HeadsConfig, vocabulary
+from jaxspec.heads.network import HeadsConfig, vocabulary
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM, matmul
 from jaxspec.train.settings import Settings

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig, MissingTokenizer, TrainingError
 from jaxspec.models.model import Model
-from jaxspec.train.conversations import BadRow, Conversation
+from jaxspec.text.conversations import BadRow, Conversation
 
 
 class Text(NamedTuple):

@@ -1,0 +1,1 @@
+"""What differs between CPUs and accelerators: kernels, layouts, compilation."""

@@ -1,0 +1,287 @@
+"""Measures what drafting costs and brings, on given prompts, and makes the schedule for it.
+
+The rounds are those of decoding: one executable, whose limit is set from outside, plays every depth by turns. So a
+cost holds all that a round of that depth does, and drifts of the machine hit all depths alike.
+
+If a chain was asked for and the drafter has a law, trees are looked at too: from the chain's costs, and the acceptance
+by rank on the same prompts, follows the best static tree. It is measured as the chain was, and taken if it was faster.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench import acceptance
+from jaxspec.core.checks import named, whole
+from jaxspec.core.protocols import Setting
+from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.schedule import Constant
+from jaxspec.core.tree import Dynamic, Topology, chain
+from jaxspec.core.tree_search import expected_tokens, fastest_tree
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.session import Session
+from jaxspec.decode.state import Weights
+from jaxspec.decode.stats import Stats
+from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.generation import build
+from jaxspec.generation.drafting import Tuned
+from jaxspec.heads.companions import with_companions
+from jaxspec.heads.network import DraftHeads
+from jaxspec.models.model import Model
+from jaxspec.registry import find
+from jaxspec.schedules.adaptive import Adaptive
+
+DEPTH = 8
+"""Of the chain that is tried where none is asked for."""
+IDLE = 24
+"""Rounds without a draft, after which the time of catching up is measured."""
+TURN = 3
+"""Rounds of one depth in a turn; the first follows another depth, and is not timed."""
+CHILDREN = 4
+"""Of a node of the trees that are looked at, at most."""
+RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "rejection", "traversal": "rejection"}
+"""The rules that trees are looked at for, and whose acceptance by rank they have: traversal keeps no less."""
+
+
+@named()
+def tune(
+    target: Model,
+    prompts: build.Prompt | Sequence[build.Prompt],
+    *,
+    drafter: str = "prompt-lookup",
+    draft: Model | None = None,
+    tree: Topology | Dynamic | int | None = None,
+    exit_layers: int | None = None,
+    heads: DraftHeads | None = None,
+    rule: str = "coupled",
+    sampling: Sampling = Sampling(),
+    key: jax.Array | None = None,
+    max_new_tokens: int = 128,
+    chat: bool | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> Tuned:
+    """The schedule "adaptive" with measured costs and window widths, on a chain no deeper than pays, or on a tree.
+
+    Args:
+        target: the model that decides.
+        prompts: like those it will be used on; each is decoded alone, beyond its stop tokens.
+        drafter: a registered name.
+        draft: the draft model of the drafter "model".
+        tree: what is tried at most: a chain's length, or a tree with branches, which is then kept. None: a chain of 8,
+            or the drafter's own if that is deeper.
+        exit_layers: layers of the drafter "early-exit".
+        heads: of the drafter "medusa", whose trees are no deeper than there are heads.
+        rule: a registered name.
+        sampling: settings, as numbers.
+        key: as in `generate`.
+        max_new_tokens: decoded per prompt.
+        chat: whether text prompts are messages of a user; None: where the target has a chat template.
+        progress: called with (prompts done, prompts in all).
+
+    Raises:
+        JaxspecError: bad input, before anything compiles.
+        TuningError: nothing was drafted on these prompts.
+    """
+    build.need_model("target", target)
+    whole("max_new_tokens", max_new_tokens)
+    if not isinstance(drafter, str):
+        raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
+    setting = with_companions(Setting(target, draft, None, exit_layers, heads), drafter)
+    draft, heads = setting.draft, setting.heads
+    given = build.as_topology(tree)
+    if given is None:
+        own = find("drafter", drafter).build(setting)[0].shape.depth
+        given = chain(max(own, DEPTH) if heads is None else own)
+    if not isinstance(given, Topology):
+        raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
+    ids = build.encode_prompts(target, prompts, chat)
+    keys = build.row_keys(key, len(ids), 1, sampling)
+    settings = build.with_padding_masked(target, sampling, 1)
+
+    def measured(tree: Topology) -> tuple[Tuned, np.ndarray, Decoder, Weights]:
+        """Also the seconds of a round by its depth, and what played."""
+        setting = Setting(target, draft, tree, exit_layers, heads)
+        schedule = Constant(widths=some_widths(tree))
+        decoder, weights = build.make_decoder(target, drafter, rule, setting, schedule=schedule)
+        seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
+        tuned = conclude(drafter, tree, exit_layers, seconds, resumed, stats)
+        return tuned, by_depth(seconds, tree.shape.depth), decoder, weights
+
+    tuned, rounds, decoder, weights = measured(given)
+    more: dict[str, Any] = {"target": target.name} | ({} if draft is None else {"draft": draft.name})
+    costs = call_costs(given, rounds) if given.is_chain else None
+    network = getattr(decoder.drafter, "model", None)  # whose laws it draws from, if it has any
+    if costs and network and rule in RANKED:
+        kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
+        texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
+        found = acceptance.measure(
+            target, network, target.params if weights.draft is None else weights.draft, texts,
+            sampling=sampling, children=min(CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens, ignore_eos=True,
+        )  # fmt: skip
+        ranks = acceptance.by_rank(found)[kind]
+        more["acceptance_by_rank"] = [round(share, 4) for share in ranks]
+        tree = fastest_tree(ranks, *costs)
+        if not tree.is_chain:
+            other = measured(tree)[0]
+            more["speedups"] = {"chain": _speedup(tuned), "tree": _speedup(other)}
+            tuned = max(tuned, other, key=_speedup)
+    return dataclasses.replace(tuned, measured=more | tuned.measured)
+
+
+def _speedup(tuned: Tuned) -> float:
+    return max(tuned.measured["speedup_by_depth"])
+
+
+def _play(
+    decoder: Decoder,
+    weights: Weights,
+    prompts: list[list[int]],
+    keys: jax.Array,
+    settings: Sampling,
+    max_new_tokens: int,
+    progress: Callable[[int, int], Any] | None,
+) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
+    """Seconds by depth, seconds of the rounds that caught up, and statistics, of all prompts; see `conclude`."""
+    stops = jnp.full((1, 8), -1, jnp.int32)
+    slots = build.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
+    seconds: dict[int, list[float]] = {}
+    resumed, stats = [], []
+    for i, prompt in enumerate(prompts):
+        request = build.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, stops, slots)
+        session = _Rounds(decoder, weights, request, slots)
+        if not i:
+            session.play(0)  # compiles
+        session.by_turns(seconds)
+        resumed += session.resumed
+        stats.append(session.stats())
+        if progress:
+            progress(i + 1, len(prompts))
+    return seconds, resumed, Stats.total(stats)
+
+
+class _Rounds(Session):
+    """A decode of one row, round by round, each of a depth that is given."""
+
+    resumed: list[tuple[int, float]]  # rounds without a draft, and the seconds of the one of depth 1 after
+
+    def play(self, depth: int) -> tuple[float, bool]:
+        """One round: its seconds, and whether anything was drafted."""
+        self.state = self.state._replace(schedule=jnp.full((1,), depth, jnp.int32))
+        before, at = self.timing.decode_s, int(self.state.round[0])
+        self.run(1)
+        return self.timing.decode_s - before, bool(np.asarray(self.state.log[0, at, 2]) > 0)
+
+    def by_turns(self, seconds: dict[int, list[float]]) -> None:
+        """All depths, those that the others' costs are drawn between first, until the text ends."""
+        self.resumed, idle = [], False
+        while self.running:
+            for depth in in_turn(self.decoder.drafter.shape.depth):
+                for turn in range(TURN):
+                    if not self.running:
+                        return
+                    took, drafted = self.play(depth)
+                    if turn and drafted == (depth > 0):
+                        seconds.setdefault(depth, []).append(took)
+            if not idle:
+                idle = True
+                for _ in range(IDLE):
+                    if self.running:
+                        self.play(0)
+                if self.running:
+                    took, drafted = self.play(1)
+                    self.resumed += [(IDLE + TURN, took)] * drafted
+
+    def stats(self) -> Stats:
+        return Stats.from_log(np.asarray(self.state.log[0]), self.decoder.drafter.calls)
+
+
+def some_widths(tree: Topology) -> tuple[int, ...]:
+    """Widths worth compiling: of the windows of depths 1, 2, 4, 8, ..., but for that of the whole tree."""
+    depths = [1 << i for i in range(tree.shape.depth.bit_length())]
+    return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
+
+
+def in_turn(depth: int) -> list[int]:
+    """All depths: the whole, none and the powers of two, which end a width each, before those between them."""
+    first = [depth, 0, *(1 << i for i in range(depth.bit_length()))]
+    return list(dict.fromkeys(d for d in (*first, *range(depth)) if d <= depth))
+
+
+def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
+    """Seconds of a round that drafts to depth 0, 1, ...: medians, gaps filled, none less than the one before."""
+    timed = {drafted: statistics.median(took) for drafted, took in sorted(seconds.items()) if took}
+    return np.maximum.accumulate(np.interp(np.arange(depth + 1), list(timed), list(timed.values())))
+
+
+def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
+    """What rounds on a chain say of its calls: the target's by width, and one of the draft; None of a short chain.
+
+    Between rounds whose windows have one width, of which there are two from depth 4 on, the difference is the draft's.
+    """
+    widths = sorted({1, *some_widths(tree), tree.shape.nodes})
+    at = [next(width for width in widths if width > depth) for depth in range(tree.shape.nodes)]
+    steps = [rounds[d + 1] - rounds[d] for d in range(tree.shape.depth) if at[d] == at[d + 1]]
+    if not steps:
+        return None
+    draft = statistics.median(steps)
+    target = {width: rounds[at.index(width)] - at.index(width) * draft for width in widths}
+    return {width: float(max(cost, rounds[0])) for width, cost in target.items()}, float(draft)
+
+
+def conclude(
+    drafter: str,
+    tree: Topology,
+    exit_layers: int | None,
+    seconds: dict[int, list[float]],
+    resumed: list[tuple[int, float]],
+    stats: Stats,
+) -> Tuned:
+    """From measurements to a schedule.
+
+    Args:
+        drafter: by name.
+        tree: that was measured.
+        exit_layers: of the drafter.
+        seconds: of rounds, by the depth they drafted to.
+        resumed: rounds without a draft, and the seconds of the round of depth 1 that followed.
+        stats: of all rounds; of its acceptance at a depth that no round came to, that before it is taken.
+
+    Raises:
+        TuningError: no round drafted.
+    """
+    timed = {depth: took for depth, took in sorted(seconds.items()) if took}
+    if 0 not in timed or len(timed) < 2:
+        raise TuningError(
+            f"the drafter {drafter!r} drafted too little on these prompts to measure; give other ones, or longer texts"
+        )
+    rounds = by_depth(timed, tree.shape.depth)
+    accepted: list[float] = []
+    for tried, kept in zip(stats.tested_at, stats.accepted_at):
+        accepted.append(kept / tried if tried else (accepted or [0.0])[-1])
+    costs = rounds / rounds[0]
+    speedups = np.array([expected_tokens(chain(d), np.array(accepted)[:, None]) for d in range(costs.size)]) / costs
+    best = int(speedups.argmax())
+    resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
+    # Texts differ, and within one its parts: where more is accepted than on average, deeper pays.
+    kept = chain(min(tree.shape.depth, max(2 * best, 1))) if tree.is_chain else tree
+    schedule = Adaptive(
+        costs=tuple(round(float(cost), 4) for cost in costs[: kept.shape.depth + 1]),
+        resume=round(float(resume / rounds[0]), 4),
+        hope=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
+        widths=some_widths(kept),
+    )
+    measured = {
+        "round_s": {str(depth): round(statistics.median(took), 6) for depth, took in timed.items()},
+        "rounds_timed": {str(depth): len(took) for depth, took in timed.items()},
+        "acceptance_by_depth": [round(share, 4) for share in accepted],
+        "speedup_by_depth": [round(float(speedup), 4) for speedup in speedups],
+        "best_depth": best,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    return Tuned(drafter, kept, schedule, exit_layers, measured)

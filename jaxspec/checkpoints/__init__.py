@@ -1,0 +1,1 @@
+"""Reads and writes models: file formats, presets, the Hugging Face Hub."""

@@ -1,0 +1,295 @@
+"""Opens GGUF files: their metadata as a `ModelConfig`, their tensors by canonical name."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, finite, make_config
+from jaxspec.checkpoints.gguf_header import Tensor, decode, map_file, parse_header, parse_tables, stored
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models import rope as ropes
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
+
+_BLOCK = "blk.{}."
+_NAMES = {
+    "embed": ("token_embd.weight",),
+    "attn_norm": (_BLOCK + "attn_norm.weight",),
+    "qkv": tuple(f"{_BLOCK}attn_{name}.weight" for name in "qkv"),
+    "qkv_bias": tuple(f"{_BLOCK}attn_{name}.bias" for name in "qkv"),
+    "q_norm": (_BLOCK + "attn_q_norm.weight",),
+    "k_norm": (_BLOCK + "attn_k_norm.weight",),
+    "out": (_BLOCK + "attn_output.weight",),
+    "out_bias": (_BLOCK + "attn_output.bias",),
+    "post_attn_norm": (_BLOCK + "post_attention_norm.weight",),
+    "mlp_norm": (_BLOCK + "ffn_norm.weight",),
+    "gate_up": (_BLOCK + "ffn_gate.weight", _BLOCK + "ffn_up.weight"),
+    "down": (_BLOCK + "ffn_down.weight",),
+    "post_mlp_norm": (_BLOCK + "post_ffw_norm.weight",),
+    "norm": ("output_norm.weight",),
+    "head": ("output.weight",),
+}
+_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What a `general.architecture` has besides Llama's parts.
+
+    Attributes:
+        parts: fields of `ModelConfig` that the metadata does not name.
+        names: tensors that are called otherwise.
+        interleaved: queries and keys rotate neighbours, not halves.
+        full_every: with a sliding window, every how-many-th layer has none; 0: all layers slide.
+        rope_theta: where the metadata names none.
+        window_theta: of the layers with a sliding window, where the metadata names none.
+        embed_scaled: embeddings are multiplied by the root of their width.
+    """
+
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    interleaved: bool = False
+    full_every: int = 0
+    rope_theta: float = 10000.0
+    window_theta: float | None = None
+    embed_scaled: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(parts={"qkv_bias": True}),
+    "qwen3": Architecture(parts={"qk_norm": True}),
+    "phi3": Architecture(names={"qkv": (_BLOCK + "attn_qkv.weight",), "gate_up": (_BLOCK + "ffn_up.weight",)}),
+    "gemma3": Architecture(
+        parts={"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"},
+        full_every=6,
+        rope_theta=1e6,
+        window_theta=1e4,
+        embed_scaled=True,
+    ),
+}
+
+_PLAIN = {
+    "expert_count": 0,
+    "attention.causal": True,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "rope.scale_linear": 1.0,
+}
+_SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
+# Tokenizers whose models expect the beginning-of-sequence token although their file need not say so.
+_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3")
+
+
+def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
+    """Opens a GGUF file; the weights are read from its memory map when asked for.
+
+    `context` is the longest text that will be decoded; see `open_source`.
+
+    Raises:
+        CheckpointError: the file is malformed, or of a model that is not read.
+    """
+    where = os.fspath(path)
+    data = map_file(where)
+    metadata, tensors = parse_header(data, where)
+
+    def read_file(name: str) -> np.ndarray:
+        return finite(where, name, decode(data, tensors[name]))
+
+    reader = _ConfigReader(where, metadata, tensors, read_file, context)
+    config, kind = reader.config(), reader.architecture
+
+    def read(name: str) -> np.ndarray:
+        array = read_file(name)
+        rotates = kind.interleaved and re.search(r"attn_[qk]\.(weight|bias)$", name)
+        return _rotation_halves(array, config.head_dim) if rotates else array
+
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in _ROTARY}
+    readers = canonical_tensors(where, config, _NAMES | dict(kind.names), shapes, read)
+    text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    tokens = text.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
+        raise CheckpointError(f"{where}: metadata tokenizer.ggml.tokens is not an array of strings")
+    if tokens and len(tokens) != config.vocab_size:
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.tokens has {len(tokens)} items, token_embd.weight {config.vocab_size} "
+            "rows; expected as many"
+        )
+    ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    ends: list[Any] = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    model, pre = text.get("tokenizer.ggml.model"), text.get("tokenizer.ggml.pre")
+    adds_bos = text.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS)
+    template = text.get("tokenizer.chat_template")
+    return Checkpoint(
+        config=config,
+        source=where,
+        tensors=readers,
+        stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
+        bos_id=ids["bos"],
+        add_bos=bool(adds_bos) and ids["bos"] is not None,
+        tokenizer=TokenizerSource(gguf=text) if tokens else None,
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={
+            f"{name}_token": tokens[token]
+            for name, token in ids.items()
+            if isinstance(token, int) and 0 <= token < len(tokens)
+        },
+        architecture=str(metadata["general.architecture"]),
+        stored={name: stored(tensor.kind, tensor.shape) for name, tensor in tensors.items()},
+    )
+
+
+def read_headers(path: str | os.PathLike) -> Headers:
+    """The metadata and the tensor table, also of a file that is cut short or of a model that is not read.
+
+    Raises:
+        CheckpointError: the header is malformed.
+    """
+    where = os.fspath(path)
+    metadata, entries, _ = parse_tables(map_file(where), where)
+    return Headers(metadata, {name: stored(kind, shape) for name, (kind, shape, _) in entries.items()})
+
+
+class _ConfigReader:
+    """Reads the metadata of one architecture."""
+
+    def __init__(
+        self,
+        where: str,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        read: Callable[[str], np.ndarray],
+        context: int | None,
+    ):
+        name = metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise CheckpointError(f"{where}: architecture {name!r} is not read; read: {', '.join(ARCHITECTURES)}")
+        for required in ("token_embd.weight", "output_norm.weight"):
+            if required not in tensors:
+                raise CheckpointError(f"{where}: tensors missing: {required}")
+        self.architecture = ARCHITECTURES[name]
+        self._where, self._name, self._metadata, self._tensors = where, name, metadata, tensors
+        self._read, self._context = read, context
+
+    def _get(self, key: str, default=None) -> Any:
+        value = self._metadata.get(f"{self._name}.{key}", default)
+        if type(value) not in (int, float):
+            problem = "is missing" if value is None else f"is {str(value)[:80]!r}, expected one number"
+            raise CheckpointError(f"{self._where}: metadata {self._name}.{key} {problem}")
+        with np.errstate(over="ignore"):  # taken as the shortest decimal: 1e-05, not 9.999999747378752e-06
+            return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    def _whole(self, key: str, default: int | None = None) -> int:
+        if type(value := self._get(key, default)) is not int or value < 0:
+            raise CheckpointError(f"{self._where}: metadata {self._name}.{key} is {value!r}, expected a whole number")
+        return value
+
+    def config(self) -> ModelConfig:
+        kind, tensors = self.architecture, self._tensors
+        rows = tensors["token_embd.weight"].shape[0]
+        hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
+        layers = self._whole("block_count")
+        if layers > len(tensors):  # before anything is made per layer
+            raise CheckpointError(f"{self._where}: {layers} layers and only {len(tensors)} tensors")
+        head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
+        if head_dim > ropes.MAX_WIDTH:
+            raise CheckpointError(
+                f"{self._where}: the width of a head is {head_dim}, expected at most {ropes.MAX_WIDTH}"
+            )
+        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _PLAIN).items():
+            if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
+                raise CheckpointError(
+                    f"{self._where}: metadata {self._name}.{key} is {value!r}, expected {plain!r}; "
+                    "no other is supported"
+                )
+        window, windowed = self._windows(layers)
+        rope, longest = self._rope(head_dim)
+        values: dict[str, Any] = {
+            "vocab_size": rows,
+            "hidden_size": hidden,
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": self._whole("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rope": rope,
+            "norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "tie_embeddings": "output.weight" not in tensors,
+            "max_position": longest,
+            "window": window,
+            "windowed": windowed,
+            "qkv_bias": any(name.endswith("attn_q.bias") for name in tensors),
+            "out_bias": any(name.endswith("attn_output.bias") for name in tensors),
+        }
+        if kind.window_theta and window:
+            values["window_rope"] = self._checked(Rope, self._get("rope.freq_base_swa", kind.window_theta))
+        if kind.embed_scaled:
+            values["embed_scale"] = hidden**0.5
+            if layers == 62:  # Gemma 3 27B scales by the width per head, which its heads do not have
+                values["query_scale"] = (hidden // heads) ** -0.5
+        return make_config(self._where, **values | dict(kind.parts))
+
+    def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+        reach, every = self._whole("attention.sliding_window", 0), self.architecture.full_every
+        if not reach:
+            return None, ()
+        every = self._whole("attention.sliding_window_pattern", every)
+        slides = tuple(not every or bool((i + 1) % every) for i in range(layers))
+        return reach, () if all(slides) else slides
+
+    def _rope(self, head_dim: int) -> tuple[Rope, int]:
+        """Rotary positions, and the longest text they are for."""
+        theta, longest = self._get("rope.freq_base", self.architecture.rope_theta), self._whole("context_length")
+        width = self._whole("rope.dimension_count", head_dim)
+        if width > head_dim or (self.architecture.interleaved and width != head_dim):
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.rope.dimension_count is {width}, expected {head_dim}"
+            )
+        kind = self._metadata.get(f"{self._name}.rope.scaling.type", "none")
+        divisors, scale = (), 1.0
+        original = self._whole("rope.scaling.original_context_length", longest)
+        if "rope_freqs.weight" in self._tensors:
+            divisors = tuple(self._read("rope_freqs.weight").ravel().tolist())
+        elif "rope_factors_short.weight" in self._tensors:
+            long = self._context is not None and self._context > original
+            divisors = tuple(self._read(f"rope_factors_{'long' if long else 'short'}.weight").ravel().tolist())
+            scale = self._get("rope.scaling.attn_factor", 1.0)
+            longest = longest if long else min(longest, original)
+        elif kind == "linear":
+            divisors = ropes.linear(self._factor(), width)
+        elif kind == "yarn":
+            factor = self._factor()
+            if not (theta > 1 and original > 1 and width > 1):
+                raise CheckpointError(f"{self._where}: rotary base {theta} and context {original} allow no YaRN")
+            divisors = ropes.yarn(theta, width, factor, original)
+            scale = ropes.yarn_scale(factor) * self._get("rope.scaling.attn_factor", 1.0)
+        elif kind != "none":
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.rope.scaling.type is {kind!r:.80}, expected none, linear or yarn"
+            )
+        return self._checked(Rope, theta, None if width == head_dim else width, divisors, scale), longest
+
+    def _factor(self) -> float:
+        if not 1 <= (factor := self._get("rope.scaling.factor")) < float("inf"):
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.rope.scaling.factor is {factor}, expected from 1"
+            )
+        return float(factor)
+
+    def _checked(self, make: Callable[..., Rope], *values: Any) -> Rope:
+        try:
+            return make(*values)
+        except InvalidConfig as error:
+            raise CheckpointError(f"{self._where}: {error}") from None
+
+
+def _rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of a query or key matrix, from pairs (0, 1), (2, 3), ... of each head to its two halves.
+
+    Conversion to GGUF interleaves them because llama.cpp rotates neighbours; this library rotates halves.
+    """
+    return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)

@@ -1,0 +1,227 @@
+"""Parses the header of GGUF files (versions 2 and 3, little endian), over a memory map.
+
+Nothing in it is believed: every count, length, dimension and offset is held against the bytes that are left
+before anything is made from it. Only the blocks of quantised tensors are decoded by the `gguf` package.
+"""
+
+import dataclasses
+import functools
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoints.base import StoredTensor
+from jaxspec.errors import CheckpointError
+
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
+_STRING, _ARRAY = 8, 9
+_MAX_ITEMS = 1 << 24  # of one metadata array
+_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One entry of the tensor table: type, numpy shape (rows first), and its bytes [start, stop)."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class _Cursor:
+    """Reads the header in order, and never past the end."""
+
+    def __init__(self, data, where: str):
+        self.data, self.where, self.at = data, where, 0
+
+    def fail(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {problem} (at byte {self.at})")
+
+    def skip(self, size: int, what: str) -> int:
+        """Moves past `size` bytes; gives where they begin."""
+        left = len(self.data) - self.at
+        if size > left:
+            raise self.fail(f"{what} takes {size} bytes, {left} are left: truncated or malformed")
+        self.at += size
+        return self.at - size
+
+    def scalar(self, kind: int, what: str):
+        reader = _SCALARS[kind]
+        return reader.unpack_from(self.data, self.skip(reader.size, what))[0]
+
+    def count(self, smallest: int, what: str) -> int:
+        """A count of items of at least `smallest` bytes each, which must still fit the file."""
+        count, left = self.scalar(10, what), len(self.data) - self.at
+        if count > left // smallest:
+            raise self.fail(f"{what} is {count}, {left} bytes are left: truncated or malformed")
+        return count
+
+    def string(self, what: str) -> str:
+        size = self.count(1, f"the length of {what}")
+        start = self.skip(size, what)
+        try:
+            return self.data[start : start + size].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8") from None
+
+    def name(self, what: str, taken: Mapping[str, object]) -> str:
+        name = self.string(what)
+        if not name or len(name) > 65535 or name in taken:
+            raise self.fail(f"{what} {name[:80]!r} is empty, too long or given twice")
+        return name
+
+    def value(self, key: str):
+        kind = self.scalar(4, f"the type of {key}")
+        if kind == _ARRAY:
+            return self.array(key)
+        if kind == _STRING:
+            return self.string(key)
+        if kind not in _SCALARS:
+            raise self.fail(f"{key} has type {kind}, expected 0 .. 12")
+        return self.scalar(kind, key)
+
+    def array(self, key: str) -> list:
+        kind = self.scalar(4, f"the item type of {key}")
+        if kind not in _SCALARS and kind != _STRING:
+            raise self.fail(f"{key} is an array of type {kind}; arrays of numbers and of strings are read")
+        size = 8 if kind == _STRING else _SCALARS[kind].size
+        count = self.count(size, f"the number of items of {key}")
+        if count > _MAX_ITEMS:
+            raise self.fail(f"{key} has {count} items, expected at most {_MAX_ITEMS}")
+        if kind == _STRING:
+            return [self.string(key) for _ in range(count)]
+        start = self.skip(count * size, key)
+        return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self.data, start))
+
+    def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
+        """Type, numpy shape and offset of one entry of the tensor table."""
+        dimensions = self.scalar(4, f"the number of dimensions of {name}")
+        if not 1 <= dimensions <= 4:
+            raise self.fail(f"tensor {name} has {dimensions} dimensions, expected 1 .. 4")
+        shape = tuple(self.scalar(10, f"the shape of {name}") for _ in range(dimensions))[::-1]
+        if 0 in shape or math.prod(shape) >= 1 << 63:
+            raise self.fail(f"tensor {name} has shape {list(shape)}: empty or too large")
+        return self.scalar(4, f"the type of {name}"), shape, self.scalar(10, f"the offset of {name}")
+
+
+def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], int]], int]:
+    """The metadata, every tensor's type, shape and offset, and where the header ends; as `parse_header`, which
+    also holds the tensors against the file.
+    """
+    cursor = _Cursor(data, where)
+    start = cursor.skip(4, "the magic number")
+    if (magic := bytes(data[start : start + 4])) != b"GGUF":
+        raise CheckpointError(f"{where}: begins with {magic!r}, expected b'GGUF': not a GGUF file")
+    version = cursor.scalar(4, "the version")
+    if version in (2 << 24, 3 << 24):
+        raise CheckpointError(f"{where}: a big-endian GGUF file; only little-endian ones are read")
+    if version not in (2, 3):
+        raise CheckpointError(f"{where}: GGUF version {version}, expected 2 or 3; convert the model again")
+    num_tensors = cursor.count(_SMALLEST_TENSOR, "the number of tensors")
+    num_entries = cursor.count(_SMALLEST_ENTRY, "the number of metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = cursor.name("a metadata key", metadata)
+        metadata[key] = cursor.value(key)
+    entries: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for _ in range(num_tensors):
+        name = cursor.name("a tensor name", entries)
+        entries[name] = cursor.tensor(name)
+    return metadata, entries, cursor.at
+
+
+def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Parses the header of a GGUF file.
+
+    Args:
+        data: the whole file, as bytes or a memory map.
+        where: its name, for messages.
+
+    Returns:
+        The metadata (arrays as lists) and the tensors by name.
+
+    Raises:
+        CheckpointError: anything is malformed, truncated, overlapping, given twice, or of a type not read.
+    """
+    metadata, entries, size = parse_tables(data, where)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise CheckpointError(f"{where}: general.alignment is {alignment!r}, expected a power of two")
+    base = -(-size // alignment) * alignment
+    tensors = {name: _locate(where, name, entry, base, alignment) for name, entry in entries.items()}
+    end, before = base, "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < end:
+            raise CheckpointError(f"{where}: tensors {before} and {name} overlap")
+        if tensor.stop > len(data):
+            raise CheckpointError(
+                f"{where}: tensor {name} ends at byte {tensor.stop}, the file at {len(data)}: truncated"
+            )
+        end, before = tensor.stop, name
+    return metadata, tensors
+
+
+def _locate(where: str, name: str, entry: tuple, base: int, alignment: int) -> Tensor:
+    kind, shape, offset = entry
+    type_name, block, size = _layout(kind)
+    if not block:
+        raise CheckpointError(f"{where}: tensor {name} has type {type_name}, which is not read")
+    if shape[-1] % block:
+        raise CheckpointError(
+            f"{where}: tensor {name} has rows of {shape[-1]}, expected a multiple of {block} for {type_name}"
+        )
+    if offset % alignment:
+        raise CheckpointError(f"{where}: tensor {name} has offset {offset}, not a multiple of {alignment}")
+    return Tensor(kind, shape, base + offset, base + offset + math.prod(shape) // block * size)
+
+
+@functools.cache
+def _layout(kind: int) -> tuple[str, int, int]:
+    """Name of a tensor type, weights and bytes of one block; 0 weights when it cannot be decoded."""
+    import gguf
+
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+        block, size = gguf.GGML_QUANT_SIZES[known]
+        gguf.quants.dequantize(np.zeros((1, size), np.uint8), known)
+    except (ValueError, KeyError, NotImplementedError):
+        return str(kind), 0, 0
+    return known.name, block, size
+
+
+def decode(data, tensor: Tensor) -> np.ndarray:
+    """The float32 array of one tensor."""
+    import gguf
+
+    raw = np.frombuffer(data, np.uint8, tensor.stop - tensor.start, tensor.start)
+    raw = raw.reshape(*tensor.shape[:-1], -1)
+    with np.errstate(all="ignore"):  # what overflows is found as not finite, and named
+        array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
+    return np.asarray(array, np.float32).reshape(tensor.shape)
+
+
+def map_file(where: str) -> mmap.mmap:
+    """A memory map of the whole file."""
+    try:
+        with open(where, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise CheckpointError(f"{where}: cannot be read: {error}") from None
+
+
+def stored(kind: int, shape: tuple[int, ...]) -> StoredTensor:
+    """How the file holds a tensor of this type and shape."""
+    import gguf
+
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+        block, size = gguf.GGML_QUANT_SIZES[known]
+    except (ValueError, KeyError):  # newer than the package, or no type at all
+        return StoredTensor(f"type {kind}", shape, 0)
+    return StoredTensor(known.name, shape, math.prod(shape) // block * size)

@@ -1,0 +1,120 @@
+"""Reads Hugging Face directories: config.json (see `families`), safetensors weights, tokenizer.json.
+
+Nothing of a directory is ever executed: no pickle is opened and no code of the repository is imported.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxspec.checkpoints import base as common
+from jaxspec.checkpoints import folder
+from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
+from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.errors import CheckpointError
+from jaxspec.models.config import ModelConfig
+
+
+def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
+    """Opens a Hugging Face directory; the weights are read from memory maps when asked for.
+
+    `context` is the longest text that will be decoded; see `open_source`.
+
+    Raises:
+        CheckpointError: a file is missing, malformed, outside the directory, or of a model that is not read.
+    """
+    directory = pathlib.Path(path)
+    settings = folder.read_json(directory, "config.json")
+    if settings is None:
+        files = sorted(directory.glob("*.gguf"))
+        hint = f"; to open its GGUF file, name it: {files[0]}" if files else ""
+        raise CheckpointError(f"{directory}: has no config.json{hint}")
+    config, family = read_config(str(directory / "config.json"), settings, context)
+    generation = folder.read_json(directory, "generation_config.json") or {}
+    text = folder.read_json(directory, "tokenizer_config.json") or {}
+    tokenizer = folder.inside(directory, "tokenizer.json")
+    bos_id = settings.get("bos_token_id", generation.get("bos_token_id"))
+    stop_ids = generation.get("eos_token_id", settings.get("eos_token_id"))
+    adds_bos = text.get("add_bos_token")
+    if adds_bos is None and tokenizer:
+        adds_bos = _begins_with_special((folder.read_json(directory, "tokenizer.json") or {}).get("post_processor"))
+    named = {key: value for key, value in text.items() if key.endswith("_token")}
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    readers, stored = _tensors(directory, config, family)
+    return Checkpoint(
+        config=config,
+        source=str(directory),
+        tensors=readers,
+        stop_ids=tuple(stop_ids) if isinstance(stop_ids, list) else () if stop_ids is None else (stop_ids,),
+        bos_id=bos_id,
+        add_bos=bool(adds_bos) and bos_id is not None,
+        tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer else None,
+        chat_template=_chat_template(directory, text),
+        special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
+        architecture=str(settings["model_type"]),
+        stored=stored,
+    )
+
+
+def read_headers(path: str | os.PathLike) -> Headers:
+    """What config.json says and which tensors lie in the safetensors files; what cannot be read is left out."""
+    directory = pathlib.Path(path)
+    settings, stored = {}, {}
+    with contextlib.suppress(CheckpointError):
+        settings = folder.read_json(directory, "config.json") or {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with contextlib.suppress(CheckpointError):
+            stored |= {key: held.stored for key, held in folder.open_shard(directory, file.name).items()}
+    return Headers(settings, stored)
+
+
+def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tuple[dict, dict[str, StoredTensor]]:
+    """Canonical readers over the one safetensors file or the shards of the index, and how it holds its tensors."""
+    tensors = folder.open_tensors(directory)
+    folder.check_types(tensors)
+
+    def read(name: str) -> np.ndarray:
+        held = tensors[name]
+        array = common.finite(held.where, name, held.read().astype(np.float32, copy=False))
+        return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
+
+    # Rotary frequencies some old files carry, which follow from rope_theta, and Medusa heads (`head_files`).
+    stored = {key: held.stored for key, held in tensors.items()}
+    passed = re.compile(r"medusa_head\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
+    shapes = {key: one.shape for key, one in stored.items() if not passed.fullmatch(key)}
+    copied = config.tie_embeddings and shapes.pop("lm_head.weight", None)
+    readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
+    return (readers | {"embed": lambda: _tied(directory, read)} if copied else readers), stored
+
+
+def _tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The embedding, when the file holds the head as well although the config ties the two."""
+    embed = read("model.embed_tokens.weight")
+    if not np.array_equal(embed, read("lm_head.weight")):
+        raise CheckpointError(
+            f"{directory}: tensor lm_head.weight differs from model.embed_tokens.weight, expected the same: "
+            "config.json says tie_word_embeddings"
+        )
+    return embed
+
+
+def _chat_template(directory: pathlib.Path, text: Mapping) -> str | None:
+    template = folder.read_text(directory, "chat_template.jinja") or text.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
+    return template if isinstance(template, str) else None
+
+
+def _begins_with_special(processor: object) -> bool:
+    """Whether a `post_processor` of tokenizer.json puts a special token in front of a single text."""
+    if not isinstance(processor, dict):
+        return False
+    if isinstance(steps := processor.get("processors"), list):
+        return any(map(_begins_with_special, steps))
+    single = processor.get("single")
+    return isinstance(single, list) and bool(single) and isinstance(single[0], dict) and "SpecialToken" in single[0]

@@ -1,0 +1,216 @@
+"""The model types of Hugging Face checkpoints: how each config.json becomes a `ModelConfig`, and its tensor names.
+
+A new type is a row of `FAMILIES`: what it has besides Llama's parts, what its config leaves out, its names.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspec.checkpoints.base import make_config
+from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
+from jaxspec.errors import CheckpointError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import MAX_WIDTH
+
+_LAYER = "model.layers.{}."
+_NAMES = {
+    "embed": ("model.embed_tokens.weight",),
+    "attn_norm": (_LAYER + "input_layernorm.weight",),
+    "qkv": tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv"),
+    "qkv_bias": tuple(f"{_LAYER}self_attn.{name}_proj.bias" for name in "qkv"),
+    "q_norm": (_LAYER + "self_attn.q_norm.weight",),
+    "k_norm": (_LAYER + "self_attn.k_norm.weight",),
+    "out": (_LAYER + "self_attn.o_proj.weight",),
+    "out_bias": (_LAYER + "self_attn.o_proj.bias",),
+    "mlp_norm": (_LAYER + "post_attention_layernorm.weight",),
+    "gate_up": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+    "gate_up_bias": (_LAYER + "mlp.gate_proj.bias", _LAYER + "mlp.up_proj.bias"),
+    "down": (_LAYER + "mlp.down_proj.weight",),
+    "down_bias": (_LAYER + "mlp.down_proj.bias",),
+    "norm": ("model.norm.weight",),
+    "head": ("lm_head.weight",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a model type does otherwise than Llama.
+
+    Attributes:
+        defaults: entries that its config.json may leave out.
+        parts: fields of `ModelConfig` that its config.json does not name.
+        names: tensors that are called otherwise.
+        slides: `slides(settings, layer)`: the layer has sliding attention, where the config does not list it.
+        norm_offset: added to the norms' weights.
+        embed_scaled: embeddings are multiplied by the root of their width.
+    """
+
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    slides: Callable[[Mapping, int], bool] = lambda settings, layer: False
+    norm_offset: float = 0.0
+    embed_scaled: bool = False
+
+    def all_names(self) -> dict[str, tuple[str, ...]]:
+        """Parameter kind -> the file's tensors it is made of."""
+        return _NAMES | dict(self.names)
+
+
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+
+
+def _last_layers(settings: Mapping, layer: int) -> bool:
+    return settings["use_sliding_window"] is True and layer >= settings["max_window_layers"]
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(
+        defaults={"max_position_embeddings": 131072, "sliding_window": 4096},
+        slides=lambda settings, layer: True,
+    ),
+    "qwen2": Family(defaults=_QWEN, parts={"qkv_bias": True}, slides=_last_layers),
+    "qwen3": Family(defaults=_QWEN | {"head_dim": 128}, parts={"qk_norm": True}, slides=_last_layers),
+    "phi3": Family(
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        names={"qkv": (_LAYER + "self_attn.qkv_proj.weight",), "gate_up": (_LAYER + "mlp.gate_up_proj.weight",)},
+        slides=lambda settings, layer: True,
+    ),
+    "gemma3_text": Family(
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        parts={"qk_norm": True, "post_norms": True},
+        names={
+            "post_attn_norm": (_LAYER + "post_attention_layernorm.weight",),
+            "mlp_norm": (_LAYER + "pre_feedforward_layernorm.weight",),
+            "post_mlp_norm": (_LAYER + "post_feedforward_layernorm.weight",),
+        },
+        slides=lambda settings, layer: (layer + 1) % settings["sliding_window_pattern"] != 0,
+        norm_offset=1.0,
+        embed_scaled=True,
+    ),
+}
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ONLY = {
+    "rope_interleaved": False,
+    "quantization_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}
+_MAX_LAYERS = 4096
+
+
+def read_config(where: str, settings: Mapping, context: int | None = None) -> tuple[ModelConfig, Family]:
+    """The model that a config.json describes.
+
+    Args:
+        where: the file, for messages.
+        settings: its content.
+        context: the longest text that will be decoded; see `open_source`.
+
+    Raises:
+        CheckpointError: a type or a setting that is not read, or a bad value.
+    """
+    family = FAMILIES.get(str(settings.get("model_type")))
+    if family is None:
+        raise CheckpointError(
+            f"{where}: model_type {settings.get('model_type')!r} is not read; read: {', '.join(FAMILIES)}"
+        )
+    given = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
+    if settings.get("sliding_window", 0) is None:
+        given["sliding_window"] = None
+    for key, plain in _ONLY.items():
+        if (got := given.get(key, plain)) != plain:
+            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other is supported")
+
+    def whole(key: str, default: int | None = None) -> int:
+        value = given.get(key, default)
+        if type(value) is not int or value <= 0:
+            problem = "is missing" if value is None else f"is {value!r:.80}"
+            raise CheckpointError(f"{where}: {key} {problem}, expected a positive whole number")
+        return value
+
+    def flag(key: str) -> bool:
+        if not isinstance(value := given.get(key, False), bool):
+            raise CheckpointError(f"{where}: {key} is {value!r:.80}, expected true or false")
+        return value
+
+    hidden, heads, layers = whole("hidden_size"), whole("num_attention_heads"), whole("num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise CheckpointError(f"{where}: num_hidden_layers is {layers}, expected at most {_MAX_LAYERS}")
+    head_dim = whole("head_dim", max(hidden // heads, 1))
+    if head_dim > MAX_WIDTH:
+        raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
+    longest = whole("max_position_embeddings", 2048)
+    activation = given.get("hidden_activation", given.get("hidden_act", "silu"))
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{where}: activation {activation!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    window, windowed = _windows(where, given, family, layers)
+    reader = RopeReader(where, given, head_dim, longest, context)
+    values: dict[str, Any] = {
+        "vocab_size": whole("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": whole("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": whole("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "norm_eps": given.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": flag("tie_word_embeddings"),
+        "rope": reader.read("full_attention"),
+        "window": window,
+        "windowed": windowed,
+        "activation": _ACTIVATIONS[activation],
+        "qkv_bias": flag("attention_bias"),
+        "out_bias": flag("attention_bias"),
+        "mlp_bias": flag("mlp_bias"),
+    }
+    if window and "rope_local_base_freq" in given:
+        values["window_rope"] = reader.read("sliding_attention")
+    if family.embed_scaled:
+        values["embed_scale"] = hidden**0.5
+    if "query_pre_attn_scalar" in given and whole("query_pre_attn_scalar") != head_dim:
+        values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
+    return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
+
+
+def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """Size of the sliding window, and which layers have one."""
+    reach, types = given.get("sliding_window"), given.get("layer_types")
+    if types is not None:
+        known = isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)
+        if not known:
+            raise CheckpointError(
+                f"{where}: layer_types is {types!r:.80}, expected {layers} of {' and '.join(LAYER_TYPES)}"
+            )
+        slides = tuple(kind == "sliding_attention" for kind in types)
+    else:
+        for key, least in (("sliding_window_pattern", 1), ("max_window_layers", 0)):
+            if key in given and (type(given[key]) is not int or given[key] < least):
+                raise CheckpointError(f"{where}: {key} is {given[key]!r:.80}, expected a whole number from {least}")
+        slides = tuple(reach is not None and family.slides(given, i) for i in range(layers))
+    if not any(slides):
+        return None, ()
+    if type(reach) is not int or reach < 1:
+        raise CheckpointError(f"{where}: sliding_window is {reach!r:.80}, expected a positive whole number")
+    return reach, () if all(slides) else slides

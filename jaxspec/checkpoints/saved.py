@@ -1,0 +1,221 @@
+"""Checkpoints of our own: the parameters by Orbax, and all else in files that anyone can read.
+
+A directory holds `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint of the parameter
+tree, in whatever precision it had) and, where the model has a tokenizer, `tokenizer.json` beside
+`tokenizer_config.json`. It is written beside its place and moved there in one step. `jaxspec.json` has the sha256 of
+every file of `params/`, against which they are checked before Orbax reads them.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.checkpoints.base import (
+    Checkpoint,
+    StoredTensor,
+    TokenizerSource,
+    check_shape,
+    make_config,
+    refuse_difference,
+)
+from jaxspec.errors import CheckpointError, InvalidConfig, shown
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
+from jaxspec.storage.reading import check_path, read_json
+
+if TYPE_CHECKING:
+    from jaxspec.models.model import Model
+
+MANIFEST, PARAMS = "jaxspec.json", "params"
+VERSION = 1
+_SMALL = 1 << 20  # bytes of a file that is checked before any weight is read
+
+
+def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
+    """Saves a transformer of this library, to be loaded from the directory.
+
+    Args:
+        model: a `Model` whose network is a `TransformerLM`.
+        directory: must not exist yet.
+
+    Raises:
+        InvalidConfig: another kind of network, or rounded weights.
+        CheckpointError: the directory exists, or cannot be written.
+    """
+    import jax
+
+    from jaxspec.checkpoints import orbax
+    from jaxspec.models.model import Model
+    from jaxspec.models.out_major import by_input
+    from jaxspec.models.transformer import TransformerLM
+
+    if not isinstance(model, Model):
+        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
+    if not isinstance(model.lm, TransformerLM):
+        raise InvalidConfig(f"only a TransformerLM can be saved, got {type(model.lm).__name__}; use Orbax itself")
+    if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(model.params)):
+        raise InvalidConfig("weights of int8 are rounded when a model is loaded; save the model they were rounded from")
+    place = check_path(directory, "the directory to save to").absolute()
+    if place.exists():
+        raise CheckpointError(f"{place}: exists already; name a new directory")
+    tokenizer, template = model.tokenizer, model.chat_template
+    manifest = {
+        "format": "jaxspec",
+        "version": VERSION,
+        "config": dataclasses.asdict(model.lm.config),
+        "stop_ids": list(model.stop_ids),
+        "chat_template": None if template is None else template.source,
+        "special_tokens": {} if template is None else template.special_tokens,
+    }
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        try:
+            if tokenizer is not None:
+                tokenizer.save(part)
+            orbax.write(part / PARAMS, _as_tree(by_input(model.params)))
+            manifest["sha256"] = {name: _sha256(file) for name, file in _files(part / PARAMS).items()}
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            os.replace(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except (OSError, orbax.OrbaxError) as error:
+        raise CheckpointError(f"{place}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    return place
+
+
+def open_saved(directory: pathlib.Path) -> Checkpoint:
+    """Opens a directory that `save` has written.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    where = str(directory / MANIFEST)
+    try:
+        manifest = read_json(directory / MANIFEST)
+        if manifest.get("format") != "jaxspec" or manifest.get("version") != VERSION:
+            raise CheckpointError(f"{where}: expected format jaxspec, version {VERSION}")
+        values = dict(manifest["config"])
+        for name in ("rope", "window_rope"):
+            if values[name] is not None:
+                values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
+        values["windowed"] = tuple(values["windowed"])
+        config = make_config(where, **values)
+        stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
+        special = dict(manifest["special_tokens"])
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: not a manifest that can be read: {type(error).__name__}: {error}") from None
+    tokenizer = directory / "tokenizer.json"
+    readers, stored = _tensors(directory / PARAMS, config, manifest.get("sha256", {}))
+    return Checkpoint(
+        config=config,
+        source=str(directory),
+        tensors=readers,
+        stop_ids=stop_ids,
+        tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer.is_file() else None,
+        chat_template=template,
+        special_tokens=special,
+        architecture="jaxspec",
+        stored=stored,
+    )
+
+
+def _as_tree(params: Any) -> dict:
+    """String keys throughout: what Orbax writes is then what it reads."""
+    return {**params, "layers": {str(i): layer for i, layer in params["layers"].items()}}
+
+
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The files of a directory and of those in it, by their path from there."""
+    return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _sha256(file: pathlib.Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_files(folder: pathlib.Path, expected: Any, small: bool) -> None:
+    """Raises CheckpointError unless the small files, or the others, are those that were written.
+
+    Earlier versions of this library wrote no checksums; then `expected` is empty, and nothing is checked.
+    """
+    if not isinstance(expected, dict):
+        raise CheckpointError(f"{folder.parent / MANIFEST}: sha256 is {expected!r:.80}, expected one for each file")
+    found = _files(folder)
+    for name, sha256 in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{folder}: has no file {name:.80}, which was saved with it; copy the model again")
+        if (found[name].stat().st_size <= _SMALL) == small and _sha256(found[name]) != sha256:
+            raise CheckpointError(f"{found[name]}: damaged, its sha256 is not the one in {MANIFEST}; copy it again")
+
+
+def _tensors(
+    folder: pathlib.Path, config: ModelConfig, sha256: Any
+) -> tuple[dict[str, Callable[[], np.ndarray]], dict[str, StoredTensor]]:
+    """A reader per parameter, which restores that one from the Orbax checkpoint; and how each is stored.
+
+    `sha256`: of the files, by their path.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxspec.checkpoints import orbax
+
+    for name in ("_METADATA", "manifest.ocdbt"):  # Orbax fails in the background when one is missing
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: has no file {name}: not an Orbax checkpoint that can be read")
+    _check_files(folder, sha256, small=True)
+    check_others = functools.cache(functools.partial(_check_files, folder, sha256, small=False))
+    try:
+        leaves = _flatten(orbax.stored(folder))
+        found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        sizes = {name: jnp.dtype(leaf.dtype) for name, leaf in leaves.items()}
+    except (orbax.OrbaxError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not an Orbax checkpoint that can be read: {error}") from None
+    if config.num_layers > len(found):  # before anything is made per layer
+        raise CheckpointError(f"{folder}: {config.num_layers} layers and only {len(found)} tensors")
+    expected = config.param_shapes()
+    refuse_difference(str(folder), expected, found)
+    for name, shape in expected.items():
+        check_shape(str(folder), name, found[name], shape)
+
+    def read(name: str) -> np.ndarray:
+        check_others()
+        leaf: Any = jax.ShapeDtypeStruct(found[name], np.float32)
+        for key in reversed(name.split(".")):
+            leaf = {key: leaf}
+        try:
+            tree = orbax.read_part(folder, leaf)
+        except orbax.OrbaxError as error:
+            raise CheckpointError(f"{folder}: tensor {name} cannot be read: {error}") from None
+        return np.asarray(_flatten(tree)[name], np.float32)
+
+    stored = {
+        name: StoredTensor(str(sizes[name]), shape, math.prod(shape) * sizes[name].itemsize)
+        for name, shape in found.items()
+    }
+    return {name: lambda name=name: read(name) for name in expected}, stored
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by dotted path."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        name: leaf
+        for key, branch in tree.items()
+        for name, leaf in _flatten(branch, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

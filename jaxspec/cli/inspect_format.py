@@ -1,0 +1,95 @@
+"""How `jaxspec inspect` says what it found: tensors by type and name, values in short, a report in lines."""
+
+import collections
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli.wrap import wrap
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoints.base import StoredTensor
+
+AS_THEY_ARE = ("settings", "stored", "tensors", "head_tensors")
+"""Sections whose entries have names of the file."""
+SHOWN, LONGEST = 8, 88  # items of a list and characters of a text; the JSON has all of them
+
+
+def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
+    """How many tensors there are of each type, and their bytes; the largest share first."""
+    tensors, total = collections.Counter(), collections.Counter()
+    for tensor in stored:
+        tensors[tensor.type] += 1
+        total[tensor.type] += tensor.bytes
+    return {kind: {"tensors": tensors[kind], "bytes": size} for kind, size in total.most_common()}
+
+
+def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
+    """The tensors, those of a kind together: the number of the layer stands as N."""
+    kinds = collections.Counter(
+        (re.sub(r"(^|\.)\d+(?=\.)", r"\1N", name), t.type, t.shape) for name, t in stored.items()
+    )
+    table: dict[str, Any] = {}
+    for (name, kind, shape), count in kinds.items():
+        table.setdefault(name, []).append(f"{kind} {'x'.join(map(str, shape))}, {count} of them")
+    return table
+
+
+def brief(value: Any) -> Any:
+    """A value of a file's settings for JSON: long lists by their length, and no number that JSON has not."""
+    if isinstance(value, Mapping):
+        return {str(key): brief(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [brief(item) for item in value] if len(value) <= SHOWN else f"{len(value)} items"
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
+    """The report for reading: an entry per line, or more where it is wider than `width`; sections are indented."""
+    for key, value in report.items():
+        if isinstance(value, Mapping):
+            label = _printable if key in AS_THEY_ARE else _label
+            labels = [f"  {label(name)}" for name in value]
+            column = min(max(map(len, labels), default=0) + 2, width // 2)
+            yield f"\n{_label(key)}"
+            for shown, (name, item) in zip(labels, value.items()):
+                yield from _entry(shown, _shown(name, item), column, width)
+        else:
+            yield from _entry(_label(key), _shown(key, value), 14, width)
+
+
+def _entry(label: str, value: str, column: int, width: int) -> Iterator[str]:
+    """A label with its value from `column` on, or below it where one of them is too wide; wrapped between words."""
+    first, *more = wrap(value, width - column)
+    if len(label) + 2 <= column and max(map(len, [first, *more])) <= width - column:
+        yield f"{label:<{column}}{first}".rstrip()
+    else:
+        yield label
+        column, more = 4, wrap(value, width - 4)
+    yield from (" " * column + line for line in more)
+
+
+def _label(key: str) -> str:
+    return _printable(key.removesuffix("_bytes").replace("_", " "))
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_label(name)} {_shown(name, item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        more = f", and {len(value) - SHOWN} more" if len(value) > SHOWN else ""
+        return ", ".join(_shown("", item) for item in value[:SHOWN]) + more if value else "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, int) and key.endswith("bytes"):
+        unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if value >= u), (1e3, "kB"))
+        return f"{value / unit:.2f} {name}"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return _printable(value if len(value) <= LONGEST else value[: LONGEST - 1] + "…")
+
+
+def _printable(text: str) -> str:
+    """What a file says of itself must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

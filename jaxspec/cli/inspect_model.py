@@ -1,0 +1,120 @@
+"""What `jaxspec inspect` says of a model."""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli.inspect_format import brief, by_name, by_type
+from jaxspec.core import sizes
+from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoints.base import Checkpoint
+    from jaxspec.models.config import ModelConfig
+    from jaxspec.text.tokenizer import Tokenizer
+
+LENGTH = 2048
+
+
+def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
+    """What is to be said of a model. What would keep it from being loaded goes to `refused`."""
+    from jaxspec.checkpoints.source import open_checkpoint, read_headers
+
+    report: dict[str, Any] = {}
+    try:
+        checkpoint = open_checkpoint(place)
+    except CheckpointError as error:
+        refused.append(error)
+        try:
+            headers = read_headers(place)
+        except CheckpointError:
+            pass  # nothing more to be seen
+        else:
+            report |= {"settings": {key: brief(value) for key, value in headers.settings.items()}}
+            report |= {"stored": by_type(headers.stored.values()), "tensors": by_name(headers.stored)}
+    else:
+        config = checkpoint.config
+        length = args.length or min(LENGTH, config.max_position)
+        report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
+        report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
+        report |= {"memory": memory_section(config, args.dtype, args.batch, length)}
+        if length > config.max_position:
+            refused.append(CapacityError(f"--length {length} is more than the context, {config.max_position} tokens"))
+    return report
+
+
+def model_section(config: "ModelConfig") -> dict[str, Any]:
+    """Every field of the config that has no default, or is not at it."""
+    given, plain = {}, dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        value, factory = getattr(config, field.name), field.default_factory
+        if value != (field.default if factory is dataclasses.MISSING else factory()):
+            given[field.name] = brief(plain[field.name])
+    return given | {"parameters": sum(map(math.prod, config.param_shapes().values()))}
+
+
+def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[str, Any] | None:
+    """Tokenizer and chat template. What is wrong with them goes to `refused`."""
+    from jaxspec.text.chat import ChatTemplate
+    from jaxspec.text.tokenizer import Tokenizer
+
+    section: dict[str, Any] = {}
+    try:
+        size = checkpoint.config.vocab_size
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
+    except JaxspecError as error:
+        refused.append(error)
+        tokenizer = None
+    if tokenizer is not None:
+        rows = checkpoint.config.vocab_size
+        section |= {"kind": tokenizer.kind, "tokens": tokenizer.vocab_size}
+        section |= {"padding_of_the_vocabulary": max(rows - tokenizer.vocab_size, 0)}
+        section |= {"tokens_without_a_row": max(tokenizer.vocab_size - rows, 0)}
+        section |= {"special": [spelt(tokenizer, token) for token in sorted(tokenizer.special_ids)]}
+        section |= {"stop": [spelt(tokenizer, token) for token in checkpoint.stop_ids]}
+        section |= {"begins_with": spelt(tokenizer, checkpoint.bos_id) if checkpoint.add_bos else None}
+    template = checkpoint.chat_template
+    if template is not None:
+        try:
+            ChatTemplate(template, checkpoint.special_tokens)
+        except JaxspecError as error:
+            refused.append(error)
+    lines = [line.strip() for line in (template or "").splitlines() if line.strip()]
+    return section | {"chat_template": None if template is None else next(iter(lines), "")}
+
+
+def spelt(tokenizer: "Tokenizer", token: int | None) -> str | None:
+    """A token as text and number."""
+    if token is None or token >= tokenizer.vocab_size:
+        return None if token is None else str(token)
+    return f"{tokenizer.token_bytes(token).decode(errors='replace')} ({token})"
+
+
+def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
+    """What decoding takes; the cache as for drafts of up to 64 tokens."""
+    from jaxspec.checkpoints.base import DTYPES, beside
+    from jaxspec.models.config import is_table
+
+    size = DTYPES[beside(dtype)].itemsize
+    slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
+    parameters = 0
+    for name, shape in config.param_shapes().items():
+        if len(shape) == 1:  # vectors stay float32
+            parameters += 4 * shape[0]
+        elif dtype == "int8":  # with a scale for each output
+            parameters += math.prod(shape) + 4 * shape[0 if is_table(name) else 1]
+        else:
+            parameters += size * math.prod(shape)
+    cache = 2 * size * config.num_layers * batch * config.num_kv_heads * slots * config.head_dim
+    return {
+        "dtype": dtype,
+        "batch": batch,
+        "length": length,
+        "parameters_bytes": parameters,
+        "cache_slots_per_row": slots,
+        "cache_bytes": cache,
+        "logits_per_drafted_token_bytes": 4 * batch * config.vocab_size,
+        "parameters_and_cache_bytes": parameters + cache,
+    }

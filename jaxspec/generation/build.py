@@ -1,0 +1,346 @@
+"""From what a user hands in to a `Request`: every check happens here, before anything compiles."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.core import sizes
+from jaxspec.core.checks import INT32, flag, index
+from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
+from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.schedule import Constant
+from jaxspec.core.tree import Dynamic, Topology, chain
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Weights
+from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
+from jaxspec.heads.companions import with_companions
+from jaxspec.heads.network import check_heads
+from jaxspec.models.model import Model
+from jaxspec.registry import find
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.text.tokenizer import refuse_difference
+
+NODE_COST, INT8_ON_CPU = 0.1, 0.55
+"""What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
+MOST_SAMPLES = 1 << 20
+"""Of a prompt."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or the messages of a chat."""
+
+
+def make_decoder(
+    target: Model,
+    drafter: Any,
+    rule: Any,
+    setting: Setting,
+    draft_params: Any = None,
+    schedule: Any = None,
+    **options: Any,
+) -> tuple[Decoder, Weights]:
+    """The decoder of members given by name or as objects (a drafter object brings its own tree).
+
+    Without a schedule every round drafts all of the tree; where it is copied, not drawn, only while that pays. A
+    drafter by name that is given no draft model, or no heads, takes those of the target's preset.
+    """
+    if setting.draft is not None:
+        need_model("draft", setting.draft)
+    if setting.heads is not None:
+        check_heads(setting.heads)
+    given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
+    if isinstance(drafter, str):
+        member = find("drafter", drafter)
+        if unused := given - member.takes:
+            raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
+        if draft_params is not None:
+            raise InvalidConfig(f"draft_params are those of a drafter object; the drafter {drafter!r} brings its own")
+        setting = with_companions(setting, drafter)
+        if setting.draft is not None and setting.draft.tokenizer is not None and target.tokenizer is not None:
+            refuse_difference(target.tokenizer, setting.draft.tokenizer)
+        drafter, draft_params = member.build(setting)
+    elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
+    elif given:
+        raise InvalidConfig(f"{', '.join(sorted(given))} build a drafter by name; a drafter object has its own")
+    elif not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
+        raise InvalidConfig(f"draft_params must be arrays, or a pytree of them, got {shown(draft_params)}")
+    if isinstance(rule, str):
+        rule = find("rule", rule)()
+    elif isinstance(rule, type) or not isinstance(rule, Rule):
+        raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
+    if schedule is None:
+        copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
+        schedule = while_it_pays(drafter.shape.nodes, node_cost(target)) if copies else Constant()
+    elif isinstance(schedule, str):
+        schedule = find("schedule", schedule)()
+    elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
+        raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {shown(schedule)}")
+    return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
+
+
+def node_cost(target: Model) -> float:
+    """See `NODE_COST`. A CPU reads weights of one byte anew for each of a few tokens."""
+    bytes_ = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
+    return INT8_ON_CPU if bytes_ and jax.default_backend() == "cpu" else NODE_COST
+
+
+def while_it_pays(nodes: int, each: float = NODE_COST) -> Adaptive:
+    """The schedule of copied drafts, in windows of `nodes` tokens that cost `each` plain rounds.
+
+    A round reads one token or a whole window, and deep drafts are hoped for, as what is copied is mostly right. Two
+    whole windows may fail before any is right.
+    """
+    more = each * (nodes - 1)
+    return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())
+
+
+def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
+    """A draft length stands for a chain."""
+    if tree is None or isinstance(tree, (Topology, Dynamic)):
+        return tree
+    if index(tree) is None:
+        raise InvalidConfig(
+            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length, a whole number from 0; got "
+            f"{shown(tree)}"
+        )
+    return chain(tree)
+
+
+def need_model(name: str, model: Any) -> None:
+    if not isinstance(model, Model):
+        raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {shown(model)}")
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts, of one prompt or of any iterable of them.
+
+    Raises:
+        EmptyPrompt: there is none.
+    """
+    if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, (Iterable, np.ndarray, jax.Array)):
+        raise InvalidConfig(f"prompts must be text, token ids, chat messages, or a list of such, got {shown(prompts)}")
+    if isinstance(prompts, (str, np.ndarray, jax.Array)) or (
+        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
+    ):
+        prompts = [prompts]
+    prompts = list(prompts)
+    if not prompts:
+        raise EmptyPrompt(f"expected one prompt or more, got {prompts!r}")
+    return prompts
+
+
+def encode_prompts(target: Model, prompts: Any, chat: bool | None) -> list[list[int]]:
+    """The token ids of every prompt; text is a user's message where `chat` says so, or the target has a chat template.
+
+    Raises:
+        EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
+    """
+    chat = target.chat_template is not None if chat is None else flag("chat", chat)
+    return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(as_prompts(prompts))]
+
+
+def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise EmptyPrompt(f"{where} is empty; give at least one token to continue")
+        ids = target.encode_chat([{"role": "user", "content": prompt}]) if chat else target.encode(prompt)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        ids = target.encode_chat(prompt)
+    else:
+        try:
+            array = np.asarray(prompt)
+        except Exception:  # ragged, or arrays that were deleted
+            array = np.asarray(None)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
+        ids = array.astype(np.int64).tolist()
+    if not ids:
+        raise EmptyPrompt(f"{where} has no token; give at least one to continue")
+    vocab = target.lm.vocab
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab:
+            raise TokenOutOfRange(f"{where} has token {token} at place {place}; ids go from 0 to {vocab - 1}")
+    return ids
+
+
+def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Array:
+    """One typed key per row: the given key folded with the prompt's index and the sample's.
+
+    A row's key depends on nothing else, so its text does not depend on its neighbours. A key per row may be
+    given instead.
+    """
+    if key is None:
+        if np.any(np.asarray(sampling.temperature) >= GREEDY):
+            raise InvalidConfig("sampling needs a key: give key=jax.random.key(seed)")
+        key = jax.random.key(0)  # not read: greedy decoding draws nothing
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32 or key.shape[-1:] != (2,):
+            raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    key = jnp.asarray(key)
+    rows = prompts * samples
+    if key.shape == (rows,):
+        return key
+    if key.shape != ():
+        raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
+    of_prompt = [jax.random.fold_in(key, i) for i in range(prompts)]
+    data = [np.asarray(jax.random.key_data(jax.random.fold_in(k, s))) for k in of_prompt for s in range(samples)]
+    return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
+
+
+def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampling:
+    """The settings as rows, with the tokens that the tokenizer does not know banned.
+
+    Checkpoints pad the vocabulary; a padded id has no text.
+    """
+    vocab = target.lm.vocab
+    known = vocab if target.tokenizer is None else min(target.tokenizer.vocab_size, vocab)
+    rows = sampling.rows(batch, vocab)
+    if known == vocab:
+        return rows
+    padding = jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf)
+    bias = padding if rows.logit_bias is None else rows.logit_bias + padding
+    return Sampling(rows.temperature, rows.top_k, rows.top_p, rows.min_p, jnp.broadcast_to(bias, (batch, vocab)))
+
+
+def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
+    """The values of all rows, without an array of the vocabulary for each.
+
+    Raises:
+        InvalidConfig, TokenOutOfRange: see `Sampling.rows`.
+    """
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
+    bias = sampling.logit_bias
+    if not isinstance(bias, Mapping) and np.ndim(bias) == 2:
+        sampling.rows(rows, vocab)
+    else:
+        dataclasses.replace(sampling, logit_bias=None).rows(rows, vocab)
+        Sampling(logit_bias=bias).rows(1, vocab)
+
+
+def check_logprobs(value: Any) -> int:
+    """Gives how many alternatives `logprobs` asks for with each token: none where it is False or True.
+
+    Raises:
+        InvalidConfig: it is neither, and no whole number of alternatives.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return 0
+    number = index(value)
+    if number is None or not 0 <= number <= sizes.MOST_LOGPROBS:
+        raise InvalidConfig(
+            f"logprobs must be True, or how many alternatives to give with each token, 0 to {sizes.MOST_LOGPROBS}; "
+            f"got {shown(value)}"
+        )
+    return number
+
+
+def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: int) -> jax.Array:
+    """`[batch, M]`, M in steps of 8 so that a stop id more does not compile anew."""
+    try:
+        given = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(stop_ids)
+    except TypeError:
+        given = None
+    if given is None:
+        raise InvalidConfig(f"stop_ids must be a list of token ids, got {shown(stop_ids)}")
+    own = () if flag("ignore_eos", ignore_eos) else target.stop_ids
+    found: dict[int, None] = {}
+    for token in (*own, *given):
+        number = index(token)
+        if number is None or not 0 <= number < target.lm.vocab:
+            raise TokenOutOfRange(f"stop id {shown(token)} is no token; ids go from 0 to {target.lm.vocab - 1}")
+        found[number] = None
+    ids = list(found)
+    row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
+    row[: len(ids)] = ids
+    return jnp.broadcast_to(jnp.asarray(row), (batch, row.size))
+
+
+def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
+    """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
+
+    A capacity that is given is rounded up to whole blocks.
+
+    Raises:
+        CapacityError: longer than the model's context, or than the capacity that was asked for, or more than a machine
+            holds.
+    """
+    if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
+        raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
+    context = decoder.target.context
+    if longest > context:
+        raise CapacityError(
+            f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
+            "shorten the prompt or lower max_new_tokens "
+            f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
+        )
+    need = decoder.slots(longest)
+    if capacity is not None and capacity < need:
+        raise CapacityError(
+            f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
+            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
+        )
+    slots = sizes.shared(need) if capacity is None else sizes.whole_blocks(int(capacity))
+    if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
+        raise CapacityError(
+            f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
+            f"{machine_bytes() / 1e9:.0f} GB there are; lower max_new_tokens, samples or capacity, or give batch="
+        )
+    return slots
+
+
+def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
+    """Memory of what target and drafter remember."""
+    cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
+    draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+
+
+@functools.cache
+def machine_bytes() -> float:
+    """Memory of the devices, all together; infinite where it is not known."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
+def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+    size = cache_bytes(decoder, weights, batch, slots)
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], size: int) -> tuple[jax.Array, jax.Array]:
+    """`[rows, size]` and the counts."""
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+
+
+def make_request(
+    prompts: list[list[int]],
+    keys: jax.Array,
+    sampling: Sampling,
+    max_new_tokens: int | Sequence[int],
+    stops: jax.Array,
+    size: int,
+    logprobs: bool = False,
+) -> Request:
+    """`sampling` as rows, prompts padded to `size`. With or without log-probabilities it compiles the same program."""
+    tokens, count = pad_prompts(prompts, size)
+    budget = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
+    recorded = np.full(count.shape, logprobs)
+    return Request(tokens, count, jnp.asarray(budget), keys, stops, sampling, jnp.asarray(recorded))

@@ -1,0 +1,1 @@
+"""Draft heads: networks, files, layouts of other projects, and the heads that are shipped."""

@@ -1,0 +1,94 @@
+"""Writes draft heads for other systems: see `head_layouts` for the layouts and who reads them."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoints import folder
+from jaxspec.core.protocols import need_members
+from jaxspec.errors import InvalidConfig, UnknownName, shown
+from jaxspec.heads.files import write
+from jaxspec.heads.layouts import FILES as HEADS
+from jaxspec.heads.layouts import Layout
+from jaxspec.heads.network import DraftHeads, HeadsConfig, check_heads, check_target, flatten
+from jaxspec.heads.serving import WRITTEN, check_layout
+from jaxspec.models.out_major import ByOutput
+
+FILES = dict.fromkeys(WRITTEN, HEADS[0]) | {"vllm": folder.WHOLE}
+
+
+def export_heads(
+    heads: DraftHeads,
+    directory: str | os.PathLike,
+    layout: str = "v0.1",
+    *,
+    target: Any = None,
+    base: str | None = None,
+) -> pathlib.Path:
+    """Writes heads in a layout that other systems read, in the dtype they have; `load_heads` reads it back.
+
+    No layout has a place for heads that read tokens (inputs "path" or "recurrent"): only `save_heads` keeps those.
+    Layouts "v0.1" and "vllm" hold projections: heads that share the target's are given a copy of it. Medusa's own
+    trainer keeps one block per head however many it says, so of its files with more only others read every block.
+
+    Args:
+        heads: what is written.
+        directory: must not hold heads yet.
+        layout: "v0.1", "legacy" or "vllm".
+        target: the model they draft for; needed where its projection is to be copied.
+        base: the name by which others know the target; None: the target's own.
+
+    Returns:
+        The directory's path.
+
+    Raises:
+        UnknownName: another layout.
+        InvalidConfig: the layout cannot hold heads of this kind; the message names what can be exported where.
+        ShapeMismatch: they are not for this target.
+        CheckpointError: the directory holds heads already, or cannot be written.
+    """
+    check_heads(heads)
+    if not isinstance(layout, str) or layout not in FILES:
+        raise UnknownName("layout", layout, FILES)
+    config = heads.config
+    check_layout(config, layout)
+    if base is not None and not isinstance(base, str):
+        raise InvalidConfig(f"base must be the target's name, got {shown(base)}")
+    if target is not None:
+        if not hasattr(target, "lm"):
+            raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
+        check_target(config, target)
+    params = flatten(heads.params)
+    config, params = _with_projections(config, params, layout, target)
+    tensors = {}
+    for ours in config.param_shapes():
+        array = np.asarray(params[ours])
+        array = array.T if ours.endswith("kernel") else array.astype(np.int64) if ours == "tokens" else array
+        tensors[Layout(layout).tensor(config, ours)] = array
+    base = base or (None if target is None else target.name)
+    return write(directory, FILES[layout], tensors, "config.json", Layout(layout).manifest(config, base))
+
+
+def _with_projections(
+    config: HeadsConfig, params: dict[str, Any], layout: str, target: Any
+) -> tuple[HeadsConfig, dict[str, Any]]:
+    """The heads with the projections that the layout needs."""
+    if layout == "legacy" or config.projection == "own" or (layout == "vllm" and config.projection == "single"):
+        return config, params
+    if config.projection == "single":
+        one = params["projections.0"]
+    elif target is None:
+        raise InvalidConfig(
+            f"the layout {layout} holds projections, and these heads share the target's; give the target (target=..., "
+            "or --target) for a copy of it, or use the layout legacy"
+        )
+    else:
+        need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
+        one = target.lm.unembedding(target.params)
+        one = one if config.draft_vocab_size is None else one[params["tokens"]]
+        one = one.astype(np.float32) if isinstance(one, ByOutput) else one
+    config = dataclasses.replace(config, projection="single" if layout == "vllm" else "own")
+    return config, params | {f"projections.{i}": one for i in range(config.num_projections)}
