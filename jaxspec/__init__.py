@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec.api import generate as generate
-    from jaxspec.api import precompile as precompile
     from jaxspec.api import stream as stream
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.mesh import make_mesh as make_mesh
+    from jaxspec.core.protocols import DrafterInputs as DrafterInputs
     from jaxspec.core.protocols import HeadTarget as HeadTarget
     from jaxspec.core.protocols import LanguageModel as LanguageModel
-    from jaxspec.core.protocols import Setting as Setting
     from jaxspec.core.records import KV as KV
     from jaxspec.core.records import Cache as Cache
     from jaxspec.core.records import Status as Status
@@ -40,10 +39,11 @@ if TYPE_CHECKING:
     from jaxspec.decode.state import Weights as Weights
     from jaxspec.decode.stats import Stats as Stats
     from jaxspec.errors import JaxspecError as JaxspecError
-    from jaxspec.generation.drafting import Tuned as Tuned
+    from jaxspec.generation.drafting import Drafting as Drafting
     from jaxspec.generation.output import Chunk as Chunk
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
+    from jaxspec.generation.precompile import precompile as precompile
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
     from jaxspec.heads.files import save_heads as save_heads
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "jaxspec.api": ("generate", "precompile", "stream"),
+    "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.cache": ("empty_cache",),
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.tree_spec": ("named_tree",),
-    "jaxspec.core.protocols": ("HeadTarget", "LanguageModel", "Setting"),
+    "jaxspec.core.protocols": ("HeadTarget", "LanguageModel", "DrafterInputs"),
     "jaxspec.core.records": ("Cache", "KV", "Status", "Window"),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
@@ -82,7 +82,8 @@ _HOME = {
     "jaxspec.checkpoints.saved": ("save",),
     "jaxspec.models.sharding": ("shard",),
     "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
-    "jaxspec.generation.drafting": ("Tuned",),
+    "jaxspec.generation.drafting": ("Drafting",),
+    "jaxspec.generation.precompile": ("precompile",),
 }
 
 

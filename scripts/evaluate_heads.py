@@ -19,8 +19,8 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
-from jaxspec.cli.options import parse_tree
-from jaxspec.heads.files import open_heads
+from jaxspec.cli.drafting import parse_tree
+from jaxspec.heads.headers import open_heads
 from jaxspec.registry import find
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks

@@ -26,13 +26,13 @@ import numpy as np
 import jaxspec
 from jaxspec.bench.texts import COPYING
 from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.laws import scores
 from jaxspec.core.records import Proposal, Window
-from jaxspec.core.sampling import scores
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.decode.verdict import judge
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.generation.build import make_request, row_keys, stop_array
+from jaxspec.generation.inputs import make_request, row_keys, stop_array
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import RULES, find

@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         "temperature-missing",
         "the temperature is not applied (vllm-ascend #6685)",
-        "core/sampling.py",
+        "core/laws.py",
         "return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))",
         "return jnp.where(temperature < GREEDY, logits, logits)",
         ("tests/test_sampling.py::test_scores_are_tempered_biased_and_limited",),

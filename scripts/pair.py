@@ -25,10 +25,10 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.summary import interval
-from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
-from jaxspec.generation import build
+from jaxspec.generation import inputs
+from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import RULES, find
 from jaxspec.testing import tie_gap
 
@@ -120,14 +120,14 @@ class Reader:
         return decoder, weights, run
 
     def _decoder(self, drafter: str, tree, rule: str):
-        setting = Setting(self.target, self.draft if drafter == "model" else None, tree)
-        return build.make_decoder(self.target, drafter, rule, setting)
+        draft = self.draft if drafter == "model" else None
+        return Drafting(drafter, rule, tree, draft=draft).build(self.target)
 
     def _request(self, at: slice, sampling: jaxspec.Sampling):
         ids = self.ids[at]
-        settings = build.with_padding_masked(self.target, sampling, len(ids))
-        stops = build.stop_array(self.target, (), False, len(ids))
-        return build.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
+        settings = inputs.with_padding_masked(self.target, sampling, len(ids))
+        stops = inputs.stop_array(self.target, (), False, len(ids))
+        return inputs.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
 
 
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:

@@ -19,7 +19,7 @@ from jaxspec.bench import tasks
 from jaxspec.bench.run import rotated
 from jaxspec.bench.tune import tune
 from jaxspec.cli.tune import table
-from jaxspec.core.protocols import Setting
+from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import find
 
 MODEL = "smollm2-135m-instruct"
@@ -42,9 +42,14 @@ def main() -> int:
     target = jaxspec.load(MODEL)
     name, _, layers = arguments.drafter.partition(":")
     takes = find("drafter", name).takes
-    models = {"draft": target if "draft" in takes else None, "exit_layers": int(layers) if layers else None}
+    models = {
+        "draft": target if "draft" in takes else None,
+        "drafter_options": {"exit_layers": int(layers)} if layers else {},
+    }
     longest = max(arguments.lengths)
-    length = max(longest, find("drafter", name).build(Setting(target, **models))[0].shape.depth)
+    length = max(
+        longest, Drafting(name, draft=models["draft"], options=models["drafter_options"]).member(target)[0].shape.depth
+    )
     tuned = tune(target, prompts(1, arguments.limit), drafter=name, **models, tree=length, chat=True)
     print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
 

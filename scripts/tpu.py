@@ -22,6 +22,8 @@ import sys
 import time
 from typing import Any
 
+from jaxspec.core.protocols import DrafterInputs
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
@@ -31,7 +33,6 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import jaxspec
-from jaxspec.core.protocols import Setting
 from jaxspec.decode.partition import Spread
 from jaxspec.decode.state import Request, Weights
 from jaxspec.drafters.early_exit import EarlyExit
@@ -93,12 +94,13 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     heads = DraftHeads(config, params, jaxspec.named_tree("mc_sim_7b_63"))
     model, exit = jaxspec.Model(target, shapes(target)), max(min(4, layers - 1), 1)
     medusa = Medusa(config, target, heads.tree)
+    early = DrafterInputs(model, tree=jaxspec.chain(2), options={"exit_layers": exit})
     return {
         "none": (NoDraft(), None),
         "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
         "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
-        "early-exit of 4 layers, chain 2": EarlyExit.build(Setting(model, tree=jaxspec.chain(2), exit_layers=exit)),
+        "early-exit of 4 layers, chain 2": EarlyExit.build(early),
         "medusa, 64 nodes": (medusa, {"heads": params}),
     }  # fmt: skip
 

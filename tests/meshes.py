@@ -117,7 +117,7 @@ def others(target) -> dict:
     plain = {"drafter": "none", "draft": None, "tree": None}
     ways = {
         "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
-        "early-exit": plain | {"drafter": "early-exit", "exit_layers": 1, "tree": 2},
+        "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
         "rejection": {"rule": "rejection"},
     }
     stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]

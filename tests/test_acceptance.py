@@ -15,6 +15,7 @@ from jaxspec.bench.acceptance import EVERY, Positions
 from jaxspec.cli import main
 from jaxspec.core.tree import branching
 from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.generation.drafting import Drafting
 from jaxspec.testing import TableLM
 
 V = 8
@@ -93,7 +94,7 @@ def test_wrong_input():
     with pytest.raises(CapacityError, match="at most 512"):
         measured(max_new_tokens=500)
     with pytest.raises(InvalidConfig, match="no law"):
-        acceptance.drafting_model(TARGET, "prompt-lookup", None, None)
+        acceptance.drafting_model(TARGET, Drafting())
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_the_command(directory, tmp_path, capsys):
         (["--target", "m.gguf"], "needs --draft-model"),
         (["--drafter", "prompt-lookup"], "prompt-lookup"),
         (["--drafter", "early-exit", "--draft-model", "m.gguf"], "is for --drafter model"),
-        (["--draft-model", "m.gguf", "--exit-layers", "2"], "is for --drafter early-exit"),
+        (["--draft-model", "m.gguf", "--drafter-option", "exit_layers=2"], "has no such option"),
         (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no folder"),
     ],
 )

@@ -1,6 +1,7 @@
 """`generate` and `stream`, as a user calls them: toy models whose every token is known beforehand."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 from typing import ClassVar
@@ -15,7 +16,6 @@ from toys import allowed
 import jaxspec
 from jaxspec import Model, Sampling, branching
 from jaxspec.core import noise
-from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.core.schedule import Constant
 from jaxspec.decode.session import Session
@@ -31,7 +31,7 @@ from jaxspec.errors import (
     UnknownName,
     VocabMismatch,
 )
-from jaxspec.generation import build
+from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import init_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import DRAFTERS
@@ -464,9 +464,9 @@ class TestDrafting:
     )
     def test_what_is_copied_is_drafted_while_it_pays(self, drafter, tree, schedule):
         """Without a schedule; what that may lose is bounded in test_schedules.py. A schedule that is given is kept."""
-        setting = Setting(TOY, DRAFT if drafter == "model" else None, build.as_topology(tree))
-        assert build.make_decoder(TOY, drafter, "coupled", setting)[0].schedule == schedule
-        assert build.make_decoder(TOY, drafter, "coupled", setting, schedule="constant")[0].schedule == Constant()
+        made = Drafting(drafter, tree=tree, draft=DRAFT if drafter == "model" else None)
+        assert made.build(TOY)[0].schedule == schedule
+        assert dataclasses.replace(made, schedule="constant").build(TOY)[0].schedule == Constant()
 
     def test_a_drafter_object_is_the_drafter_of_that_name(self):
         named, given = go(drafter="prompt-lookup"), go(drafter=PromptLookup())
@@ -627,7 +627,7 @@ ERRORS = {
     **{
         f"exit after {value!r}": (
             InvalidConfig,
-            {"drafter": "early-exit", "target": TINY, "exit_layers": value},
+            {"drafter": "early-exit", "target": TINY, "drafter_options": {"exit_layers": value}},
             [f"{value!r} layers", "has 2"],
         )
         for value in (0, -1, 2, 1.5, NAN)

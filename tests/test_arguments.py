@@ -17,7 +17,7 @@ from jaxspec.decode.session import Session
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
-from jaxspec.generation.build import check_logprobs
+from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
 
 ODD = {
@@ -103,7 +103,7 @@ def heads() -> jaxspec.DraftHeads:
 GENERATE = {"target": TOY, "prompts": "ab", "key": KEY, "sampling": HOT, "max_new_tokens": 4}
 NAMES = (
     "target", "prompts", "key", "drafter", "rule", "sampling", "max_new_tokens", "draft", "draft_params", "tree",
-    "exit_layers", "heads", "schedule", "tuned", "samples", "chat", "stop", "stop_ids", "ignore_eos", "logprobs",
+    "drafter_options", "heads", "schedule", "drafting", "samples", "chat", "stop", "stop_ids", "ignore_eos", "logprobs",
     "on_token", "width_matched", "capacity", "session", "mesh", "batch", "out", "progress", "rounds", "verbose",
 )  # fmt: skip
 TABLE = [0.5, 0.25]
@@ -117,7 +117,7 @@ def cases():
         yield jaxspec.generate, name, GENERATE
     for name in ("prompts", "capacity", "batch", "out", "session", "verbose"):
         yield jaxspec.precompile, name, GENERATE
-    for drafter, name in (("early-exit", "exit_layers"), ("model", "draft"), ("medusa", "heads"), ("none", "tree")):
+    for drafter, name in (("early-exit", "drafter_options"), ("model", "draft"), ("medusa", "heads"), ("none", "tree")):
         yield jaxspec.stream, name, GENERATE | {"drafter": drafter, "target": TINY}
     yield jaxspec.stream, "draft_params", GENERATE | {"drafter": PromptLookup()}
     for name in ("temperature", "top_k", "top_p", "min_p", "logit_bias"):
@@ -147,7 +147,7 @@ def cases():
         yield jaxspec.export_heads, name, {"heads": heads(), "directory": "out", "layout": "legacy"}
     for name in ("model", "directory"):
         yield jaxspec.save, name, {"model": TOY, "directory": "saved"}
-    yield jaxspec.Tuned.load, "path", {}
+    yield jaxspec.Drafting.load, "path", {}
 
 
 def sampled(**field):
@@ -321,7 +321,7 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
     output = jaxspec.generate(TOY, ["ab"] * 5, max_new_tokens=300, ignore_eos=True, verbose=False)
     running = jaxspec.stream(TOY, ["ab"] * 5, max_new_tokens=300, ignore_eos=True, verbose=False)
     chunk = next(running)
-    tuned = jaxspec.Tuned("prompt-lookup", jaxspec.chain(8), jaxspec.core.schedule.Constant(), None, {"a": "x" * 10**5})
+    tuned = jaxspec.Drafting("none", tree=jaxspec.chain(8), schedule="constant", measured={"a": "x" * 10**5})
     bias = Sampling(temperature=np.ones(500), logit_bias=dict.fromkeys(range(16), 0.0))
     session = output.session
     one_line = (

@@ -24,12 +24,13 @@ from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
 from jaxspec.bench.setup import Decoded, Setup
 from jaxspec.bench.summary import Spread, difference, groups, interval, summarise
 from jaxspec.bench.tasks import Question, Task
-from jaxspec.cli import main, options
+from jaxspec.cli import drafting, main
 from jaxspec.cli.bench import parse_drafters
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Verdict
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import CapacityError, InvalidConfig, MissingDraft, MissingPackage, TaskError, UnknownName
+from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import DRAFTERS, RULES
 from jaxspec.rules.coupled import Coupled
 from jaxspec.storage import download
@@ -39,12 +40,15 @@ LM = TableLM(vocab=8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)), stop_ids=(7,))
 DRAFT = jaxspec.Model(LM, noisy(TARGET.params, 1, 0.4))
 SAMPLING = jaxspec.Sampling(temperature=0.9)
-METHODS = [Method("model:2", "model", 2), Method("model:2x1", "model", jaxspec.branching(2, 1))]
+METHODS = [
+    Method("model:2", Drafting("model", tree=2, draft=DRAFT)),
+    Method("model:2x1", Drafting("model", tree=jaxspec.branching(2, 1), draft=DRAFT)),
+]
 TASKS = [
     Task("one", (Question("a", "x", ((1, 2),)), Question("b", "y", ((3, 4, 5),)))),
     Task("two", (Question("a", "z", ((6,), (2, 3))),)),
 ]
-SETTINGS = {"draft": DRAFT, "sampling": SAMPLING, "max_new_tokens": 12, "seed": 5}
+SETTINGS = {"sampling": SAMPLING, "max_new_tokens": 12, "seed": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,12 +451,12 @@ def test_what_can_be_built():
     ("methods", "questions", "changes", "error", "said"),
     [
         ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "a label of its own"),
-        ([Method(PLAIN, "none")], TASKS, {}, InvalidConfig, "is plain decoding"),
+        ([Method(PLAIN, Drafting("none"))], TASKS, {}, InvalidConfig, "is plain decoding"),
         (METHODS, [], {}, InvalidConfig, "one task or more"),
         (METHODS, [Task("empty", ())], {}, InvalidConfig, "one question or more"),
         (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "every task needs a name"),
         (METHODS, TASKS, {"repeats": 0}, InvalidConfig, "repeats must be a whole number from 1, got 0"),
-        (METHODS, TASKS, {"draft": None}, MissingDraft, "needs a draft model"),
+        ([Method("model", Drafting("model"))], TASKS, {}, MissingDraft, "needs a draft model"),
     ],
 )
 def test_wrong_input(methods, questions, changes, error, said):
@@ -513,7 +517,7 @@ def test_a_repeat_that_differs_is_caught(monkeypatch):
 
 
 def setup_of(model, **settings) -> Setup:
-    return Setup(model, DRAFT, None, "coupled", {"max_new_tokens": 12, "sampling": jaxspec.Sampling(**settings)})
+    return Setup(model, "coupled", {"max_new_tokens": 12, "sampling": jaxspec.Sampling(**settings)})
 
 
 PROMPT = Prompt("t", "c", "1", 1, [1, 2], jax.random.key(0))
@@ -622,12 +626,12 @@ def test_the_command_fails_with_a_broken_rule(bench, monkeypatch):
 
 def test_drafters_with_trees():
     methods = parse_drafters("none,prompt-lookup,model:4,model:2x2,early-exit:0-0-0,0-1,1,model")
-    assert [(method.label, method.drafter) for method in methods] == [
+    assert [(method.label, method.drafting.drafter) for method in methods] == [
         ("prompt-lookup", "prompt-lookup"), ("model:4", "model"), ("model:2x2", "model"),
         ("early-exit:0-0-0,0-1,1", "early-exit"), ("model", "model"),
     ]  # fmt: skip
     ragged = jaxspec.from_paths([(0, 0, 0), (0, 1), (1,)])
-    assert [method.tree for method in methods] == [None, 4, jaxspec.branching(2, 2), ragged, None]
+    assert [method.drafting.tree for method in methods] == [None, 4, jaxspec.branching(2, 2), ragged, None]
 
 
 @pytest.mark.parametrize(
@@ -635,11 +639,11 @@ def test_drafters_with_trees():
     [
         (["--drafters", "promt-lookup"], "Did you mean 'prompt-lookup'?"),
         (["--drafters", "prompt-lookup,"], "unknown drafter ''"),
-        (["--drafters", "prompt-lookup:x"], options.TREE_GRAMMAR),
+        (["--drafters", "prompt-lookup:x"], drafting.TREE_GRAMMAR),
         (["--drafters", "early-exit:5000"], "more than 1024 nodes"),
         (["--drafters", "model:4"], "the drafter model needs --draft-model SOURCE"),
         (["--drafters", "prompt-lookup", "--draft-model", "x"], "is for the drafter model"),
-        (["--drafters", "prompt-lookup", "--exit-layers", "1"], "is for the drafter early-exit"),
+        (["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"], "no drafter in --drafters has it"),
         (["--temperature", "0,hot"], "expected numbers from 0, with commas between, got '0,hot'"),
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "expected numbers from 0"),

@@ -16,10 +16,9 @@ import jaxspec
 from jaxspec.checkpoints import base
 from jaxspec.cli import options
 from jaxspec.cli.inspect import memory_section
-from jaxspec.core.protocols import Setting
 from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
-from jaxspec.generation import build
+from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.fingerprint import weights
 from jaxspec.models import out_major
 from jaxspec.models.out_major import FEW, LONGEST, SOME, ByOutput, by_input, quantize
@@ -245,15 +244,14 @@ def test_text_is_plain_decodings_with_any_drafter():
         assert text == plain
         assert accepted > 10
     assert write(drafter="prompt-lookup")[0] == plain
-    assert write(drafter="early-exit", exit_layers=2)[0] == plain
+    assert write(drafter="early-exit", drafter_options={"exit_layers": 2})[0] == plain
 
 
 def test_only_short_copies_are_drafted_without_a_schedule():
     """On a CPU, where each token of a window reads the bytes anew."""
     for params, tree, drafts in ((TARGET.params, None, False), (TARGET.params, 3, True), (FLOATS, None, True)):
         target = jaxspec.Model(LM, params)
-        setting = Setting(target, None, build.as_topology(tree))
-        decoder, _ = build.make_decoder(target, "prompt-lookup", "coupled", setting)
+        decoder, _ = Drafting(tree=tree).build(target)
         state = decoder.schedule.init(1, decoder.drafter.shape)
         assert (decoder.schedule.limit(state)[0] > 0) == drafts
 

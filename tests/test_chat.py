@@ -16,7 +16,7 @@ from checkpoints import random_params, tiny_config, write_hf
 import jaxspec
 from jaxspec import Model
 from jaxspec.cli import chat as command
-from jaxspec.cli import main, options, show
+from jaxspec.cli import drafting, main, options, show
 from jaxspec.cli.chat import Chat
 from jaxspec.decode.session import Session
 from jaxspec.errors import CapacityError, MissingTokenizer
@@ -68,7 +68,7 @@ def begin(*words: str, target: Model = TOY, draft: Model | None = None) -> Chat:
     parser = options.Parser(prog="chat")
     command.add_options(parser)
     args = parser.parse_options(["--length", "250", "--max-new-tokens", "24", *words])
-    settings = options.stream_options(args, draft, options.check_drafting(args))
+    settings = drafting.stream_options(args, draft, drafting.check_drafting(args))
     return Chat(target, settings, args.system, args.length)
 
 

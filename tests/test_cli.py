@@ -15,9 +15,10 @@ from checkpoints import random_params, tiny_config, write_bytes, write_hf
 
 import jaxspec
 from jaxspec.bench import texts
-from jaxspec.cli import COMMANDS, demo, main, options, show
+from jaxspec.cli import COMMANDS, demo, drafting, main, show
+from jaxspec.cli.drafting import parse_tree
 from jaxspec.cli.generate import print_in_order
-from jaxspec.cli.options import UsageError, parse_tree
+from jaxspec.cli.options import UsageError
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.generation.output import Chunk
 from jaxspec.heads.network import init_params
@@ -26,7 +27,7 @@ from jaxspec.registry import DRAFTERS
 CONFIG = tiny_config(vocab_size=264, max_position=4096)
 PARAMS = random_params(CONFIG, 3)
 PROMPT = "abcabcabc"
-EXTRA = {"early-exit": ["--exit-layers", "1"], "model": ["--tree", "2x1", "--draft-model"]}
+EXTRA = {"early-exit": ["--drafter-option", "exit_layers=1"], "model": ["--tree", "2x1", "--draft-model"]}
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +211,9 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--samples", "0", "x"], "--samples: expected a whole number from 1, got '0'"),
         (["generate", "--temperature", "hot", "x"], "--temperature"),
         (["generate", "--tree", "4x2", "--draft-length", "3", "x"], "give one of the two"),
-        (["generate", "--tree", "4,x", "x"], options.TREE_GRAMMAR),
-        (["generate", "--exit-layers", "1", "x"], "is for --drafter early-exit"),
+        (["generate", "--tree", "4,x", "x"], drafting.TREE_GRAMMAR),
+        (["generate", "--drafter-option", "exit_layers=1", "x"], "the drafter prompt-lookup has no such option"),
+        (["generate", "--drafter-option", "exit_layers", "x"], "expected NAME=VALUE"),
         (["generate", "--draft-model", "a", "x"], "is for --drafter model"),
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
         (["generate", "--logprobs", "x"], "give --json"),
@@ -266,7 +268,7 @@ def test_trees():
         (["--top-p", "nan"], "top_p must be above 0 and at most 1"),
         (["--chat"], "has no chat template; give plain text (chat=False, --no-chat)"),
         (["--max-new-tokens", "100000"], "the model's context is 4096"),
-        (["--drafter", "early-exit", "--exit-layers", "9"], "the target has 2"),
+        (["--drafter", "early-exit", "--drafter-option", "exit_layers=9"], "the target has 2"),
         (["--target", "smollm2-135m-instrukt"], "Did you mean 'smollm2-135m-instruct'?"),
         (["--target", "./nowhere.gguf"], "no such file"),
     ],

@@ -27,7 +27,7 @@ from jaxspec.checkpoints import hub
 from jaxspec.core.records import Window
 from jaxspec.core.tree import branching
 from jaxspec.errors import FetchError, JaxspecError
-from jaxspec.generation.drafting import Tuned
+from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
@@ -94,7 +94,9 @@ def make_torch(place: pathlib.Path) -> pathlib.Path:
 
 def make_tuned(place: pathlib.Path) -> pathlib.Path:
     place.mkdir()
-    Tuned("medusa", branching(2, 1), Adaptive((1.0, 1.5, 2.0)), None, {"a": [1.5]}).save(place / "t.json")
+    Drafting("medusa", tree=branching(2, 1), schedule=Adaptive((1.0, 1.5, 2.0)), measured={"a": [1.5]}).save(
+        place / "t.json"
+    )
     return place / "t.json"
 
 
@@ -162,7 +164,7 @@ def use_heads(path: pathlib.Path) -> object:
 
 
 def use_tuned(path: pathlib.Path) -> object:
-    tuned = Tuned.load(path)
+    tuned = Drafting.load(path)
     hash((tuned.tree, tuned.schedule))
     jax.eval_shape(lambda: tuned.schedule.init(1, tuned.tree.shape))
     return tuned

@@ -21,7 +21,7 @@ from checkpoints import random_params, tiny_config, write_gguf
 import jaxspec
 from jaxspec.cli import COMMANDS, main
 from jaxspec.cli.options import Parser
-from jaxspec.heads import files as head_files
+from jaxspec.heads import headers
 from jaxspec.heads.network import init_params
 from jaxspec.storage import download
 from jaxspec.train import evaluate
@@ -144,7 +144,7 @@ def world(shelf, tmp_path, monkeypatch):
         return shelf / "TARGET.gguf" if file.member.endswith(".gguf") else tmp_path / "task.jsonl"
 
     monkeypatch.setattr(download, "fetch", fetch)
-    monkeypatch.setattr(head_files, "SHIPPED", shelf)
+    monkeypatch.setattr(headers, "SHIPPED", shelf)
     (shelf / "smollm2-135m-instruct").exists() or (shelf / "smollm2-135m-instruct").symlink_to(shelf / "HEADS")
     words = types.SimpleNamespace(create_dataset=lambda name, size, seed: [{"question": "How many?"}] * size)
     monkeypatch.setitem(sys.modules, "reasoning_gym", words)

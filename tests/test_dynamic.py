@@ -9,7 +9,8 @@ import pytest
 from toys import decoder, eagle2, generate, log_softmax, noisy, request, start, texts
 
 import jaxspec
-from jaxspec.cli.options import UsageError, parse_tree
+from jaxspec.cli.drafting import parse_tree
+from jaxspec.cli.options import UsageError
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Context

@@ -79,7 +79,7 @@ def sliding_pair(dtype: str, folder: str):
 OPTIONS = {"key": jax.random.key(3), "max_new_tokens": 40, "capacity": 256, "logprobs": True}
 DRAFTERS = {
     "model": {"tree": jaxspec.from_paths([(0, 0, 0), (0, 1), (1, 0)])},
-    "early-exit": {"tree": 3, "exit_layers": 2},
+    "early-exit": {"tree": 3, "drafter_options": {"exit_layers": 2}},
 }
 
 

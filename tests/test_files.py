@@ -15,9 +15,10 @@ from jaxspec.bench import tasks
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.core.tree import chain
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, TaskError, TuningError
-from jaxspec.generation.drafting import Tuned
+from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.export import export_heads
-from jaxspec.heads.files import load_heads, open_heads, save_heads
+from jaxspec.heads.files import load_heads, save_heads
+from jaxspec.heads.headers import open_heads
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
@@ -92,7 +93,7 @@ READERS = {
     "load": jaxspec.load,
     "open_checkpoint": open_checkpoint,
     "load_heads": load_heads,
-    "Tuned.load": jaxspec.Tuned.load,
+    "Drafting.load": jaxspec.Drafting.load,
     "tasks.load": tasks.load,
 }
 
@@ -119,7 +120,7 @@ def test_nor_is_anything_written_there(given):
         lambda path: jaxspec.save(model, path),
         lambda path: save_heads(heads, path),
         lambda path: export_heads(heads, path, "legacy"),
-        Tuned("none", chain(0), Adaptive()).save,
+        Drafting("none", tree=chain(0), schedule=Adaptive()).save,
     )
     for write in writers:
         with pytest.raises(InvalidConfig, match=REFUSED) as caught:
@@ -154,7 +155,7 @@ def odd_file(place: pathlib.Path, kind: str) -> pathlib.Path:
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
     """A pipe that is opened blocks for ever, and a device has no end."""
     cases = [
-        (jaxspec.Tuned.load, "t.json", TuningError),
+        (jaxspec.Drafting.load, "t.json", TuningError),
         (tasks.load, "t.jsonl", TaskError),
         (jaxspec.load, "m.gguf", CheckpointError),
         (load_heads, "medusa_lm_head.safetensors", CheckpointError),

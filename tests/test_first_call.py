@@ -13,12 +13,10 @@ import jaxspec
 from jaxspec.backend import compilation_cache
 from jaxspec.checkpoints import presets
 from jaxspec.checkpoints.presets import PRESETS, Preset
-from jaxspec.core.protocols import Setting
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import MissingDraft
-from jaxspec.generation import build
-from jaxspec.heads import companions
-from jaxspec.heads import files as head_files
+from jaxspec.generation.drafting import Drafting
+from jaxspec.heads import companions, headers
 from jaxspec.heads.network import init_params
 
 LINES = r"jaxspec: compiling \.\.\.\njaxspec: compiled in [\d.]+ s\n"
@@ -37,7 +35,7 @@ def preset(tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "large", Preset("large", "o/large", 1, "MIT", draft="small", heads=True))
     monkeypatch.setitem(PRESETS, "small", Preset("small", "o/small", 1, "MIT"))
     monkeypatch.setattr(presets, "fetch", lambda name, **_: places[name])
-    monkeypatch.setattr(head_files, "SHIPPED", tmp_path)
+    monkeypatch.setattr(headers, "SHIPPED", tmp_path)
     config = jaxspec.HeadsConfig(large.hidden_size, large.vocab_size, 3)
     jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config)), tmp_path / "large")
     loaded = []
@@ -59,8 +57,8 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
     target = jaxspec.load("large", dtype=dtype)
     assert target.preset == "large"
     for _ in range(2):
-        heads, _ = build.make_decoder(target, "medusa", "coupled", Setting(target))
-        draft, weights = build.make_decoder(target, "model", "coupled", Setting(target))
+        heads, _ = Drafting("medusa").build(target)
+        draft, weights = Drafting("model").build(target)
     assert preset == [("load_heads", "large"), ("load", "small")]
     assert heads.drafter.config.num_heads == 3
     assert (draft.drafter.model.depth, draft.drafter.model.dtype) == (1, target.lm.dtype)
@@ -71,7 +69,7 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
 
 def test_what_is_given_comes_before_what_is_found(preset):
     target, draft = jaxspec.load("large"), jaxspec.load("small")
-    _, weights = build.make_decoder(target, "model", "coupled", Setting(target, draft))
+    _, weights = Drafting("model", draft=draft).build(target)
     assert weights.draft is draft.params
     assert not preset
 

@@ -122,7 +122,7 @@ def test_a_file_without_tokenizer(tmp_path):
 
 
 def test_the_readers_do_not_import_jax():
-    code = "import sys; from jaxspec.models import checkpoint, gguf, hf, presets; sys.exit('jax' in sys.modules)"
+    code = "import sys; from jaxspec.checkpoints import gguf, hf, presets, source; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
 from jaxspec.heads.export import export_heads
-from jaxspec.heads.files import WHOLE_MODEL, load_heads, open_heads, save_heads
+from jaxspec.heads.files import load_heads, save_heads
+from jaxspec.heads.headers import WHOLE_MODEL, open_heads
 from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
 
 LAYOUTS = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")

@@ -144,7 +144,7 @@ def test_generate_with_heads(call, target, heads, tmp_path):
     assert status == 0
     assert "config.json says medusa_num_heads 9" in err
     assert record["stats"]["drafted"] > 0
-    tuned = jaxspec.Tuned("medusa", jaxspec.chain(2), Constant())
+    tuned = jaxspec.Drafting("medusa", tree=jaxspec.chain(2), schedule=Constant())
     tuned.save(tmp_path / "tuned.json")
     status, out, _ = call(*words, "--tuned", tmp_path / "tuned.json", "--heads", heads)
     assert json.loads(out)[0]["stats"] == record["stats"]
@@ -168,7 +168,7 @@ def test_options_that_exclude_or_need_one_another(call, words, said):
 
 
 def test_a_tuned_file_of_medusa_needs_heads(call, tmp_path):
-    jaxspec.Tuned("medusa", jaxspec.chain(2), Constant()).save(tmp_path / "tuned.json")
+    jaxspec.Drafting("medusa", tree=jaxspec.chain(2), schedule=Constant()).save(tmp_path / "tuned.json")
     status, _, err = call("generate", "x", "--target", "m", "--tuned", tmp_path / "tuned.json")
     assert status == 2
     assert "--drafter medusa needs --heads" in err

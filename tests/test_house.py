@@ -36,26 +36,7 @@ MEMBERS = {"rules": {"_siblings"}, "drafters": {"_grow", "_beam"}, "schedules": 
 """Packages whose modules know no other of them, and what they share."""
 
 LONGEST_MODULE, LONGEST_FUNCTION = 300, 60
-LONG_MODULES = {
-    "cli.options": 352,
-    "core.sampling": 312,
-    "decode.loop": 334,
-    "generation.build": 346,
-    "heads.files": 363,
-}
-LONG_FUNCTIONS = {
-    "api.stream": 111,
-    "bench.acceptance.measure": 73,
-    "bench.run.measure": 110,
-    "bench.tune.tune": 82,
-    "checkpoints.hf_families.read_config": 74,
-    "checkpoints.load.load": 69,
-    "checkpoints.torch_file._run": 61,
-    "drafters._grow.grow": 73,
-    "models.attention.attend": 101,
-    "train.card.write": 66,
-    "train.loop.train": 160,
-}
+LONG_FUNCTIONS = {"train.loop.train": 132}
 """Those that are still longer, with their lines: none may grow, and what has become shorter leaves the list."""
 
 
@@ -132,20 +113,23 @@ def test_no_imports_go_in_circles():
 
 
 def test_no_module_is_long():
-    long = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    long = {name.partition(".")[2]: lines for name, lines in long.items() if lines > LONGEST_MODULE}
-    assert long.keys() == LONG_MODULES.keys()
-    assert all(lines <= LONG_MODULES[name] for name, lines in long.items()), long
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert not {name: count for name, count in lines.items() if count > LONGEST_MODULE}
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of what a function does, without those of its arguments and its documentation."""
+    first = function.body[1 if ast.get_docstring(function) is not None and len(function.body) > 1 else 0]
+    return function.end_lineno - first.lineno + 1
 
 
 def test_no_function_is_long():
     long = {}
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines > LONGEST_FUNCTION:
-                    long[f"{name.partition('.')[2]}.{node.name}"] = lines
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if function and (lines := lines_of(node)) > LONGEST_FUNCTION:
+                long[f"{name.partition('.')[2]}.{node.name}"] = lines
     assert long.keys() == LONG_FUNCTIONS.keys()
     assert all(lines <= LONG_FUNCTIONS[name] for name, lines in long.items()), long
 

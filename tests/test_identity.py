@@ -32,7 +32,7 @@ from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.generation import build
+from jaxspec.generation import drafting
 from jaxspec.models.functional import FunctionLM, from_flax
 from jaxspec.testing import Script, TableLM
 
@@ -56,7 +56,7 @@ DRAFTERS = {
     "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
     "lookup-while-it-pays": (
         PromptLookup(chain(3), min_match=2),
-        {"chunk": 64, "schedule": build.while_it_pays(4)},
+        {"chunk": 64, "schedule": drafting.default_lookup_schedule(4)},
         [None],
     ),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),

@@ -83,16 +83,16 @@ def test_what_is_told_is_what_is_loaded(inspect, tmp_path):
     import jax
 
     import jaxspec
-    from jaxspec.core.protocols import Setting
-    from jaxspec.generation import build
+    from jaxspec.generation.drafting import Drafting
+    from jaxspec.generation.memory import fit_capacity
 
     path = write_gguf(tmp_path / "bare.gguf", CONFIG, PARAMS, metadata={"tokenizer.ggml.tokens": None})
     for dtype in ("float32", "bfloat16"):
         memory = json.loads(inspect(path, "--json", "--batch", 2, "--length", 128, "--dtype", dtype)[1])["memory"]
         model = jaxspec.load(path, dtype=dtype)
         assert memory["parameters_bytes"] == model.bytes
-        decoder, weights = build.make_decoder(model, "prompt-lookup", "coupled", Setting(model))
-        slots = build.fit_capacity(decoder, weights, 128, 2, None)
+        decoder, weights = Drafting().build(model)
+        slots = fit_capacity(decoder, weights, 128, 2, None)
         cache = jax.eval_shape(lambda lm=model.lm, slots=slots: lm.init_cache(2, slots)).kv
         assert memory["cache_slots_per_row"] == slots
         assert memory["cache_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in cache)

@@ -287,7 +287,7 @@ def finished(tmp_path_factory):
     options = SETTINGS | PLAIN | {"sampling": Sampling(temperature=1.0), "samples": 2, "logprobs": True}
     running = jaxspec.stream(TARGET, PROMPTS[:4], out=path, **options)
     list(running)
-    return running._plan, path.read_bytes(), beside(path).read_bytes()
+    return running._job, path.read_bytes(), beside(path).read_bytes()
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from toys import allowed, generate, log_softmax, noisy, random_request, request,
 import jaxspec
 from jaxspec.cli.generate import logprobs_record
 from jaxspec.core import sizes
-from jaxspec.core.sampling import GREEDY, Sampling, highest, log_law, log_prob, scores
+from jaxspec.core.laws import highest, log_law, log_prob, scores
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
@@ -20,7 +21,7 @@ from jaxspec.decode.stats import from_draft
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
-from jaxspec.generation.build import check_logprobs
+from jaxspec.generation.inputs import check_logprobs
 from jaxspec.generation.output import Generation
 from jaxspec.registry import RULES, find
 from jaxspec.rules.coupled import Coupled

@@ -105,7 +105,7 @@ def test_places_without_a_row_leave_no_trace(alone, batch, count):
     places = 7 if batch == count == 7 else {5: 6, 7: 8}[count]
     session = running._session
     assert len(session.state.length) == places
-    assert running.memory == jaxspec.generation.build.cache_bytes(session.decoder, session.weights, places, 512)
+    assert running.memory == jaxspec.generation.memory.cache_bytes(session.decoder, session.weights, places, 512)
     output = running.output
     assert tokens(output) == [tokens(one)[0] for one in alone[:count]]
     assert [row.stats for row in output] == [one[0].stats for one in alone[:count]]

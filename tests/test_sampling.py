@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from toys import allowed, draw
 
+from jaxspec.core.laws import choose, kth_highest, scores
 from jaxspec.core.noise import gumbel
-from jaxspec.core.sampling import GREEDY, Sampling, choose, kth_highest, scores
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
 from jaxspec.testing import g_test
 

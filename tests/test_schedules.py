@@ -32,7 +32,7 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.generation.build import while_it_pays
+from jaxspec.generation.inputs import while_it_pays
 from jaxspec.models.functional import FunctionLM
 from jaxspec.registry import RULES, SCHEDULES, find
 from jaxspec.rules.rejection import Rejection

@@ -9,7 +9,8 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoints.presets import PRESETS, SHIPPED
-from jaxspec.cli.options import TARGET, own_heads
+from jaxspec.cli.drafting import own_heads
+from jaxspec.cli.options import TARGET
 from jaxspec.errors import CheckpointError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "smollm2_greedy.json"

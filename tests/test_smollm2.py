@@ -86,7 +86,7 @@ def test_a_ragged_tree_leaves_the_text_as_it_is(smollm2, rows):
     """The same of a tree with drafts of a model's first layers."""
     model, tree = shallow(smollm2), jaxspec.from_paths([(0, 0), (0, 1), (1,)])
     reference = decode(model, rows, "none")
-    output = decode(model, rows, "early-exit", tree=tree, exit_layers=2)
+    output = decode(model, rows, "early-exit", tree=tree, drafter_options={"exit_layers": 2})
     assert_same_up_to_ties(model, reference, output, rows[2], rows[1], limit=1)
     assert output.stats.accepted > 0
 

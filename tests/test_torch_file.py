@@ -10,7 +10,8 @@ from medusa_files import name, pair, state_dict, tensor, text, whole, write_zip
 
 from jaxspec.checkpoints.torch_file import open_torch
 from jaxspec.errors import CheckpointError
-from jaxspec.heads.files import load_heads, open_heads
+from jaxspec.heads.files import load_heads
+from jaxspec.heads.headers import open_heads
 
 RAW = np.arange(12, dtype=np.float32).tobytes()
 GOOD = state_dict({"w": tensor("FloatStorage", "0", 12, (3, 4), (4, 1))})

@@ -1,5 +1,6 @@
 """`jaxspec tune`: what it concludes, its file, and that what takes the file drafts by it."""
 
+import dataclasses
 import json
 
 import jax
@@ -17,12 +18,11 @@ from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tune import table
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.tree import as_topology, branching, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
-from jaxspec.generation import build
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
@@ -49,7 +49,7 @@ def test_conclusions_by_hand():
     """Costs are medians in plain rounds, gaps filled, never falling; the best depth is that of the most tokens."""
     seconds = {4: [0.8, 0.9, 7.0], 0: [0.4, 0.4, 0.5], 1: [0.5], 2: [0.45, 0.65, 0.6]}
     stats = Stats(tested_at=(10, 8, 0, 4), accepted_at=(8, 4, 0, 1))
-    tuned = conclude("model", chain(4), None, seconds, [(10, 0.7), (10, 0.9)], stats)
+    tuned = conclude("model", chain(4), {}, seconds, [(10, 0.7), (10, 0.9)], stats)
     assert tuned.tree == chain(4)
     assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, hope=0.8, widths=(2, 3))
     assert tuned.measured["acceptance_by_depth"] == [0.8, 0.5, 0.5, 0.25]
@@ -62,35 +62,40 @@ def test_conclusions_by_hand():
 
 def test_where_nothing_pays_the_draft_is_one_token():
     """Zero is the best depth; the schedule may still try one token now and then."""
-    tuned = conclude("model", chain(4), None, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
+    tuned = conclude("model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
     assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
     assert (tuned.schedule.hope, tuned.schedule.resume) == (0.05, 0.0)
-    wide = conclude(
-        "model", branching(2, 2), None, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0))
-    )
+    wide = conclude("model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0)))
     assert wide.tree == branching(2, 2)
 
 
 def test_nothing_drafted_is_an_error():
     with pytest.raises(TuningError, match="drafted too little"):
-        conclude("prompt-lookup", chain(4), None, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4))
+        conclude("prompt-lookup", chain(4), {}, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4))
 
 
 # The file.
 
 
-TUNED = jaxspec.Tuned("model", chain(4), Adaptive((1.0, 1.5), resume=0.01, widths=(2, 3)), None, {"device": "x"})
+TUNED = jaxspec.Drafting(
+    "model", tree=chain(4), schedule=Adaptive((1.0, 1.5), resume=0.01, widths=(2, 3)), measured={"device": "x"}
+)
 
 
 def test_what_is_written_is_read_again(tmp_path):
     for tuned in (
         TUNED,
-        jaxspec.Tuned("early-exit", branching(2, 1), Confidence(threshold=0.3, entropy=True), 2),
-        jaxspec.Tuned("none", chain(0), Constant(0)),
-        jaxspec.Tuned("prompt-lookup", chain(6), PlusMinus(first=3)),
+        jaxspec.Drafting(
+            "early-exit",
+            tree=branching(2, 1),
+            schedule=Confidence(threshold=0.3, entropy=True),
+            options={"exit_layers": 2},
+        ),
+        jaxspec.Drafting("none", tree=chain(0), schedule=Constant(0)),
+        jaxspec.Drafting("prompt-lookup", tree=chain(6), schedule=PlusMinus(first=3)),
     ):
         tuned.save(tmp_path / "t.json")
-        again = jaxspec.Tuned.load(tmp_path / "t.json")
+        again = jaxspec.Drafting.load(tmp_path / "t.json")
         assert again == tuned
         assert again.measured == tuned.measured
         assert hash(again.schedule) == hash(tuned.schedule)
@@ -99,15 +104,15 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version 1"),
-        ({"version": None}, "version 1"),
+        ({"version": 3}, "version 2"),
+        ({"version": None}, "version 2"),
         ({"drafter": "modle"}, "'model'"),
         ({"drafter": 3}, "drafter must be a name"),
         ({"tree": [-1, 5]}, "node 1"),
         ({"tree": "chain"}, "list of parents"),
         ({"tree": [-1, 0.0]}, "list of parents"),
-        ({"exit_layers": 0}, "exit_layers"),
-        ({"exit_layers": True}, "exit_layers"),
+        ({"options": {"exit_layers": 2}}, "no option 'exit_layers'"),
+        ({"options": [2]}, "options must be"),
         ({"schedule": {"name": "adaptiv"}}, "'adaptive'"),
         ({"schedule": {"name": "adaptive", "price": 1}}, "no 'price'"),
         ({"schedule": {"name": "adaptive", "costs": [1.0, "dear"]}}, "costs"),
@@ -127,7 +132,7 @@ def test_a_wrong_file_is_refused(tmp_path, change, said):
     TUNED.save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(TuningError, match=said) as error:
-        jaxspec.Tuned.load(path)
+        jaxspec.Drafting.load(path)
     assert str(path) in str(error.value)
 
 
@@ -137,7 +142,7 @@ def test_what_is_no_such_file_is_refused(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(TuningError, match=str(path)):
-        jaxspec.Tuned.load(path)
+        jaxspec.Drafting.load(path)
 
 
 def test_tuned_is_given_alone():
@@ -145,13 +150,13 @@ def test_tuned_is_given_alone():
         {"tree": 3},
         {"schedule": "adaptive"},
         {"drafter": "none"},
-        {"exit_layers": 1},
+        {"drafter_options": {"exit_layers": 1}},
         {"draft_params": np.zeros(3)},
     ):
-        with pytest.raises(InvalidConfig, match="tuned="):
-            jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, tuned=TUNED, **more)
-    with pytest.raises(InvalidConfig, match="tuned must be"):
-        jaxspec.generate(TARGET, PROMPTS, tuned=3)
+        with pytest.raises(InvalidConfig, match="drafting="):
+            jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=TUNED, **more)
+    with pytest.raises(InvalidConfig, match="drafting must be"):
+        jaxspec.generate(TARGET, PROMPTS, drafting=3)
     with pytest.raises(InvalidConfig, match="schedule must be"):
         jaxspec.generate(TARGET, PROMPTS, schedule=Adaptive)
     with pytest.raises(jaxspec.JaxspecError, match="Did you mean 'adaptive'"):
@@ -171,7 +176,7 @@ def test_from_measuring_to_decoding(tmp_path):
     tuned.save(tmp_path / "t.json")
     asking = SAMPLED | {"max_new_tokens": 20}
     plain = jaxspec.generate(TARGET, PROMPTS, drafter="none", **asking)
-    output = jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, tuned=str(tmp_path / "t.json"), **asking)
+    output = jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=str(tmp_path / "t.json"), **asking)
     assert [row.tokens for row in output] == [row.tokens for row in plain]
     assert output.session.decoder.schedule == tuned.schedule
     assert output.session.decoder.drafter.tree == tuned.tree
@@ -268,7 +273,7 @@ def test_the_command(directory, tmp_path, capsys):
     """`tune` writes a file, `generate --tuned` writes the plain text with it; so does `--schedule`."""
     path = str(tmp_path / "t.json")
     common = ["--target", str(directory), "--max-new-tokens", "40", "--no-chat", "abcabc"]
-    drafter = ["--drafter", "early-exit", "--exit-layers", "1"]
+    drafter = ["--drafter", "early-exit", "--drafter-option", "exit_layers=1"]
     assert main(["tune", *common, *drafter, "--draft-length", "2", "--out", path]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == [
         "depth",
@@ -279,7 +284,7 @@ def test_the_command(directory, tmp_path, capsys):
         "times",
         "plain",
     ]
-    assert jaxspec.Tuned.load(path).exit_layers == 1
+    assert jaxspec.Drafting.load(path).options == {"exit_layers": 1}
     written = []
     for words in (["--drafter", "none"], ["--tuned", path], [*drafter, "--schedule", "confidence"]):
         assert main(["generate", *common, "--json", *words]) == 0
@@ -309,17 +314,17 @@ def test_wrong_command_lines(directory, tmp_path, capsys):
 def test_the_benchmark_takes_schedules(tmp_path):
     """By name behind a drafter, and from a file; each reaches the decoder."""
     methods = bench.parse_drafters("model:4@adaptive,prompt-lookup@plus-minus,model:2x1,none")
-    assert [(m.label, m.schedule) for m in methods] == [
+    assert [(m.label, m.drafting.schedule) for m in methods] == [
         ("model:4@adaptive", "adaptive"),
         ("prompt-lookup@plus-minus", "plus-minus"),
         ("model:2x1", None),
     ]
-    assert methods[0].tree == 4
+    assert methods[0].drafting.tree == 4
     with pytest.raises(UsageError):
         bench.parse_drafters("model:4@")
-    setup = Setup(TARGET, DRAFT, None, "coupled", {})
-    assert setup.decoder(methods[0])[0].schedule == Adaptive()
-    method = Method("tuned", TUNED.drafter, TUNED.tree, schedule=TUNED.schedule)
+    setup = Setup(TARGET, "coupled", {})
+    assert setup.decoder(bench.completed(methods[0], DRAFT, None, {}))[0].schedule == Adaptive()
+    method = Method("tuned", dataclasses.replace(TUNED, draft=DRAFT))
     decoder, _ = setup.decoder(method)
     assert (decoder.schedule, decoder.drafter.tree) == (TUNED.schedule, TUNED.tree)
-    assert build.as_topology(3) == chain(3)
+    assert as_topology(3) == chain(3)

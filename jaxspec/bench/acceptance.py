@@ -21,13 +21,14 @@ from jaxspec.bench.summary import interval
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
-from jaxspec.core.protocols import LanguageModel, Setting
+from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import Cache, Params, Window
-from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores, tempered
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import CapacityError, InvalidConfig
-from jaxspec.generation import build
+from jaxspec.generation import inputs
+from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
-from jaxspec.registry import find
 
 ROWS = 8
 """Texts that the target writes together."""
@@ -77,16 +78,17 @@ class Figure:
         return self.optimum - self.acceptance
 
 
-def drafting_model(target: Model, drafter: str, draft: Model | None, exit_layers: int | None) -> tuple[Any, Params]:
+def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
     """The network whose laws a drafter draws from, and its parameters.
 
     Raises:
         InvalidConfig: the drafter has none.
     """
-    built, params = find("drafter", drafter).build(Setting(target, draft, None, exit_layers))
-    if not hasattr(built, "model"):
-        raise InvalidConfig(f"the drafter {drafter!r} has no law that acceptance could be computed from")
-    return built.model, target.params if params is None else params
+    built, params = drafting.member(target)
+    model = getattr(built, "model", None)
+    if model is None:
+        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law that acceptance could be computed from")
+    return model, target.params if params is None else params
 
 
 def measure(
@@ -133,7 +135,7 @@ def measure(
             f"{draft.context}; leave out long prompts or lower --max-new-tokens"
         )
     slots = sizes.shared(sizes.slots(longest, sizes.CHUNK))
-    rows = build.with_padding_masked(target, sampling, POSITIONS)
+    rows = inputs.with_padding_masked(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))

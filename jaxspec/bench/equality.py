@@ -10,7 +10,8 @@ import numpy as np
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.worker import Worker
-from jaxspec.generation import build
+from jaxspec.generation import inputs
+from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 from jaxspec.testing import TIE, tie_gap
 
@@ -46,7 +47,7 @@ def certify(
     if one is None or other is None:
         return dataclasses.replace(difference, certificate="peer" if foreign else None)
     target = setup.target
-    sampling = build.with_padding_masked(target, setup.common["sampling"], 1)
+    sampling = inputs.with_padding_masked(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
     with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
@@ -64,5 +65,6 @@ def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
     tree = getattr(setup.decoder(method)[0].drafter, "tree", None)
     if tree is None:
         return False
-    one, other = (setup.decode(m, prompt, width_matched=True).text for m in (Method(PLAIN, PLAIN, tree), method))
+    plain = Method(PLAIN, Drafting(PLAIN, tree=tree))
+    one, other = (setup.decode(each, prompt, width_matched=True).text for each in (plain, method))
     return one.tokens == other.tokens

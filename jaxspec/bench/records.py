@@ -1,14 +1,12 @@
 """What a benchmark measures, and what it writes down. All times are wall-clock seconds."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
-from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.stats import Stats
+from jaxspec.generation.drafting import Drafting
 
 PLAIN = "none"
 """The drafter, and the method, that the others are compared with."""
@@ -16,21 +14,15 @@ PLAIN = "none"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A drafter with its tree and schedule.
+    """What is measured, under the name that it has in tables.
 
     Attributes:
-        label: its name in tables.
-        drafter: a registered name, or a drafter object, which brings its own tree.
-        tree: the topology, or the length of a chain; None for the drafter's own default.
-        params: of a drafter object.
-        schedule: a registered name, or an object; None for the drafter's own.
+        label: its name.
+        drafting: what is drafted; its rule is that of the `Run`.
     """
 
     label: str
-    drafter: str | Drafter
-    tree: Topology | Dynamic | int | None = None
-    params: Any = None
-    schedule: str | Schedule | None = None
+    drafting: Drafting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

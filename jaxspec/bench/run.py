@@ -18,26 +18,26 @@ from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
 from jaxspec.core.checks import whole
-from jaxspec.core.protocols import Rule, Setting
+from jaxspec.core.protocols import Rule
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
-from jaxspec.generation import build
+from jaxspec.generation import inputs, memory
+from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.registry import DRAFTERS, find
+from jaxspec.registry import DRAFTERS
 
 
 def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = None) -> list[Method]:
     """Every registered drafter that these models allow, with its default tree."""
     methods = []
     for name in DRAFTERS:
-        takes = find("drafter", name).takes
-        given = {"draft": draft if "draft" in takes else None, "heads": heads if "heads" in takes else None}
+        drafting = Drafting(name, draft=draft, heads=heads).only_taken()
         try:
-            find("drafter", name).build(Setting(target, **given))
+            drafting.member(target)
         except JaxspecError:
             continue
-        methods.append(Method(name, name))
+        methods.append(Method(name, drafting))
     return [method for method in methods if method.label != PLAIN]
 
 
@@ -46,9 +46,6 @@ def measure(
     methods: Sequence[Method],
     tasks: Sequence[Task],
     *,
-    draft: Model | None = None,
-    exit_layers: int | None = None,
-    heads: DraftHeads | None = None,
     rule: str | Rule = "coupled",
     sampling: Sampling = Sampling(),
     seed: int = 0,
@@ -67,9 +64,6 @@ def measure(
         target: the model that decides.
         methods: what is compared with plain decoding, which is always measured.
         tasks: the prompts.
-        draft: the draft model of the drafter "model".
-        exit_layers: layers of the drafter "early-exit".
-        heads: of the drafter "medusa".
         rule: of the methods; plain decoding has nothing to accept.
         sampling: settings, as numbers.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
@@ -88,21 +82,14 @@ def measure(
         ArithmeticError: the target's logits were not finite.
     """
     labels = [PLAIN, *(method.label for method in (*methods, *peers))]
-    if len(set(labels)) < len(labels):
-        raise InvalidConfig(f"every method needs a label of its own, and {PLAIN!r} is plain decoding; got {labels[1:]}")
-    if not tasks or not all(task.questions for task in tasks):
-        raise InvalidConfig("expected one task or more, each of one question or more")
-    if len({task.name for task in tasks}) < len(tasks):
-        raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
+    _check(labels, tasks, sampling if peers else None)
     whole("repeats", repeats)
     whole("turns", turns)
     whole("max_new_tokens", max_new_tokens)
-    if peers and sampling.temperature != 0:
-        raise InvalidConfig(f"peers are measured greedily, at temperature 0; got {sampling.temperature}")
-    own, everyone = [Method(PLAIN, PLAIN), *methods], [Method(PLAIN, PLAIN), *methods, *peers]
+    own, everyone = [Method(PLAIN, Drafting(PLAIN)), *methods], [Method(PLAIN, Drafting(PLAIN)), *methods, *peers]
     chat = target.chat_template is not None if chat is None else chat
     common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-    setup = Setup(target, draft, exit_layers, rule, common, heads=heads)
+    setup = Setup(target, rule, common)
     decoders = {method.label: setup.decoder(method) for method in own}
     report = report or (lambda line: None)
 
@@ -114,7 +101,7 @@ def measure(
     for reason in left_out:
         report(f"left out: {reason}")
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
-    setup.capacity = max(build.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
+    setup.capacity = max(memory.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
 
     def decode(one: Method | Worker, prompt: Prompt) -> Decoded:
         return one.decode(prompt, max_new_tokens, ignore_eos) if isinstance(one, Worker) else setup.decode(one, prompt)
@@ -153,6 +140,18 @@ def measure(
     )  # fmt: skip
 
 
+def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling | None) -> None:
+    """Refuses methods or tasks that cannot be told apart, and peers beside sampling; arguments as `measure`'s."""
+    if len(set(labels)) < len(labels):
+        raise InvalidConfig(f"every method needs a label of its own, and {PLAIN!r} is plain decoding; got {labels[1:]}")
+    if not tasks or not all(task.questions for task in tasks):
+        raise InvalidConfig("expected one task or more, each of one question or more")
+    if len({task.name for task in tasks}) < len(tasks):
+        raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
+    if beside_peers is not None and beside_peers.temperature != 0:
+        raise InvalidConfig(f"peers are measured greedily, at temperature 0; got {beside_peers.temperature}")
+
+
 def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
     """The methods, beginning with another one each time."""
     by %= len(methods)
@@ -182,7 +181,7 @@ def _prompts(
                 prompt = Prompt(task.name, question.category, question.id, turn, ids, own)
                 yield prompt
                 if turn < len(asked):
-                    answer = setup.decode(Method(PLAIN, PLAIN), prompt).text
+                    answer = setup.decode(Method(PLAIN, Drafting(PLAIN)), prompt).text
                     said.append(tuple(answer.tokens) if answer.text is None else answer.text)
             first += len(asked)
 
@@ -195,7 +194,7 @@ def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
         prompt = [token for part in said for token in part]
     else:
         prompt = "\n\n".join(map(str, said))
-    return build.encode_prompts(target, [prompt], chat)[0]
+    return inputs.encode_prompts(target, [prompt], chat)[0]
 
 
 def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:

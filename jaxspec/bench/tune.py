@@ -9,7 +9,8 @@ by rank on the same prompts, follows the best static tree. It is measured as the
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,22 +19,19 @@ import numpy as np
 
 from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
-from jaxspec.core.protocols import Setting
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Dynamic, Topology, chain
+from jaxspec.core.tree import Dynamic, Topology, as_topology, chain
 from jaxspec.core.tree_search import expected_tokens, fastest_tree
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig, TuningError
-from jaxspec.generation import build
-from jaxspec.generation.drafting import Tuned
-from jaxspec.heads.companions import with_companions
+from jaxspec.generation import inputs, memory
+from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.registry import find
 from jaxspec.schedules.adaptive import Adaptive
 
 DEPTH = 8
@@ -51,12 +49,12 @@ RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "
 @named()
 def tune(
     target: Model,
-    prompts: build.Prompt | Sequence[build.Prompt],
+    prompts: inputs.Prompt | Sequence[inputs.Prompt],
     *,
     drafter: str = "prompt-lookup",
     draft: Model | None = None,
     tree: Topology | Dynamic | int | None = None,
-    exit_layers: int | None = None,
+    drafter_options: Mapping[str, Any] = MappingProxyType({}),
     heads: DraftHeads | None = None,
     rule: str = "coupled",
     sampling: Sampling = Sampling(),
@@ -64,8 +62,8 @@ def tune(
     max_new_tokens: int = 128,
     chat: bool | None = None,
     progress: Callable[[int, int], Any] | None = None,
-) -> Tuned:
-    """The schedule "adaptive" with measured costs and window widths, on a chain no deeper than pays, or on a tree.
+) -> Drafting:
+    """Measures costs and acceptance, and returns the schedule "adaptive" for them, on a tree or a chain that pays.
 
     Args:
         target: the model that decides.
@@ -74,7 +72,7 @@ def tune(
         draft: the draft model of the drafter "model".
         tree: what is tried at most: a chain's length, or a tree with branches, which is then kept. None: a chain of 8,
             or the drafter's own if that is deeper.
-        exit_layers: layers of the drafter "early-exit".
+        drafter_options: options of the drafter's own, by name.
         heads: of the drafter "medusa", whose trees are no deeper than there are heads.
         rule: a registered name.
         sampling: settings, as numbers.
@@ -87,33 +85,33 @@ def tune(
         JaxspecError: bad input, before anything compiles.
         TuningError: nothing was drafted on these prompts.
     """
-    build.need_model("target", target)
+    inputs.need_model("target", target)
     whole("max_new_tokens", max_new_tokens)
     if not isinstance(drafter, str):
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
-    setting = with_companions(Setting(target, draft, None, exit_layers, heads), drafter)
-    draft, heads = setting.draft, setting.heads
-    given = build.as_topology(tree)
+    asked = Drafting(drafter, rule, None, None, draft, heads, drafter_options)
+    found = asked.inputs(target)
+    asked = dataclasses.replace(asked, draft=found.draft, heads=found.heads)
+    given = as_topology(tree)
     if given is None:
-        own = find("drafter", drafter).build(setting)[0].shape.depth
-        given = chain(max(own, DEPTH) if heads is None else own)
+        own = asked.member(target)[0].shape.depth
+        given = chain(max(own, DEPTH) if asked.heads is None else own)
     if not isinstance(given, Topology):
         raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
-    ids = build.encode_prompts(target, prompts, chat)
-    keys = build.row_keys(key, len(ids), 1, sampling)
-    settings = build.with_padding_masked(target, sampling, 1)
+    ids = inputs.encode_prompts(target, prompts, chat)
+    keys = inputs.row_keys(key, len(ids), 1, sampling)
+    settings = inputs.with_padding_masked(target, sampling, 1)
 
-    def measured(tree: Topology) -> tuple[Tuned, np.ndarray, Decoder, Weights]:
+    def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Decoder, Weights]:
         """Also the seconds of a round by its depth, and what played."""
-        setting = Setting(target, draft, tree, exit_layers, heads)
-        schedule = Constant(widths=some_widths(tree))
-        decoder, weights = build.make_decoder(target, drafter, rule, setting, schedule=schedule)
+        played = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=some_widths(tree)))
+        decoder, weights = played.build(target)
         seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
-        tuned = conclude(drafter, tree, exit_layers, seconds, resumed, stats)
+        tuned = conclude(drafter, tree, drafter_options, seconds, resumed, stats)
         return tuned, by_depth(seconds, tree.shape.depth), decoder, weights
 
     tuned, rounds, decoder, weights = measured(given)
-    more: dict[str, Any] = {"target": target.name} | ({} if draft is None else {"draft": draft.name})
+    more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(given, rounds) if given.is_chain else None
     network = getattr(decoder.drafter, "model", None)  # whose laws it draws from, if it has any
     if costs and network and rule in RANKED:
@@ -133,7 +131,7 @@ def tune(
     return dataclasses.replace(tuned, measured=more | tuned.measured)
 
 
-def _speedup(tuned: Tuned) -> float:
+def _speedup(tuned: Drafting) -> float:
     return max(tuned.measured["speedup_by_depth"])
 
 
@@ -148,11 +146,11 @@ def _play(
 ) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
     """Seconds by depth, seconds of the rounds that caught up, and statistics, of all prompts; see `conclude`."""
     stops = jnp.full((1, 8), -1, jnp.int32)
-    slots = build.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
+    slots = memory.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
     seconds: dict[int, list[float]] = {}
     resumed, stats = [], []
     for i, prompt in enumerate(prompts):
-        request = build.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, stops, slots)
+        request = inputs.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, stops, slots)
         session = _Rounds(decoder, weights, request, slots)
         if not i:
             session.play(0)  # compiles
@@ -236,17 +234,17 @@ def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], fl
 def conclude(
     drafter: str,
     tree: Topology,
-    exit_layers: int | None,
+    options: Mapping[str, Any],
     seconds: dict[int, list[float]],
     resumed: list[tuple[int, float]],
     stats: Stats,
-) -> Tuned:
+) -> Drafting:
     """From measurements to a schedule.
 
     Args:
         drafter: by name.
         tree: that was measured.
-        exit_layers: of the drafter.
+        options: of the drafter's own.
         seconds: of rounds, by the depth they drafted to.
         resumed: rounds without a draft, and the seconds of the round of depth 1 that followed.
         stats: of all rounds; of its acceptance at a depth that no round came to, that before it is taken.
@@ -284,4 +282,4 @@ def conclude(
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    return Tuned(drafter, kept, schedule, exit_layers, measured)
+    return Drafting(drafter, tree=kept, schedule=schedule, options=dict(options), measured=measured)

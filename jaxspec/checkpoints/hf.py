@@ -82,7 +82,7 @@ def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tu
         array = common.finite(held.where, name, held.read().astype(np.float32, copy=False))
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
-    # Rotary frequencies some old files carry, which follow from rope_theta, and Medusa heads (`head_files`).
+    # Rotary frequencies some old files carry, which follow from rope_theta, and Medusa heads (`jaxspec.heads`).
     stored = {key: held.stored for key, held in tensors.items()}
     passed = re.compile(r"medusa_head\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: one.shape for key, one in stored.items() if not passed.fullmatch(key)}

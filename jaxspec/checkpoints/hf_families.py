@@ -160,11 +160,6 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if head_dim > MAX_WIDTH:
         raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
     longest = whole("max_position_embeddings", 2048)
-    activation = given.get("hidden_activation", given.get("hidden_act", "silu"))
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise CheckpointError(
-            f"{where}: activation {activation!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
-        )
     window, windowed = _windows(where, given, family, layers)
     reader = RopeReader(where, given, head_dim, longest, context)
     values: dict[str, Any] = {
@@ -180,7 +175,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "rope": reader.read("full_attention"),
         "window": window,
         "windowed": windowed,
-        "activation": _ACTIVATIONS[activation],
+        "activation": _activation(where, given),
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
@@ -192,6 +187,15 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if "query_pre_attn_scalar" in given and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
+
+
+def _activation(where: str, given: Mapping) -> str:
+    name = given.get("hidden_activation", given.get("hidden_act", "silu"))
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{where}: activation {name!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
 
 
 def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[int | None, tuple[bool, ...]]:

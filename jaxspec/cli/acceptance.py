@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.bench import temperatures
+from jaxspec.cli.drafting import add_drafter_options, check_drafter_options, load_models, own_draft
 from jaxspec.cli.options import (
     Parser,
     UsageError,
@@ -23,9 +24,7 @@ from jaxspec.cli.options import (
     add_models,
     add_split,
     check_split,
-    load_models,
     one_of,
-    own_draft,
     whole,
 )
 
@@ -49,7 +48,7 @@ def add_options(parser: Parser) -> None:
         metavar="|".join(DRAFTERS),
         help="default: model",
     )
-    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add_drafter_options(add)
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
     add("--draws", type=whole(1), default=32, metavar="N", help="samples of what has no formula (default: 32)")
 
@@ -87,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.bench.environment import describe
     from jaxspec.bench.room import fitting
     from jaxspec.cli import show
-    from jaxspec.generation import build
+    from jaxspec.generation import inputs
+    from jaxspec.generation.drafting import Drafting
 
     sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
     tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in sources]
@@ -95,11 +95,13 @@ def run(args: argparse.Namespace) -> int:
     target, draft = load_models(args)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
-    model, params = acceptance.drafting_model(target, args.drafter, draft, args.exit_layers)
+    model, params = acceptance.drafting_model(
+        target, Drafting(args.drafter, draft=draft, options=dict(args.drafter_option))
+    )
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, build.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in said]
     prompts = fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)
     runs = []
     for sampling in samplings:
@@ -157,11 +159,10 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.json and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    check_drafter_options(args)
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)
         if args.draft_model is None:
             raise UsageError("--drafter model needs --draft-model SOURCE")
-        if args.exit_layers is not None:
-            raise UsageError("--exit-layers is for --drafter early-exit, not model")
     elif args.draft_model is not None:
         raise UsageError("--draft-model is for --drafter model, not early-exit")

@@ -4,31 +4,36 @@ The exit status is 1 if a text differs and no certificate says that it is roundi
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import pathlib
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
+from jaxspec.cli.drafting import (
+    TREE_GRAMMAR,
+    add_drafter_options,
+    add_heads,
+    load_heads,
+    load_models,
+    own_draft,
+    own_heads,
+    parse_tree,
+)
 from jaxspec.cli.options import (
     MAX_NODES,
-    TREE_GRAMMAR,
     Parser,
     UsageError,
     add_chat,
-    add_heads,
     add_limits,
     add_models,
     add_split,
     check_split,
-    load_heads,
-    load_models,
     one_of,
-    own_draft,
-    own_heads,
-    parse_tree,
     whole,
 )
 from jaxspec.errors import JaxspecError, UnknownName
@@ -38,6 +43,7 @@ from jaxspec.storage.reading import check_path
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
     from jaxspec.bench.worker import Worker
+    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
 
@@ -53,7 +59,7 @@ def add_options(parser: Parser) -> None:
         f"{'|'.join(SCHEDULES)} (default: all that can be built)",
     )
     add("--tuned", metavar="FILE", help="measure also what 'jaxspec tune' found best")
-    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add_drafter_options(add)
     add_heads(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
 
@@ -111,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:
         methods = buildable(target, draft, heads)
+    else:
+        methods = [completed(method, draft, heads, dict(args.drafter_option)) for method in methods]
     workers, missing = _peers(args, target)
     report_once = show.once(show.say)
     runs = []
@@ -118,10 +126,9 @@ def run(args: argparse.Namespace) -> int:
         for sampling in samplings:
             with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=show.PARTS) as bar:
                 measured = measure(
-                    target, methods, tasks, draft=draft, exit_layers=args.exit_layers, heads=heads, rule=args.rule,
-                    sampling=sampling, seed=args.seed, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
-                    turns=args.turns, chat=args.chat, ignore_eos=args.ignore_eos, peers=workers, report=report_once,
-                    progress=bar,
+                    target, methods, tasks, rule=args.rule, sampling=sampling, seed=args.seed,
+                    max_new_tokens=args.max_new_tokens, repeats=args.repeats, turns=args.turns, chat=args.chat,
+                    ignore_eos=args.ignore_eos, peers=workers, report=report_once, progress=bar,
                 )  # fmt: skip
             runs.append(measured)
     finally:
@@ -181,6 +188,7 @@ def parse_drafters(text: str) -> list["Method"]:
         UsageError: an unknown name, or no tree.
     """
     from jaxspec.bench.records import PLAIN, Method
+    from jaxspec.generation.drafting import Drafting
 
     methods = []
     for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may have commas, too
@@ -192,8 +200,17 @@ def parse_drafters(text: str) -> list["Method"]:
             raise UsageError(f"--drafters: {UnknownName('schedule', schedule, SCHEDULES)}")
         length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
         shape = (int(tree) if length else parse_tree(tree)) if colon else None
-        methods.append(Method(spec, name, shape, schedule=schedule or None))
+        methods.append(Method(spec, Drafting(name, tree=shape, schedule=schedule or None)))
     return [method for method in methods if method.label != PLAIN]
+
+
+def completed(
+    method: "Method", draft: "Model | None", heads: "DraftHeads | None", options: Mapping[str, Any]
+) -> "Method":
+    """The method with those of the models and options that its drafter takes; its own options go before."""
+    own = method.drafting
+    all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
+    return dataclasses.replace(method, drafting=all_of.only_taken())
 
 
 def _check(args: argparse.Namespace) -> list["Method"] | None:
@@ -216,12 +233,17 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         return None
     methods = [] if args.drafters is None else parse_drafters(args.drafters)
     if args.tuned is not None:
-        methods.append(_tuned(args))
-    takes = set().union(*(find("drafter", str(method.drafter)).takes for method in methods))
-    early = ("exit_layers", "exit_layers", "early-exit")
-    for option, field, drafter in (("draft_model", "draft", "model"), early, ("heads", "heads", "medusa")):
+        from jaxspec.bench.records import Method
+        from jaxspec.generation.drafting import Drafting
+
+        methods.append(Method("tuned", Drafting.load(args.tuned)))
+    takes = set().union(*(find("drafter", str(method.drafting.drafter)).takes for method in methods))
+    for option, field, drafter in (("draft_model", "draft", "model"), ("heads", "heads", "medusa")):
         if getattr(args, option) is not None and field not in takes:
             raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
+    for name, _ in args.drafter_option:
+        if name not in takes:
+            raise UsageError(f"--drafter-option {name}: no drafter in --drafters has it")
     if "draft" in takes:
         args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
@@ -250,19 +272,3 @@ def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], d
     longest = max(target.lm.context, 1)
     models = Models(files(args.target), draft, min(longest, 2048), target.stop_ids)
     return start(parse(args.peers, draft is not None), models, args.peers_folder, show.say)
-
-
-def _tuned(args: argparse.Namespace) -> "Method":
-    """What `--tuned` stands for, as a method.
-
-    Raises:
-        UsageError: another `--exit-layers` is given.
-    """
-    from jaxspec.bench.records import Method
-    from jaxspec.generation.drafting import Tuned
-
-    tuned = Tuned.load(args.tuned)
-    if tuned.exit_layers is not None and args.exit_layers not in (None, tuned.exit_layers):
-        raise UsageError(f"--tuned exits after {tuned.exit_layers} layers, --exit-layers says {args.exit_layers}")
-    args.exit_layers = args.exit_layers or tuned.exit_layers
-    return Method("tuned", tuned.drafter, tuned.tree, schedule=tuned.schedule)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import options
+from jaxspec.cli import drafting, options
 from jaxspec.cli.options import Parser, whole
 from jaxspec.errors import CapacityError, MissingTokenizer
 
@@ -28,7 +28,7 @@ DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
 def add_options(parser: Parser) -> None:
     """All but --debug, which every command has."""
     options.add_models(parser)
-    options.add_drafting(parser)
+    drafting.add_drafting(parser)
     options.add_sampling(parser)
     options.add_ending(parser, 512)
     add = parser.add_argument_group("conversation").add_argument
@@ -40,13 +40,13 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers line by line; 1 if an answer ended in logits that are not finite."""
-    tree = options.check_drafting(args)
+    tree = drafting.check_drafting(args)
 
     from jaxspec.cli import show
 
-    target, draft = options.load_models(args)
-    heads = options.load_heads(args, target)
-    chat = Chat(target, options.stream_options(args, draft, tree, heads), args.system, args.length)
+    target, draft = drafting.load_models(args)
+    heads = drafting.load_heads(args, target)
+    chat = Chat(target, drafting.stream_options(args, draft, tree, heads), args.system, args.length)
     commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told(), answer=True)}
     for line in lines():
         if line == "/exit":
@@ -152,8 +152,6 @@ class Chat:
             MissingTokenizer: the target has no chat template.
             CapacityError: `length` is more than the target's context.
         """
-        from jaxspec.core.protocols import Setting
-        from jaxspec.generation import build
 
         if target.tokenizer is None or target.chat_template is None:
             raise MissingTokenizer(f"{target.name} has no chat template to talk with; `jaxspec generate` needs none")
@@ -161,9 +159,7 @@ class Chat:
         self.length = length or min(LENGTH, context)
         if self.length > context:
             raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
-        tree, heads = build.as_topology(settings["tree"]), settings["heads"]
-        setting = Setting(target, settings["draft"], tree, settings["exit_layers"], heads)
-        decoder, _ = build.make_decoder(target, settings["drafter"], settings["rule"], setting)
+        decoder, _ = settings["drafting"].build(target)
         self._settings = settings | {"capacity": decoder.slots(self.length)}
         self._target, self._system, self._compiled = target, system, False
         self.reset()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.table import Table
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.options import TARGET, Parser, own_draft, own_heads
+from jaxspec.cli.drafting import own_draft, own_heads
+from jaxspec.cli.options import TARGET, Parser
 from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
 from jaxspec.cli.wrap import wrap
 from jaxspec.registry import DRAFTERS, find
@@ -106,11 +107,10 @@ class Bench:
         self._compiled: set[str] = set()
 
     def _options(self, name: str, count: int) -> dict[str, Any]:
+        from jaxspec.generation.drafting import Drafting
+
         return {
-            "drafter": name,
-            "draft": self._draft if "draft" in find("drafter", name).takes else None,
-            "heads": self._heads if "heads" in find("drafter", name).takes else None,
-            "tree": LENGTHS.get(name),
+            "drafting": Drafting(name, tree=LENGTHS.get(name), draft=self._draft, heads=self._heads).only_taken(),
             "max_new_tokens": count,
             "chat": self._model.chat_template is not None,
             "verbose": False,  # the lines shown here say what is compiled

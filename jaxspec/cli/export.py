@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Exports them."""
     from jaxspec.cli import show
     from jaxspec.heads.export import export_heads
-    from jaxspec.heads.files import load_heads, open_heads, sizes_alone
+    from jaxspec.heads.files import load_heads, sizes_alone
+    from jaxspec.heads.headers import open_heads
     from jaxspec.heads.serving import check_layout
 
     # Before a target is loaded: it may be large.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import options
+from jaxspec.cli import drafting, options
 from jaxspec.cli.options import Parser, UsageError, whole
 from jaxspec.core import sizes
 
@@ -24,7 +24,7 @@ def add_options(parser: Parser) -> None:
         "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
     )
     options.add_chat(options.add_models(parser))
-    options.add_drafting(parser)
+    drafting.add_drafting(parser)
     add = options.add_sampling(parser)
     add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
     options.add_ending(parser, 128)
@@ -58,7 +58,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates as told; 1 if a text ended in logits that are not finite."""
-    tree = options.check_drafting(args)
+    tree = drafting.check_drafting(args)
     if args.logprobs is not False and not (args.json or args.out):
         raise UsageError("--logprobs are written to the JSON; give --json, too")
     if args.out and args.json:
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     import jaxspec
     from jaxspec.cli import show
 
-    target, draft = options.load_models(args)
-    heads = options.load_heads(args, target)
-    keywords = options.stream_options(args, draft, tree, heads) | {
+    target, draft = drafting.load_models(args)
+    heads = drafting.load_heads(args, target)
+    keywords = drafting.stream_options(args, draft, tree, heads) | {
         "samples": args.samples,
         "chat": args.chat,
         "logprobs": args.logprobs,

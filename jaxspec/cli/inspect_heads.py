@@ -25,7 +25,8 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     """
     from jaxspec.checkpoints.base import beside
     from jaxspec.cli import show
-    from jaxspec.heads.files import load_heads, open_heads, sizes_alone
+    from jaxspec.heads.files import load_heads, sizes_alone
+    from jaxspec.heads.headers import open_heads
     from jaxspec.heads.serving import READERS, layouts_for
 
     report: dict[str, Any] = {}

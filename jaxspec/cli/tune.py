@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from jaxspec.bench.tasks import NAMES, load
-from jaxspec.cli import options
+from jaxspec.cli import drafting, options
 from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
 from jaxspec.registry import DRAFTERS, RULES
 
@@ -21,14 +21,14 @@ def add_options(parser: Parser) -> None:
     names = "|".join(DRAFTERS)
     add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
     add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="of the longest drafts (default: 8)")
-    add("--tree", metavar="SPEC", help=f"trees instead of chains: {options.TREE_GRAMMAR}")
-    add("--exit-layers", type=whole(1), metavar="E", help="layers of the drafter 'early-exit'")
+    add("--tree", metavar="SPEC", help=f"trees instead of chains: {drafting.TREE_GRAMMAR}")
+    drafting.add_drafter_options(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
     add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl or .txt files")
     options.add_split(add)
     add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
-    options.add_heads(add)
+    drafting.add_heads(add)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
@@ -37,7 +37,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures as told."""
-    tree = options.check_drafting(args)
+    tree = drafting.check_drafting(args)
     options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
         raise UsageError("no PROMPT given; write some, or name --tasks")
@@ -50,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.bench.room import fitting
     from jaxspec.bench.tune import tune
     from jaxspec.cli import show
-    from jaxspec.generation import build
+    from jaxspec.generation import inputs
 
     said: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
         task = load(source, args.limit, args.seed, show.say, args.split)
         said += [(f"{task.name} {question.id}", question.turns[0]) for question in task.questions]
-    target, draft = options.load_models(args)
-    heads = options.load_heads(args, target)
+    target, draft = drafting.load_models(args)
+    heads = drafting.load_heads(args, target)
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, build.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in said]
     prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
     with show.Bar("measuring", parts=show.PARTS) as bar:
         tuned = tune(
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             drafter=args.drafter,
             draft=draft,
             tree=tree,
-            exit_layers=args.exit_layers,
+            drafter_options=dict(args.drafter_option),
             heads=heads,
             rule=args.rule,
             sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),

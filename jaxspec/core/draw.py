@@ -15,7 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import noise
-from jaxspec.core.sampling import GREEDY, Sampling, log_law, scores, tempered
+from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.sampling import GREEDY, Sampling
 
 
 class Noise(enum.Enum):

@@ -6,7 +6,7 @@ for one row.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
@@ -21,22 +21,22 @@ from jaxspec.errors import InvalidConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a drafter is built from by name; each takes what it needs and refuses what it cannot use.
+class DrafterInputs:
+    """What a drafter is built from by name; each takes what it needs.
 
     Attributes:
         target: the loaded target (`jaxspec.models.model.Model`).
         draft: a loaded draft model, if one was given.
         tree: the wished topology; None for the drafter's own default.
-        exit_layers: layers of an early exit; None for the default.
-        heads: loaded heads, if some were given (`jaxspec.heads.files.DraftHeads`).
+        heads: loaded heads, if some were given (`jaxspec.heads.network.DraftHeads`).
+        options: options of the drafter's own, by name. The drafter checks their values.
     """
 
     target: Any
     draft: Any = None
     tree: Topology | Dynamic | None = None
-    exit_layers: int | None = None
     heads: Any = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ class Drafter(Protocol):
     """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop.
 
     Attributes:
-        takes: the fields of `Setting`, besides the target, that `build` makes use of.
+        takes: the fields of `DrafterInputs`, besides the target, and the options that `build` makes use of.
 
     One that never draws may say so by `draws = False`; its rounds then draw no more noise than their verdict needs.
     """
@@ -130,7 +130,7 @@ class Drafter(Protocol):
     takes: ClassVar[frozenset[str]]
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
         """The drafter for these models, and its parameters (None if it has none of its own)."""
         ...
 

@@ -282,3 +282,15 @@ def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
     except TypeError:  # no length, or an array without an axis
         return None
     return None if None in found else found  # pyright: ignore[reportReturnType]
+
+
+def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
+    """A draft length stands for a chain."""
+    if tree is None or isinstance(tree, (Topology, Dynamic)):
+        return tree
+    if index(tree) is None:
+        raise InvalidConfig(
+            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length, a whole number from 0; got "
+            f"{shown(tree)}"
+        )
+    return chain(tree)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.sampling import Sampling, highest, log_prob
+from jaxspec.core.laws import highest, log_prob
+from jaxspec.core.sampling import Sampling
 from jaxspec.decode.state import Logprobs
 
 
@@ -34,10 +35,10 @@ def along(
         tokens: the token after each.
         count: the largest number of tokens in a row; zeros after it.
         logits: the target's, raw.
-        scores: the same, as `jaxspec.core.sampling.scores` gives them.
+        scores: the same, as `jaxspec.core.laws.scores` gives them.
         sampling: the rows' settings.
         top: K.
-        drawn: see `jaxspec.core.sampling.log_prob`.
+        drawn: see `jaxspec.core.laws.log_prob`.
     """
 
     def at(depth: Array) -> Logprobs:

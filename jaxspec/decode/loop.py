@@ -17,12 +17,14 @@ from jaxtyping import Array, Int
 from jaxspec.core import cache as caches
 from jaxspec.core import noise, sizes
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule, no_feature
-from jaxspec.core.records import Advance, Context, Proposal, Status, Window
-from jaxspec.core.sampling import GREEDY, scores
+from jaxspec.core.laws import scores
+from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule
+from jaxspec.core.records import Context, Proposal, Status, Window
+from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
 from jaxspec.decode import logprobs
 from jaxspec.decode.commit import Outcome, commit
+from jaxspec.decode.prefill import prefill
 from jaxspec.decode.proposal import first_nodes, kept, rooted
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verdict import judge
@@ -160,47 +162,7 @@ class Decoder:
 
     def prefill(self, weights: Weights, state: State) -> State:
         """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it."""
-        causal = jnp.asarray(np.tri(self.chunk, dtype=bool))[None].repeat(state.length.shape[0], 0)
-        steps = jnp.arange(self.chunk)
-
-        def body(carry: tuple[State, Array]) -> tuple[State, Array]:
-            state, last = carry
-            cursor = state.cache.length
-            positions = cursor[:, None] + steps
-            # One entry more, because a row that was decoded before has told its drafter of the root.
-            text = jnp.take_along_axis(
-                state.tokens,
-                jnp.minimum(cursor[:, None] + jnp.arange(self.chunk + 1), state.tokens.shape[1] - 1),
-                1,
-            )
-            window = Window(text[:, :-1], positions, causal)
-            features, entries = self.target.apply(weights.target, window, state.cache)
-            count = jnp.clip(state.length - 1 - cursor, 0, self.chunk)
-            cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
-            # A commit writes zeros for what is not finite; text must not go on from there.
-            broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in entries]).all(0) & (steps < count[:, None])
-            status = jnp.where(broken.any(-1), Status.ERROR, state.status).astype(jnp.int32)
-            ahead = state.absorbed - cursor  # 0, or 1 where the root was told before
-            shift = ahead[:, None] + steps
-            before = jnp.concatenate([last[:, None], features], axis=1)
-            advance = Advance(
-                jnp.take_along_axis(text, shift, 1),
-                jnp.take_along_axis(before, shift[:, :, None], 1),
-                jnp.clip(state.length - state.absorbed, 0, self.chunk),
-                None,
-                state.tokens,
-                state.absorbed,
-            )
-            draft = self.drafter.absorb(weights.draft, state.draft, advance)
-            absorbed = state.absorbed + advance.count
-            state = state._replace(cache=cache, draft=draft, absorbed=absorbed, status=status)
-            return state, features[:, -1]
-
-        def unread(carry: tuple[State, Array]) -> Array:
-            return jnp.any(carry[0].absorbed < carry[0].length)
-
-        before_first = no_feature(self.target, weights.target, state.cache)
-        return lax.while_loop(unread, body, (state, before_first))[0]
+        return prefill(self.target, self.drafter, self.chunk, weights, state)
 
     def step(self, weights: Weights, state: State) -> State:
         """One round: every running row emits 1 to D + 1 tokens."""

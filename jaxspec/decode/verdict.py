@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Noise
+from jaxspec.core.laws import log_law
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Proposal, Verdict
-from jaxspec.core.sampling import GREEDY, Sampling, log_law
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.decode.proposal import distinct
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.core.checks import index
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import LanguageModel, Setting
+from jaxspec.core.protocols import DrafterInputs, LanguageModel
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import buffer, check, grow
@@ -36,16 +36,16 @@ class EarlyExit:
         check(self.model, self.tree)
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
-        target = setting.target.lm
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        target = inputs.target.lm
         total = getattr(target, "depth", None)
         if total is None or not hasattr(target, "layers"):
             raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
-        layers = max(1, total // 3) if setting.exit_layers is None else setting.exit_layers
+        layers = inputs.options.get("exit_layers", max(1, total // 3))
         number = index(layers)
         if number is None or not 1 <= number < total:
             raise InvalidConfig(f"early exit after {shown(layers)} layers; the target has {total}, so 1 to {total - 1}")
-        return cls(dataclasses.replace(target, layers=number), setting.tree or chain(4)), None
+        return cls(dataclasses.replace(target, layers=number), inputs.tree or chain(4)), None
 
     @property
     def shape(self) -> TreeShape:

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import LanguageModel, Setting
+from jaxspec.core.protocols import DrafterInputs, LanguageModel
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
@@ -59,18 +59,18 @@ class Medusa:
             raise InvalidConfig(f"the tree has nodes of {width} children, the heads a vocabulary of {self.config.rows}")
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
-        heads, lm = setting.heads, setting.target.lm
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        heads, lm = inputs.heads, inputs.target.lm
         if heads is None:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
         config: HeadsConfig = heads.config
-        check_target(config, setting.target)
+        check_target(config, inputs.target)
         dtype = getattr(lm, "dtype", None)  # matrices are multiplied in the target's
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of the rows that are guessed from: far fewer bytes a round than all of them.
-            params["rows"] = lm.unembedding(setting.target.params)[heads.params["tokens"]]
-        tree: Any = setting.tree or heads.tree or chain(config.num_heads)
+            params["rows"] = lm.unembedding(inputs.target.params)[heads.params["tokens"]]
+        tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
 
     @property

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import LanguageModel, Setting, no_feature
+from jaxspec.core.protocols import DrafterInputs, LanguageModel, no_feature
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import buffer, check, grow
@@ -46,16 +46,16 @@ class ModelDraft:
         check(self.model, self.tree)
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
-        if setting.draft is None:
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        if inputs.draft is None:
             raise MissingDraft("the drafter 'model' needs a draft model (draft=..., or --draft-model)")
-        draft, target = setting.draft.lm, setting.target.lm
+        draft, target = inputs.draft.lm, inputs.target.lm
         if draft.vocab != target.vocab:
             raise VocabMismatch(
                 f"the draft model has a vocabulary of {draft.vocab} tokens, the target of {target.vocab}; "
                 "they must share one"
             )
-        return cls(draft, setting.tree or chain(4)), setting.draft.params
+        return cls(draft, inputs.tree or chain(4)), inputs.draft.params
 
     @property
     def shape(self) -> TreeShape:

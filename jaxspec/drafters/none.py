@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import Setting
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 
@@ -25,8 +25,8 @@ class NoDraft:
     draws: ClassVar[bool] = False
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
-        return cls(setting.tree or chain(0)), None
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        return cls(inputs.tree or chain(0)), None
 
     @property
     def shape(self) -> TreeShape:

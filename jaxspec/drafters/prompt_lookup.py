@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import Setting
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.errors import InvalidConfig
@@ -42,8 +42,8 @@ class PromptLookup:
             raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
 
     @classmethod
-    def build(cls, setting: Setting) -> tuple[Self, Params]:
-        return (cls() if setting.tree is None else cls(setting.tree)), None
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        return (cls() if inputs.tree is None else cls(inputs.tree)), None
 
     @property
     def shape(self) -> TreeShape:

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxspec.core import noise
 from jaxspec.core.draw import Noise
-from jaxspec.generation.plan import Plan
+from jaxspec.generation.job import Job
 from jaxspec.models.out_major import ByOutput
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
@@ -30,32 +30,32 @@ from jaxspec.text.tokenizer import Tokenizer
 _DEPTH = 24  # of nested values that are described; deeper ones are named by their type
 
 
-def describe(plan: Plan, stops: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that decides the texts of a plan, by name.
+def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
+    """Everything that decides the texts of a job, by name.
 
     Args:
-        plan: the job.
+        job: the job.
         stops: the strings that end a text.
     """
-    decoder, lm = plan.decoder, plan.target.lm
-    sampling = {f.name: _numbers(getattr(plan.sampling, f.name)) for f in dataclasses.fields(plan.sampling)}
+    decoder, lm = job.decoder, job.target.lm
+    sampling = {f.name: _numbers(getattr(job.sampling, f.name)) for f in dataclasses.fields(job.sampling)}
     free = decoder.rule.noise is Noise.SHARED and bool(decoder.widths)
     drafting = (decoder.drafter, decoder.schedule, decoder.widths)
     return {
         "noise": noise.VERSION,
         "network": static(lm),
         "context": lm.context,
-        "weights": digest(weights(plan.target.params)),
-        "tokenizer": None if plan.target.tokenizer is None else _tokens(plan.target.tokenizer),
-        "prompts": digest(plan.ids),
-        "key": digest(np.asarray(jax.random.key_data(plan.keys)).tolist()),
+        "weights": digest(weights(job.target.params)),
+        "tokenizer": None if job.target.tokenizer is None else _tokens(job.target.tokenizer),
+        "prompts": digest(job.ids),
+        "key": digest(np.asarray(jax.random.key_data(job.keys)).tolist()),
         "sampling": digest(sampling),
-        "max_new_tokens": int(plan.max_new_tokens),
-        "samples": int(plan.samples),
-        "stops": digest([list(stops), np.asarray(plan.stop_ids).tolist()]),
+        "max_new_tokens": int(job.max_new_tokens),
+        "samples": int(job.samples),
+        "stops": digest([list(stops), np.asarray(job.stop_ids).tolist()]),
         "rule": static(decoder.rule),
-        "logprobs": plan.logprobs,
-        "drafter": "any" if free else digest([static(drafting), weights(plan.weights.draft)]),
+        "logprobs": job.logprobs,
+        "drafter": "any" if free else digest([static(drafting), weights(job.weights.draft)]),
     }
 
 

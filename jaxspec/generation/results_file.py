@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxspec.errors import InvalidConfig, StorageError, shown
 from jaxspec.generation import fingerprint
+from jaxspec.generation.job import Job
 from jaxspec.generation.output import Generation
-from jaxspec.generation.plan import Plan
 from jaxspec.storage import writing
 from jaxspec.storage.plain import plain, typed
 from jaxspec.storage.reading import check_path
@@ -48,13 +48,13 @@ class Journal:
         StorageError: a file cannot be read or written.
     """
 
-    def __init__(self, path: str | os.PathLike, plan: Plan, stops: tuple[str, ...]):
+    def __init__(self, path: str | os.PathLike, job: Job, stops: tuple[str, ...]):
         self.done = dict[int, Generation]()
-        self._plan, self._places = plan, dict[int, tuple[int, int]]()  # of each row's line: where it begins, its size
+        self._job, self._places = job, dict[int, tuple[int, int]]()  # of each row's line: where it begins, its size
         self._path = _checked(path)
         self._beside = self._path.with_name(self._path.name + BESIDE)
-        about = json.loads(json.dumps(fingerprint.describe(plan, stops)))
-        self._job = fingerprint.digest([VERSION, about])
+        about = json.loads(json.dumps(fingerprint.describe(job, stops)))
+        self._digest = fingerprint.digest([VERSION, about])
         try:
             self._open(about)
             for part in map(writing.part_of, (self._path, self._beside)):
@@ -108,7 +108,7 @@ class Journal:
             )
         size = self._read_lines(damage) if held else 0
         if there != about:
-            content = {"format": "jaxspec-texts", "version": VERSION, "job": self._job, "about": about}
+            content = {"format": "jaxspec-texts", "version": VERSION, "job": self._digest, "about": about}
             writing.write_whole(self._beside, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
         if held and size < self._path.stat().st_size:
             os.truncate(self._path, size)
@@ -175,11 +175,11 @@ class Journal:
 
     def _given(self, index: int) -> Any:
         """The prompt as it was given: text, messages or token ids."""
-        given = self._plan.given[index]
+        given = self._job.given[index]
         if isinstance(given, str):
             return given
         if not isinstance(given[0], Mapping):
-            return self._plan.ids[index]
+            return self._job.ids[index]
         messages = [dict(message) for message in given]
         try:
             return json.loads(json.dumps(messages, allow_nan=False))
@@ -187,7 +187,7 @@ class Journal:
             return [{name: message[name] for name in ("role", "content")} for message in messages]
 
     def _checksum(self, body: bytes) -> str:
-        return hashlib.sha256(self._job.encode() + body).hexdigest()[:16]
+        return hashlib.sha256(self._digest.encode() + body).hexdigest()[:16]
 
     def _take(self, line: bytes) -> tuple[int, Generation]:
         """The row and the text of a line.
@@ -203,19 +203,19 @@ class Journal:
             raise ValueError("it does not match its checksum, so it was changed, or is of another job")
         record = json.loads(body + b"}")
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
-        index, plan = typed(record["index"], int, "index"), self._plan
-        row = index * plan.samples + values["sample"]
-        if not (0 <= index < len(plan.ids) and 0 <= values["sample"] < plan.samples):
+        index, job = typed(record["index"], int, "index"), self._job
+        row = index * job.samples + values["sample"]
+        if not (0 <= index < len(job.ids) and 0 <= values["sample"] < job.samples):
             raise ValueError(
-                f"it is of prompt {index}, sample {values['sample']}; there are {len(plan.ids)} prompts with "
-                f"{plan.samples} samples each"
+                f"it is of prompt {index}, sample {values['sample']}; there are {len(job.ids)} prompts with "
+                f"{job.samples} samples each"
             )
-        return row, Generation(prompt=index, prompt_tokens=plan.prompt(row), **values)
+        return row, Generation(prompt=index, prompt_tokens=job.prompt(row), **values)
 
     def _put_in_order(self) -> None:
         """Once all texts are there, moves the lines into the order of the prompts."""
         order = sorted(self._places)
-        if len(order) < self._plan.rows or order == list(self._places):
+        if len(order) < self._job.rows or order == list(self._places):
             return
 
         def write(file: Any) -> None:

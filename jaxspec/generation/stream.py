@@ -13,8 +13,8 @@ from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats, from_draft
+from jaxspec.generation.job import Batch, Job
 from jaxspec.generation.output import Chunk, Generation, Output
-from jaxspec.generation.plan import Batch, Plan
 from jaxspec.models.model import Model
 from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.stops import StopStrings
@@ -31,7 +31,7 @@ class Stream(Iterator[Chunk]):
 
     def __init__(
         self,
-        plan: Plan,
+        job: Job,
         batches: Sequence[Batch],
         stops: StopStrings,
         *,
@@ -43,12 +43,12 @@ class Stream(Iterator[Chunk]):
         notice: Notice | None = None,
     ):
         self._notice = notice or Notice(False)
-        self._plan, self._stops, self._on_token, self._on_end = plan, stops, on_token, on_end
+        self._job, self._stops, self._on_token, self._on_end = job, stops, on_token, on_end
         self._batches, self._rounds, self._timing = collections.deque(batches), rounds, Timing()
         self._generations = dict(done or {})
         self._ready: list[Chunk] = []
         self._whole = len(batches) == 1 and not batches[0].waiting and not done
-        self.memory = max(map(plan.memory, batches), default=0)
+        self.memory = max(map(job.memory, batches), default=0)
         # Of the batch that is being decoded:
         self._session: Session | None = None
         self._waiting: collections.deque[int] = collections.deque()
@@ -72,7 +72,7 @@ class Stream(Iterator[Chunk]):
     def __repr__(self) -> str:
         ended = sum(row.finish_reason is not None for row in self._generations.values())
         tokens = sum(len(row.tokens) for row in self._generations.values())
-        return f"Stream({ended} of {self._plan.rows} rows ended, {tokens} tokens so far)"
+        return f"Stream({ended} of {self._job.rows} rows ended, {tokens} tokens so far)"
 
     def _begin(self, session: Session | None = None) -> None:
         """The next batch."""
@@ -83,10 +83,10 @@ class Stream(Iterator[Chunk]):
         first, self._waiting = batch.first, collections.deque(batch.waiting)
         if session is None:
             self._session = None  # its memory goes before the next one's comes
-            plan = self._plan
-            request = plan.request(first, batch.capacity)
+            job = self._job
+            request = job.request(first, batch.capacity)
             session = Session(
-                plan.decoder, plan.weights, request, batch.capacity, plan.mesh, len(batch.rows), self._notice
+                job.decoder, job.weights, request, batch.capacity, job.mesh, len(batch.rows), self._notice
             )
         session.notice = self._notice
         self._session = session
@@ -94,11 +94,11 @@ class Stream(Iterator[Chunk]):
         self._looked = fetch(session.state.round)
 
     def _row(self, row: int) -> "_Row":
-        plan = self._plan
-        text = None if plan.target.tokenizer is None else ""
-        out = Generation(row // plan.samples, row % plan.samples, plan.prompt(row), [], text)
+        job = self._job
+        text = None if job.target.tokenizer is None else ""
+        out = Generation(row // job.samples, row % job.samples, job.prompt(row), [], text)
         self._generations[row] = out
-        return _Row(row, out, plan.target, self._stops, self._on_token)
+        return _Row(row, out, job.target, self._stops, self._on_token)
 
     def _look(self, session: Session) -> None:
         """Fetches what the device has written, ends the rows that the host must end, and gives their places away."""
@@ -133,7 +133,7 @@ class Stream(Iterator[Chunk]):
         while self._waiting and any(free):
             rows = [self._waiting.popleft() if some and self._waiting else None for some in free]
             places = [-1 if row is None else some.pop(0) for row, some in zip(rows, free)]
-            session.replace(places, self._plan.request(rows, session.capacity))
+            session.replace(places, self._job.request(rows, session.capacity))
             for group, (place, row) in enumerate(zip(places, rows)):
                 if row is not None:
                     b = group * len(self._places) // len(places) + place
@@ -141,7 +141,7 @@ class Stream(Iterator[Chunk]):
 
     def _by_group(self) -> list[list["_Row | None"]]:
         """The places of each group of devices."""
-        count = groups(self._plan.mesh)
+        count = groups(self._job.mesh)
         size = len(self._places) // count
         return [self._places[i * size : (i + 1) * size] for i in range(count)]
 
@@ -158,7 +158,7 @@ class Stream(Iterator[Chunk]):
         """The statistics of the rows at these places, as they are now."""
         state = session.state
         log, start, rounds = map(fetch, (state.log, state.start, state.round))
-        alternatives, logprobs = self._plan.logprobs, state.logprobs
+        alternatives, logprobs = self._job.logprobs, state.logprobs
         if alternatives is not None:
             logprobs = jax.tree.map(fetch, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
         for b in places:

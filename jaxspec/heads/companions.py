@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.presets import PRESETS
-from jaxspec.core.protocols import Setting
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
@@ -17,22 +17,22 @@ from jaxspec.models.model import Model
 _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def with_companions(setting: Setting, drafter: str) -> Setting:
-    """The setting with what the drafter of this name needs and was not given, where the target's preset has it."""
-    preset = PRESETS.get(setting.target.preset or "")
+def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
+    """Adds what the drafter of this name needs and was not given, where the target's preset has it."""
+    preset = PRESETS.get(inputs.target.preset or "")
     if preset is None:
-        return setting
-    loaded = _LOADED.setdefault(setting.target, {})
-    if drafter == "medusa" and setting.heads is None and preset.heads:
+        return inputs
+    loaded = _LOADED.setdefault(inputs.target, {})
+    if drafter == "medusa" and inputs.heads is None and preset.heads:
         if "heads" not in loaded:
-            loaded["heads"] = load_heads(preset.name, target=setting.target)
+            loaded["heads"] = load_heads(preset.name, target=inputs.target)
         heads: DraftHeads = loaded["heads"]
-        return dataclasses.replace(setting, heads=heads)
-    if drafter == "model" and setting.draft is None and preset.draft:
+        return dataclasses.replace(inputs, heads=heads)
+    if drafter == "model" and inputs.draft is None and preset.draft:
         if "draft" not in loaded:
-            loaded["draft"] = load(preset.draft, dtype=_dtype(setting.target))
-        return dataclasses.replace(setting, draft=loaded["draft"])
-    return setting
+            loaded["draft"] = load(preset.draft, dtype=_dtype(inputs.target))
+        return dataclasses.replace(inputs, draft=loaded["draft"])
+    return inputs
 
 
 def _dtype(target: Model) -> str:

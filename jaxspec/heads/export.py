@@ -1,4 +1,4 @@
-"""Writes draft heads for other systems: see `head_layouts` for the layouts and who reads them."""
+"""Writes draft heads for other systems: see `jaxspec.heads.layouts` for the layouts and who reads them."""
 
 import dataclasses
 import os

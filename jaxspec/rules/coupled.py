@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.laws import choose
 from jaxspec.core.records import Proposal, Verdict
-from jaxspec.core.sampling import Sampling, choose
+from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape
 
 

@@ -1,7 +1,6 @@
-"""A whole job of decoding, checked: what `generate` and `stream` make of what they are called with."""
+"""A whole job of decoding, checked: what `generate` and `stream` make of their arguments."""
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,21 +11,17 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
-from jaxspec.core.mesh import everywhere, groups
-from jaxspec.core.protocols import Setting
+from jaxspec.core.mesh import everywhere, fetch, groups
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.loop import Decoder
+from jaxspec.decode.notice import Notice
+from jaxspec.decode.session import Session
 from jaxspec.decode.state import Request, Weights
-from jaxspec.errors import InvalidConfig
-from jaxspec.generation import build
-from jaxspec.generation.drafting import as_tuned
-from jaxspec.heads.files import load_heads
+from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.generation import inputs, memory
+from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
-
-DRAFTER = "prompt-lookup"
-"""Where a user names none."""
 
 
 class Batch(NamedTuple):
@@ -48,7 +43,7 @@ class Batch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
+class Job:
     """What is to be decoded, checked. A row is one sample of one prompt; those of a prompt stand together.
 
     Attributes:
@@ -96,10 +91,10 @@ class Plan:
             return np.asarray(value)[at] if per_row else value
 
         sampling = Sampling(**{field.name: own(field.name) for field in dataclasses.fields(Sampling)})
-        return build.make_request(
+        return inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),
-            build.with_padding_masked(self.target, sampling, len(at)),
+            inputs.with_padding_masked(self.target, sampling, len(at)),
             [0 if row is None else self.max_new_tokens for row in rows],
             jnp.broadcast_to(self.stop_ids, (len(at), self.stop_ids.shape[1])),
             size,
@@ -129,7 +124,7 @@ class Plan:
 
         def slots(rows: Sequence[int], batch: int) -> int:
             longest = max(len(self.prompt(row)) for row in rows) + self.max_new_tokens
-            return build.fit_capacity(self.decoder, self.weights, longest, batch, capacity)
+            return memory.fit_capacity(self.decoder, self.weights, longest, batch, capacity)
 
         def rounded(rows: int) -> int:
             count = groups(self.mesh)  # each has as many places
@@ -147,63 +142,76 @@ class Plan:
     def memory(self, batch: Batch) -> int:
         """Bytes of the caches of a batch; where rows are replaced, one row more in every group of devices."""
         rows = batch.places + groups(self.mesh) * (bool(batch.waiting))
-        return build.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
+        return memory.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 
-def plan(
+def make_job(
     target: Model,
     prompts: Any,
+    drafting: Drafting,
     *,
-    key: Any,
-    drafter: Any,
-    rule: Any,
-    sampling: Any,
-    max_new_tokens: Any,
-    draft: Model | None,
-    draft_params: Any,
-    tree: Topology | Dynamic | int | None,
-    exit_layers: int | None,
-    heads: Any,
-    schedule: Any,
-    tuned: Any,
-    samples: Any,
-    chat: bool | None,
-    stop_ids: Sequence[int],
-    ignore_eos: bool,
-    logprobs: Any,
-    width_matched: bool,
-    mesh: Any,
-) -> Plan:
-    """All checks that need no memory on the device; arguments as those of `jaxspec.stream`."""
+    key: Any = None,
+    sampling: Any = Sampling(),
+    max_new_tokens: Any = 128,
+    samples: Any = 1,
+    chat: bool | None = None,
+    stop_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    logprobs: Any = False,
+    width_matched: bool = False,
+    mesh: Any = None,
+) -> Job:
+    """Makes a job of what a user handed in; arguments as those of `jaxspec.generate`.
+
+    Raises:
+        JaxspecError: whatever can be found wrong without memory on the device.
+    """
     max_new_tokens = whole("max_new_tokens", max_new_tokens)
-    samples = whole("samples", samples, 1, build.MOST_SAMPLES)
-    build.need_model("target", target)
+    samples = whole("samples", samples, 1, inputs.MOST_SAMPLES)
+    inputs.need_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
     elif (parts := getattr(target.lm, "shards", 1)) > 1:
         raise InvalidConfig(f"{target.name} is split over {parts} devices; give the mesh, too (mesh=...)")
-    prompts = build.as_prompts(prompts)
-    ids = build.encode_prompts(target, prompts, chat)
-    build.check_sampling(sampling, len(ids) * samples, target.lm.vocab)
-    keys = build.row_keys(key, len(ids), samples, sampling)
-    stopping = build.stop_array(target, stop_ids, ignore_eos, 1)
-    alternatives = build.check_logprobs(logprobs)
+    prompts = inputs.as_prompts(prompts)
+    ids = inputs.encode_prompts(target, prompts, chat)
+    inputs.check_sampling(sampling, len(ids) * samples, target.lm.vocab)
+    keys = inputs.row_keys(key, len(ids), samples, sampling)
+    stopping = inputs.stop_array(target, stop_ids, ignore_eos, 1)
+    alternatives = inputs.check_logprobs(logprobs)
     if alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives}: {target.name} has no more than {target.lm.vocab} tokens")
-    if tuned is not None:
-        more = any(given is not None for given in (tree, exit_layers, draft_params, schedule))
-        if not isinstance(drafter, str) or drafter != DRAFTER or more:
-            raise InvalidConfig("tuned= says how to draft; give it without drafter, tree, exit_layers or schedule")
-        told = as_tuned(tuned)
-        drafter, tree, exit_layers, schedule = told.drafter, told.tree, told.exit_layers, told.schedule
-    heads = load_heads(heads, target=target) if isinstance(heads, (str, os.PathLike)) else heads
-    setting = Setting(target, draft, build.as_topology(tree), exit_layers, heads)
     widths = () if flag("width_matched", width_matched) else (1,)
-    decoder, weights = build.make_decoder(
-        target, drafter, rule, setting, draft_params, schedule,
-        widths=widths, top_logprobs=sizes.top_logprobs(alternatives, target.lm.vocab),
-    )  # fmt: skip
+    decoder, weights = drafting.build(
+        target, widths=widths, top_logprobs=sizes.top_logprobs(alternatives, target.lm.vocab)
+    )
     if mesh is not None:
         weights = weights._replace(draft=everywhere(weights.draft, mesh))
     asked = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
-    return Plan(target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, asked, mesh)
+    return Job(target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, asked, mesh)
+
+
+def extend(session: Session, job: Job) -> Batch:
+    """Appends a job's prompts to the rows of a session.
+
+    Raises:
+        InvalidConfig: the session was begun with other settings.
+        CapacityError: the session has too few slots.
+    """
+    if session.decoder != job.decoder or session.rows != job.rows or session.mesh != job.mesh:
+        raise InvalidConfig("a session goes on with the settings and the number of rows it began with")
+    longest = int(fetch(session.state.length).max()) + max(map(len, job.ids)) + job.max_new_tokens
+    if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
+        raise CapacityError(
+            f"the session has room for {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
+            "begin with a larger capacity=..."
+        )
+    batch = Batch(list(range(job.rows)), len(session.state.length), session.capacity)
+    session.extend(job.request(batch.first, session.capacity))
+    return batch
+
+
+def say_rounded(notice: Notice, capacity: int | None, batches: Sequence[Batch]) -> None:
+    """Says that caches get more slots than were asked for, where they do."""
+    if capacity is not None and batches and batches[0].capacity != capacity:
+        notice.say(f"capacity {capacity} is rounded up to {batches[0].capacity} slots, whole blocks of {sizes.BLOCK}")

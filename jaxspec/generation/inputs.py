@@ -1,9 +1,6 @@
-"""From what a user hands in to a `Request`: every check happens here, before anything compiles."""
+"""What a user hands in, checked before anything compiles: prompts, keys, sampling, stop tokens; and the `Request`."""
 
 import dataclasses
-import functools
-import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,104 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core import sizes
-from jaxspec.core.checks import INT32, flag, index
-from jaxspec.core.protocols import Drafter, Rule, Schedule, Setting
+from jaxspec.core.checks import flag, index
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Dynamic, Topology, chain
-from jaxspec.decode.loop import Decoder
-from jaxspec.decode.state import Request, Weights
-from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
-from jaxspec.heads.companions import with_companions
-from jaxspec.heads.network import check_heads
+from jaxspec.decode.state import Request
+from jaxspec.errors import EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
 from jaxspec.models.model import Model
-from jaxspec.registry import find
-from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.text.tokenizer import refuse_difference
 
-NODE_COST, INT8_ON_CPU = 0.1, 0.55
-"""What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
 MOST_SAMPLES = 1 << 20
 """Of a prompt."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or the messages of a chat."""
-
-
-def make_decoder(
-    target: Model,
-    drafter: Any,
-    rule: Any,
-    setting: Setting,
-    draft_params: Any = None,
-    schedule: Any = None,
-    **options: Any,
-) -> tuple[Decoder, Weights]:
-    """The decoder of members given by name or as objects (a drafter object brings its own tree).
-
-    Without a schedule every round drafts all of the tree; where it is copied, not drawn, only while that pays. A
-    drafter by name that is given no draft model, or no heads, takes those of the target's preset.
-    """
-    if setting.draft is not None:
-        need_model("draft", setting.draft)
-    if setting.heads is not None:
-        check_heads(setting.heads)
-    given = {f.name for f in dataclasses.fields(setting) if getattr(setting, f.name) is not None} - {"target"}
-    if isinstance(drafter, str):
-        member = find("drafter", drafter)
-        if unused := given - member.takes:
-            raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
-        if draft_params is not None:
-            raise InvalidConfig(f"draft_params are those of a drafter object; the drafter {drafter!r} brings its own")
-        setting = with_companions(setting, drafter)
-        if setting.draft is not None and setting.draft.tokenizer is not None and target.tokenizer is not None:
-            refuse_difference(target.tokenizer, setting.draft.tokenizer)
-        drafter, draft_params = member.build(setting)
-    elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
-        raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
-    elif given:
-        raise InvalidConfig(f"{', '.join(sorted(given))} build a drafter by name; a drafter object has its own")
-    elif not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
-        raise InvalidConfig(f"draft_params must be arrays, or a pytree of them, got {shown(draft_params)}")
-    if isinstance(rule, str):
-        rule = find("rule", rule)()
-    elif isinstance(rule, type) or not isinstance(rule, Rule):
-        raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
-    if schedule is None:
-        copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
-        schedule = while_it_pays(drafter.shape.nodes, node_cost(target)) if copies else Constant()
-    elif isinstance(schedule, str):
-        schedule = find("schedule", schedule)()
-    elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
-        raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {shown(schedule)}")
-    return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
-
-
-def node_cost(target: Model) -> float:
-    """See `NODE_COST`. A CPU reads weights of one byte anew for each of a few tokens."""
-    bytes_ = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
-    return INT8_ON_CPU if bytes_ and jax.default_backend() == "cpu" else NODE_COST
-
-
-def while_it_pays(nodes: int, each: float = NODE_COST) -> Adaptive:
-    """The schedule of copied drafts, in windows of `nodes` tokens that cost `each` plain rounds.
-
-    A round reads one token or a whole window, and deep drafts are hoped for, as what is copied is mostly right. Two
-    whole windows may fail before any is right.
-    """
-    more = each * (nodes - 1)
-    return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())
-
-
-def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
-    """A draft length stands for a chain."""
-    if tree is None or isinstance(tree, (Topology, Dynamic)):
-        return tree
-    if index(tree) is None:
-        raise InvalidConfig(
-            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length, a whole number from 0; got "
-            f"{shown(tree)}"
-        )
-    return chain(tree)
 
 
 def need_model(name: str, model: Any) -> None:
@@ -263,63 +172,6 @@ def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: 
     row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
     row[: len(ids)] = ids
     return jnp.broadcast_to(jnp.asarray(row), (batch, row.size))
-
-
-def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
-    """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
-
-    A capacity that is given is rounded up to whole blocks.
-
-    Raises:
-        CapacityError: longer than the model's context, or than the capacity that was asked for, or more than a machine
-            holds.
-    """
-    if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
-        raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
-    context = decoder.target.context
-    if longest > context:
-        raise CapacityError(
-            f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
-            "shorten the prompt or lower max_new_tokens "
-            f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
-        )
-    need = decoder.slots(longest)
-    if capacity is not None and capacity < need:
-        raise CapacityError(
-            f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
-            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
-        )
-    slots = sizes.shared(need) if capacity is None else sizes.whole_blocks(int(capacity))
-    if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
-        raise CapacityError(
-            f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
-            f"{machine_bytes() / 1e9:.0f} GB there are; lower max_new_tokens, samples or capacity, or give batch="
-        )
-    return slots
-
-
-def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
-    """Memory of what target and drafter remember."""
-    cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
-    draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
-
-
-@functools.cache
-def machine_bytes() -> float:
-    """Memory of the devices, all together; infinite where it is not known."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return math.inf
-
-
-def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
-    size = cache_bytes(decoder, weights, batch, slots)
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], size: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,64 @@
+"""Reads prompts, before the first round and when more text is appended."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxspec.core import cache as caches
+from jaxspec.core.protocols import Drafter, LanguageModel, no_feature
+from jaxspec.core.records import Advance, Status, Window
+from jaxspec.decode.state import State, Weights
+
+
+def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weights, state: State) -> State:
+    """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it.
+
+    Args:
+        target: reads.
+        drafter: absorbs what was read.
+        chunk: tokens read at once.
+        weights: of both.
+        state: of rows, some of whose text may be read already.
+    """
+    causal = jnp.asarray(np.tri(chunk, dtype=bool))[None].repeat(state.length.shape[0], 0)
+    steps = jnp.arange(chunk)
+
+    def body(carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, last = carry
+        cursor = state.cache.length
+        positions = cursor[:, None] + steps
+        # One entry more, because a row that was decoded before has told its drafter of the root.
+        text = jnp.take_along_axis(
+            state.tokens,
+            jnp.minimum(cursor[:, None] + jnp.arange(chunk + 1), state.tokens.shape[1] - 1),
+            1,
+        )
+        window = Window(text[:, :-1], positions, causal)
+        features, entries = target.apply(weights.target, window, state.cache)
+        count = jnp.clip(state.length - 1 - cursor, 0, chunk)
+        cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+        # A commit writes zeros for what is not finite; text must not go on from there.
+        broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in entries]).all(0) & (steps < count[:, None])
+        status = jnp.where(broken.any(-1), Status.ERROR, state.status).astype(jnp.int32)
+        ahead = state.absorbed - cursor  # 0, or 1 where the root was told before
+        shift = ahead[:, None] + steps
+        before = jnp.concatenate([last[:, None], features], axis=1)
+        advance = Advance(
+            jnp.take_along_axis(text, shift, 1),
+            jnp.take_along_axis(before, shift[:, :, None], 1),
+            jnp.clip(state.length - state.absorbed, 0, chunk),
+            None,
+            state.tokens,
+            state.absorbed,
+        )
+        draft = drafter.absorb(weights.draft, state.draft, advance)
+        absorbed = state.absorbed + advance.count
+        state = state._replace(cache=cache, draft=draft, absorbed=absorbed, status=status)
+        return state, features[:, -1]
+
+    def unread(carry: tuple[State, Array]) -> Array:
+        return jnp.any(carry[0].absorbed < carry[0].length)
+
+    before_first = no_feature(target, weights.target, state.cache)
+    return lax.while_loop(unread, body, (state, before_first))[0]

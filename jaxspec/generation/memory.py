@@ -1,0 +1,70 @@
+"""How large the caches of a batch are, and whether the machine holds them."""
+
+import functools
+import math
+import os
+
+import jax
+
+from jaxspec.core import sizes
+from jaxspec.core.checks import INT32, index
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Weights
+from jaxspec.errors import CapacityError, InvalidConfig, shown
+
+
+def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
+    """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
+
+    A capacity that is given is rounded up to whole blocks.
+
+    Raises:
+        CapacityError: longer than the model's context, or than the capacity that was asked for, or more than a machine
+            holds.
+    """
+    if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
+        raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
+    context = decoder.target.context
+    if longest > context:
+        raise CapacityError(
+            f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
+            "shorten the prompt or lower max_new_tokens "
+            f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
+        )
+    need = decoder.slots(longest)
+    if capacity is not None and capacity < need:
+        raise CapacityError(
+            f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
+            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
+        )
+    slots = sizes.shared(need) if capacity is None else sizes.whole_blocks(int(capacity))
+    if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
+        raise CapacityError(
+            f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
+            f"{machine_bytes() / 1e9:.0f} GB there are; lower max_new_tokens, samples or capacity, or give batch="
+        )
+    return slots
+
+
+def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
+    """Memory of what target and drafter remember."""
+    cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
+    draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+
+
+@functools.cache
+def machine_bytes() -> float:
+    """Memory of the devices, all together; infinite where it is not known."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
+def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+    size = cache_bytes(decoder, weights, batch, slots)
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
