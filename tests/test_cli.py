@@ -354,7 +354,7 @@ def test_module_and_closed_pipe():
 def test_what_was_compiled_is_kept(directory, tmp_path):
     """In our folder, by Python as by the command; later processes, with and without text, compile nothing anew."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    mine |= {"JAXSPEC_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+    mine |= {"JAXSPEC_CACHE": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     words = [sys.executable, "-m", "jaxspec", "generate", "--target", str(directory), "--max-new-tokens", "4", PROMPT]
     python = f"""
 import jax, jaxspec
@@ -368,7 +368,8 @@ jaxspec.generate(target, {PROMPT!r}, max_new_tokens=4, rounds=jaxspec.api.STEP)
         assert ran.returncode == 0, ran.stderr
         assert "Warning" not in ran.stderr
         assert bool(ran.stdout) == (command == words)
-        kept.append({path.name for path in (tmp_path / "xla").glob("*-cache")})
+        every = (tmp_path / "xla").glob("*-cache")  # also of small operations, which may differ
+        kept.append({path.name for path in every if path.stat().st_size > 50_000})
     assert kept[0]
     assert kept[0] == kept[1] == kept[2]
 
