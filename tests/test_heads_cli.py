@@ -55,6 +55,13 @@ def test_every_layout_is_named(call, tmp_path, layout):
     assert "layout" in call("inspect", tmp_path)[1]
 
 
+def test_it_fits_a_narrow_terminal(call, heads, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = call("inspect", heads)[1].splitlines()
+    assert len(lines) > 10
+    assert max(len(line) for line in lines if str(heads) not in line) <= 60, "but for a path, which stays whole"
+
+
 def test_what_config_says_differently(call, heads):
     status, out, _ = call("inspect", heads)
     assert status == 0

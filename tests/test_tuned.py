@@ -274,8 +274,10 @@ def test_the_command(directory, tmp_path, capsys):
     path = str(tmp_path / "t.json")
     common = ["--target", str(directory), "--max-new-tokens", "40", "--no-chat", "abcabc"]
     drafter = ["--drafter", "early-exit", "--drafter-option", "exit_layers=1"]
-    assert main(["tune", *common, *drafter, "--draft-length", "2", "--out", path]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == [
+    assert main(["tune", *common, "a" * 9000, *drafter, "--draft-length", "2", "--out", path]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("left out: prompt 2: prompt and new tokens make 90") == 1
+    assert shown.out.splitlines()[0].split() == [
         "depth",
         "ms",
         "a",
