@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.mesh import make_mesh as make_mesh
+    from jaxspec.core.networks import HeadTarget as HeadTarget
+    from jaxspec.core.networks import LanguageModel as LanguageModel
     from jaxspec.core.protocols import DrafterInputs as DrafterInputs
-    from jaxspec.core.protocols import HeadTarget as HeadTarget
-    from jaxspec.core.protocols import LanguageModel as LanguageModel
     from jaxspec.core.records import KV as KV
     from jaxspec.core.records import Cache as Cache
     from jaxspec.core.records import Status as Status
@@ -63,7 +63,8 @@ _HOME = {
     "jaxspec.core.cache": ("empty_cache",),
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.tree_spec": ("named_tree",),
-    "jaxspec.core.protocols": ("HeadTarget", "LanguageModel", "DrafterInputs"),
+    "jaxspec.core.networks": ("HeadTarget", "LanguageModel"),
+    "jaxspec.core.protocols": ("DrafterInputs",),
     "jaxspec.core.records": ("Cache", "KV", "Status", "Window"),
     "jaxspec.core.sampling": ("Sampling",),
     "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),

@@ -143,3 +143,30 @@ def test_import_is_quick_and_light():
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
         seconds.append(time.perf_counter() - start)
     assert statistics.median(seconds) < 2
+
+
+def declared() -> set[str]:
+    """What the protocols of members declare, but for what arrays have, too."""
+    names = set()
+    paths = [MODULES[f"jaxspec.core.{name}"] for name in ("networks", "protocols")]
+    for node in [node for path in paths for node in ast.parse(path.read_text()).body]:
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+            for part in node.body:
+                names |= {part.name} if isinstance(part, ast.FunctionDef) else set()
+                names |= {part.target.id} if isinstance(part, ast.AnnAssign) else set()
+    return names - {"shape", "dtype"}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_what_members_can_do_is_declared(name):
+    """No `getattr` or `hasattr` asks a member for what a protocol declares, nor a function for its own arguments."""
+    known = declared()
+    assert {"draws", "model", "tree", "propose", "layers", "unembedding"} <= known
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called != "locals"
+        assert called != "inspect.signature" or name == "jaxspec.core.checks", "which names wrong arguments"
+        if called in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            assert node.args[1].value not in known, ast.unparse(node)

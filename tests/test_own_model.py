@@ -10,7 +10,7 @@ import pytest
 import trainees
 
 import jaxspec
-from jaxspec.core.protocols import HeadTarget
+from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
 from jaxspec.heads.network import HeadsConfig
 from jaxspec.text.conversations import Conversation, read

@@ -217,6 +217,7 @@ class Chaos:
 
     vocab: int
     shape = TreeShape(9, 3, 8)
+    draws = True
     calls = 0
 
     def init(self, params, batch, capacity):

@@ -22,7 +22,8 @@ from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.laws import log_law, scores, tempered
-from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.protocols import ModelDrafter
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import CapacityError, InvalidConfig
@@ -85,10 +86,9 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
         InvalidConfig: the drafter has none.
     """
     built, params = drafting.member(target)
-    model = getattr(built, "model", None)
-    if model is None:
+    if not isinstance(built, ModelDrafter):
         raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law that acceptance could be computed from")
-    return model, target.params if params is None else params
+    return built.model, target.params if params is None else params
 
 
 def measure(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.worker import Worker
+from jaxspec.core.protocols import TreeDrafter
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
@@ -62,9 +63,9 @@ def certify(
 
 def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
     """Whether the texts are the same where every target call has the width of the method's tree."""
-    tree = getattr(setup.decoder(method)[0].drafter, "tree", None)
-    if tree is None:
+    drafter = setup.decoder(method)[0].drafter
+    if not isinstance(drafter, TreeDrafter):
         return False
-    plain = Method(PLAIN, Drafting(PLAIN, tree=tree))
+    plain = Method(PLAIN, Drafting(PLAIN, tree=drafter.tree))
     one, other = (setup.decode(each, prompt, width_matched=True).text for each in (plain, method))
     return one.tokens == other.tokens

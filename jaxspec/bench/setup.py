@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN, Method, Prompt
-from jaxspec.core.protocols import Rule
+from jaxspec.core.protocols import ModelDrafter, Rule
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
 from jaxspec.decode.state import Weights
@@ -71,11 +71,10 @@ class Setup:
 
 def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list[Prompt], repeats: int) -> float | None:
     """Seconds of one call of a drafter's model, decoding by itself; None without one, or where it cannot."""
-    model = getattr(decoder.drafter, "model", None)
-    if model is None or not decoder.drafter.calls:
+    if not isinstance(decoder.drafter, ModelDrafter) or not decoder.drafter.calls:
         return None
     params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's
-    alone = Setup(Model(model, params), "coupled", setup.common, setup.capacity)
+    alone = Setup(Model(decoder.drafter.model, params), "coupled", setup.common, setup.capacity)
     plain, seconds = Method(PLAIN, Drafting(PLAIN)), []
     try:
         for repeat in range(repeats + 1):

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
+from jaxspec.core.protocols import ModelDrafter
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, as_topology, chain
@@ -113,7 +114,7 @@ def tune(
     tuned, rounds, decoder, weights = measured(given)
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(given, rounds) if given.is_chain else None
-    network = getattr(decoder.drafter, "model", None)  # whose laws it draws from, if it has any
+    network = decoder.drafter.model if isinstance(decoder.drafter, ModelDrafter) else None
     if costs and network and rule in RANKED:
         kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]

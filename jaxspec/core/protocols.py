@@ -6,18 +6,16 @@ for one row.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.records import KV, Advance, Cache, Context, Ends, Params, Played, Proposal, Verdict, Window
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.records import Advance, Context, Ends, Params, Played, Proposal, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology, TreeShape
-from jaxspec.errors import InvalidConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,94 +38,19 @@ class DrafterInputs:
 
 
 @runtime_checkable
-class LanguageModel(Protocol):
-    """A network that reads a window of new tokens on top of a cache. It knows nothing of trees."""
-
-    @property
-    def vocab(self) -> int:
-        """V: logits per token."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """The longest text it may read, in tokens."""
-        ...
-
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache of at least `capacity` slots."""
-        ...
-
-    def apply(
-        self, params: Params, window: Window, cache: Cache, past: KV | None = None
-    ) -> tuple[Float[Array, "B T E"], KV]:
-        """Reads the window; the cache is only read.
-
-        `past` [L, B, H, P, K] are earlier tokens of the same window, already read. Returns the features and
-        the keys and values of the T new tokens, for the caller to commit or drop.
-        """
-        ...
-
-    def head(self, params: Params, features: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """The next-token logits, in float32."""
-        ...
-
-
-@runtime_checkable
-class HeadTarget(LanguageModel, Protocol):
-    """A language model that draft heads can be trained for: its logits are its features times a matrix.
-
-    Heads read the features that `apply` returns and guess with `unembedding`. `embedding` is needed by heads that also
-    read tokens (inputs "path" or "recurrent"), and not by others.
-    """
-
-    def embedding(self, params: Params) -> Float[Array, "V E"]:
-        """The embedding of every token, as wide as the features."""
-        ...
-
-    def unembedding(self, params: Params) -> Float[Array, "V E"]:
-        """The matrix that `head` multiplies with: `head(params, x) == x @ unembedding(params).T`, no bias added."""
-        ...
-
-
-NETWORK = ("vocab", "context", "init_cache", "apply", "head")
-"""What a `LanguageModel` must have."""
-
-
-def need_members(model: object, names: Iterable[str], why: str) -> None:
-    """Refuses an object that lacks a method or property of a protocol.
-
-    Args:
-        model: the object.
-        names: of the methods and properties.
-        why: the sentence that the missing name completes.
-
-    Raises:
-        InvalidConfig: naming the first one that is missing.
-    """
-    for name in names:
-        if not hasattr(model, name):
-            raise InvalidConfig(f"{why} {name!r}, which {type(model).__name__} does not have; see docs/own-model.md")
-
-
-def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
-    """The feature before the first token: zeros of the model's feature width."""
-    token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
-    window = Window(token, token, jnp.ones((*token.shape, 1), bool))
-    feature = jax.eval_shape(model.apply, params, window, cache)[0]
-    return jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
-
-
-@runtime_checkable
 class Drafter(Protocol):
     """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop.
 
     Attributes:
         takes: the fields of `DrafterInputs`, besides the target, and the options that `build` makes use of.
-
-    One that never draws may say so by `draws = False`; its rounds then draw no more noise than their verdict needs.
+        draws: whether `propose` draws tokens. Of one that finds them in another way the rounds draw no more noise than
+            their verdict needs.
     """
 
     takes: ClassVar[frozenset[str]]
+
+    @property
+    def draws(self) -> bool: ...
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -158,6 +81,26 @@ class Drafter(Protocol):
         Children are drawn by `draw`, whose law goes into the proposal; tokens that were found in another way, by
         looking at committed text alone, have the law None.
         """
+        ...
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter whose tokens are drawn from a language model's law, which acceptance can be computed from."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model; its parameters are the drafter's, or the target's where the drafter has none."""
+        ...
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter whose trees are of a topology that plain decoding can be given, too, to compare at one width."""
+
+    @property
+    def tree(self) -> Topology | Dynamic:
+        """The topology, or how to choose one every round."""
         ...
 
 

@@ -18,7 +18,8 @@ from jaxspec.core import cache as caches
 from jaxspec.core import noise, sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.laws import scores
-from jaxspec.core.protocols import Drafter, LanguageModel, Rule, Schedule
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.records import Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
@@ -172,7 +173,7 @@ class Decoder:
         limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, shape.depth), 0)
 
         shared = None
-        if self.rule.noise is Noise.SHARED and getattr(self.drafter, "draws", True):
+        if self.rule.noise is Noise.SHARED and self.drafter.draws:
             # Once for drafter and rule, as deep as some row may draft.
             depths = jnp.where(wanted, jnp.max(limit) + 1, 0)
             shared = noise.ahead(state.key, state.length, shape.depth + 1, depths, self.target.vocab)

@@ -91,7 +91,7 @@ class Session:
         self.capacity, self.mesh, self.notice = capacity, mesh, notice or Notice(False)
         self._cut: np.ndarray | None = None
         self._spread = None if mesh is None else Spread(mesh, decoder.row_axes(weights, request, capacity))
-        self.state = self._call("init", (weights, request), donate=(), static=(capacity,))
+        self.state = self._call(self.decoder.init, (weights, request), donate=(), static=(capacity,))
         self._prefill()
 
     def __repr__(self) -> str:
@@ -103,9 +103,9 @@ class Session:
         self.timing = Timing()
         if self._cut is not None:
             length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
-            self.state = self._call("truncate", (self.weights, self.state, length))
+            self.state = self._call(self.decoder.truncate, (self.weights, self.state, length))
             self._cut = None
-        self.state = self._call("extend", (self.state, request))
+        self.state = self._call(self.decoder.extend, (self.state, request))
         self._prefill()
 
     def replace(self, places: Sequence[int], request: Request) -> None:
@@ -114,17 +114,17 @@ class Session:
         for group, place in enumerate(places):
             if self._cut is not None and place >= 0:
                 self._cut[group * size + place] = FOREVER
-        fresh = self._call("init", (self.weights, request), static=(self.capacity,))
-        fresh = self._call("prefill", (self.weights, fresh), donate=(1,), clock="prefill_s")
+        fresh = self._call(self.decoder.init, (self.weights, request), static=(self.capacity,))
+        fresh = self._call(self.decoder.prefill, (self.weights, fresh), donate=(1,), clock="prefill_s")
         arguments = (self.weights, self.state, fresh, jnp.asarray(places, jnp.int32))
-        self.state = self._call("replace", arguments, donate=(1,), clock="prefill_s")
+        self.state = self._call(self.decoder.replace, arguments, donate=(1,), clock="prefill_s")
 
     def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None) -> None:
         """At most so many rounds more, in each group of devices while at least so many of its rows are running."""
         before = fetch(self.state.length).sum()
         counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
         arguments = (self.weights, self.state, jnp.int32(max_rounds), counts)
-        self.state = self._call("run", arguments, donate=(1,), clock="decode_s")
+        self.state = self._call(self.decoder.run, arguments, donate=(1,), clock="decode_s")
         self.timing.tokens += int(fetch(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
@@ -155,40 +155,44 @@ class Session:
         return {_YNN: _SUMS} if eigen and _YNN not in os.environ.get("XLA_FLAGS", "") else None
 
     def _prefill(self) -> None:
-        self.state = self._call("prefill", (self.weights, self.state), donate=(1,), clock="prefill_s")
+        self.state = self._call(self.decoder.prefill, (self.weights, self.state), donate=(1,), clock="prefill_s")
 
     def _call(
-        self, method: str, arguments: tuple, donate: tuple = (), static: tuple = (), clock: str | None = None
+        self, method: Callable, arguments: tuple, donate: tuple = (), static: tuple = (), clock: str | None = None
     ) -> Any:
+        """Calls a method of the decoder, compiled for these arguments; `clock` is what it counts as in `Timing`."""
         if self._spread is not None:
             arguments = self._spread.put(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((a.shape, str(a.dtype), self.mesh and a.sharding) for a in leaves)
-        key = (method, self.decoder, static, structure, kinds)
+        name = method.__name__
+        key = (name, self.decoder, static, structure, kinds)
         if key not in _EXECUTABLES:
             keep_compilations()
             self.notice.begin()
             start = time.perf_counter()
-            function = getattr(self.decoder, method)
 
             def call(*arguments: Any) -> Any:
-                return function(*arguments, *static)
+                return method(*arguments, *static)
 
             called = call if self._spread is None else self._spread.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
-            _EXECUTABLES[key] = _compile(lowered, self._options() if method == "run" else None)
+            _EXECUTABLES[key] = _compile(lowered, self._options() if name == "run" else None)
             took = time.perf_counter() - start
             self.timing.compile_s += took
             self.notice.took(took)
             if len(_EXECUTABLES) > _KEPT:
                 _EXECUTABLES.popitem(last=False)
         _EXECUTABLES.move_to_end(key)
-        if method in ("run", "replace"):
+        if name in ("run", "replace"):
             self.notice.end()
         start = time.perf_counter()
         result = jax.block_until_ready(_EXECUTABLES[key](*arguments))
-        if clock:
-            setattr(self.timing, clock, getattr(self.timing, clock) + time.perf_counter() - start)
+        took = time.perf_counter() - start
+        if clock == "decode_s":
+            self.timing.decode_s += took
+        elif clock == "prefill_s":
+            self.timing.prefill_s += took
         return result
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.cache import held
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.drafters._beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxspec.core.checks import index
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import DrafterInputs, LanguageModel
+from jaxspec.core.networks import LanguageModel, LayeredTarget
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import buffer, check, grow
@@ -31,6 +32,7 @@ class EarlyExit:
     tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "exit_layers"})
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
         check(self.model, self.tree)
@@ -38,14 +40,15 @@ class EarlyExit:
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
         target = inputs.target.lm
-        total = getattr(target, "depth", None)
-        if total is None or not hasattr(target, "layers"):
+        if not isinstance(target, LayeredTarget):
             raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
+        total = target.depth
         layers = inputs.options.get("exit_layers", max(1, total // 3))
         number = index(layers)
         if number is None or not 1 <= number < total:
             raise InvalidConfig(f"early exit after {shown(layers)} layers; the target has {total}, so 1 to {total - 1}")
-        return cls(dataclasses.replace(target, layers=number), inputs.tree or chain(4)), None
+        model: Any = dataclasses.replace(inputs.target.lm, layers=number)
+        return cls(model, inputs.tree or chain(4)), None
 
     @property
     def shape(self) -> TreeShape:

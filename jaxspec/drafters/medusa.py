@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import DrafterInputs, LanguageModel
+from jaxspec.core.networks import LanguageModel, TypedTarget
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
@@ -48,6 +49,7 @@ class Medusa:
     tree: Topology | Dynamic
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads"})
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
         depth = self.tree.shape.depth
@@ -65,7 +67,8 @@ class Medusa:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
-        dtype = getattr(lm, "dtype", None)  # matrices are multiplied in the target's
+        target: Any = inputs.target.lm
+        dtype = target.dtype if isinstance(target, TypedTarget) else None  # that the target multiplies in
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of the rows that are guessed from: far fewer bytes a round than all of them.

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import DrafterInputs, LanguageModel, no_feature
+from jaxspec.core.networks import LanguageModel, no_feature
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import buffer, check, grow
@@ -41,6 +42,7 @@ class ModelDraft:
     tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft"})
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
         check(self.model, self.tree)

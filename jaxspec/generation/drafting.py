@@ -155,7 +155,7 @@ class Drafting:
         elif isinstance(rule, type) or not isinstance(rule, Rule):
             raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
         if schedule is None:
-            copies = drafter.shape.depth > 0 and not getattr(drafter, "draws", True)
+            copies = drafter.shape.depth > 0 and not drafter.draws
             schedule = default_lookup_schedule(drafter.shape.nodes, node_cost(target)) if copies else Constant()
         elif isinstance(schedule, str):
             schedule = find("schedule", schedule)()

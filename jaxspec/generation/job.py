@@ -22,6 +22,7 @@ from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
+from jaxspec.models.transformer import TransformerLM
 
 
 class Batch(NamedTuple):
@@ -171,7 +172,7 @@ def make_job(
     inputs.need_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
-    elif (parts := getattr(target.lm, "shards", 1)) > 1:
+    elif isinstance(target.lm, TransformerLM) and (parts := target.lm.shards) > 1:
         raise InvalidConfig(f"{target.name} is split over {parts} devices; give the mesh, too (mesh=...)")
     prompts = inputs.as_prompts(prompts)
     ids = inputs.encode_prompts(target, prompts, chat)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.presets import PRESETS
+from jaxspec.core.networks import TypedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
@@ -38,4 +39,4 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
 def _dtype(target: Model) -> str:
     """The dtype that a model of this library was loaded in."""
     rounded = any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(target.params))
-    return "int8" if rounded else str(getattr(target.lm, "dtype", "float32"))
+    return "int8" if rounded else target.lm.dtype if isinstance(target.lm, TypedTarget) else "float32"

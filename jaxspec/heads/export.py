@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import folder
-from jaxspec.core.protocols import need_members
+from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, UnknownName, shown
 from jaxspec.heads.files import write
 from jaxspec.heads.layouts import FILES as HEADS
 from jaxspec.heads.layouts import Layout
 from jaxspec.heads.network import DraftHeads, HeadsConfig, check_heads, check_target, flatten
 from jaxspec.heads.serving import WRITTEN, check_layout
+from jaxspec.models.model import Model
 from jaxspec.models.out_major import ByOutput
 
 FILES = dict.fromkeys(WRITTEN, HEADS[0]) | {"vllm": folder.WHOLE}
@@ -58,7 +59,7 @@ def export_heads(
     if base is not None and not isinstance(base, str):
         raise InvalidConfig(f"base must be the target's name, got {shown(base)}")
     if target is not None:
-        if not hasattr(target, "lm"):
+        if not isinstance(target, Model):
             raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
     params = flatten(heads.params)

@@ -27,6 +27,7 @@ from jaxspec.heads.network import (
     flatten,
     unflatten,
 )
+from jaxspec.models.model import Model
 from jaxspec.storage.reading import check_path
 
 
@@ -63,7 +64,7 @@ def load_heads(
         InvalidConfig, ShapeMismatch: they are not for this target.
     """
     allow_pickle = flag("allow_pickle", allow_pickle)
-    if target is not None and not hasattr(target, "lm"):
+    if target is not None and not isinstance(target, Model):
         raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
     dtype = None if dtype is None else one_of("dtype", dtype, tuple(DTYPES))
     found = open_heads(source, allow_pickle=allow_pickle)

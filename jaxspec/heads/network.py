@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.protocols import need_members, no_feature
+from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
@@ -223,7 +223,7 @@ def check_target(config: HeadsConfig, target: Any) -> None:
 def vocabulary(target: Any) -> int:
     """Rows of the target's projection, those of padding included: the V of heads for it."""
     lm = target.lm
-    return lm.unembedding(target.params).shape[0] if hasattr(lm, "unembedding") else lm.vocab
+    return lm.unembedding(target.params).shape[0] if isinstance(lm, ProjectedTarget) else lm.vocab
 
 
 def flatten(params: Params) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxspec.core.protocols import NETWORK, LanguageModel, need_members
+from jaxspec.core.networks import NETWORK, LanguageModel, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source
 from jaxspec.text.chat import ChatTemplate

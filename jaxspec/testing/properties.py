@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxspec.analysis.enumeration import bias, ends, random_laws
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import CoupledRule, Drafter, LanguageModel, Rule, WeighingRule
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.protocols import CoupledRule, Drafter, Rule, WeighingRule
 from jaxspec.core.records import Context, Ends, Params, Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, build, chain, from_paths

@@ -19,8 +19,8 @@ from jaxspec.analysis.enumeration import Law
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
 from jaxspec.core.laws import log_law, scores
+from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import gumbel
-from jaxspec.core.protocols import LanguageModel
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Topology, TreeShape

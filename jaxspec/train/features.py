@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.protocols import LanguageModel
+from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
 from jaxspec.heads.network import HeadsConfig
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums

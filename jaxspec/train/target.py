@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.core.protocols import need_members, no_feature
+from jaxspec.core.networks import need_members, no_feature
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.network import HeadsConfig, vocabulary
 from jaxspec.models.model import Model
