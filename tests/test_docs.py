@@ -177,7 +177,7 @@ def run(block: Block, names: dict, capsys, fit: int = 0) -> None:
     if block.language == "python":
         python(block, names)
         return
-    for line in lines(block):
+    for line in lines(block) if not block.language else ():
         if line.startswith("jaxspec ") and not reason(line):
             command(line + f" --fit-prompts {fit}" * line.startswith("jaxspec train medusa --target"), capsys)
 
@@ -202,7 +202,8 @@ def test_every_line_is_run_or_listed_with_its_reason():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     unused = set(NOT_RUN)
     for block in EVERY:
-        assert block.language in ("", "python"), f"{block}: what to do with a block of {block.language}?"
+        assert block.language in ("", "python", "toml"), f"{block}: what to do with a block of {block.language}?"
+        assert block.language != "toml" or tomllib.loads(block.text)
         for line in lines(block) if not block.language else ():
             if listed := reason(line):
                 unused.discard(listed)

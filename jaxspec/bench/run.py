@@ -32,8 +32,8 @@ def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = Non
     """Every registered drafter that these models allow, with its default tree."""
     methods = []
     for name in DRAFTERS:
-        drafting = Drafting(name, draft=draft, heads=heads).only_taken()
         try:
+            drafting = Drafting(name, draft=draft, heads=heads).only_taken()
             drafting.member(target)
         except JaxspecError:
             continue
