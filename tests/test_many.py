@@ -10,7 +10,7 @@ from toys import noisy, transformer
 import jaxspec
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode import session as sessions
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, WrongArguments
 from jaxspec.testing import TableLM
 from jaxspec.text import Tokenizer
 
@@ -109,7 +109,7 @@ def test_what_was_compiled_before_is_not_compiled_again(batch):
     assert got.timing.compile_s == 0
     assert set(sessions._EXECUTABLES) == compiled
     assert jaxspec.precompile(TARGET, PROMPTS, **options) == 0
-    with pytest.raises(InvalidConfig, match="without out="):
+    with pytest.raises(WrongArguments, match=r"precompile\(\) has no argument 'out'; it has target, prompts"):
         jaxspec.precompile(TARGET, PROMPTS, out="texts.jsonl")
 
 
