@@ -15,7 +15,7 @@ from toys import lively, noisy, transformer
 import jaxspec
 from jaxspec.checkpoints import base
 from jaxspec.cli import options
-from jaxspec.cli.inspect import memory_section
+from jaxspec.cli.inspect_model import memory_section
 from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting

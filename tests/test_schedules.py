@@ -32,7 +32,7 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.generation.inputs import while_it_pays
+from jaxspec.generation.drafting import default_lookup_schedule
 from jaxspec.models.functional import FunctionLM
 from jaxspec.registry import RULES, SCHEDULES, find
 from jaxspec.rules.rejection import Rejection
@@ -384,7 +384,7 @@ def test_one_bad_guess_does_not_keep_drafts_short(weight, deep):
 @pytest.mark.parametrize("nodes", [4, 16])
 def test_copied_drafts_may_fail_twice(nodes):
     """Whole windows at first, one more after one that failed; none after two that were long."""
-    schedule = while_it_pays(nodes)
+    schedule = default_lookup_schedule(nodes)
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
     for limit in (nodes - 1, nodes - 1, 0) if nodes == 16 else (nodes - 1, nodes - 1):
         assert schedule.limit(state).tolist() == [limit]
