@@ -1,7 +1,9 @@
 """What public functions make of arguments that they cannot take: a typed error in one line, and nothing compiles."""
 
+import inspect
 import os
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -342,3 +344,20 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
     assert repr(TOY).startswith("Model('toy', TableLM, ")
     assert repr(Sampling(0.5)) == "Sampling(temperature=0.5)"
     assert os.path.basename(checkpoint) in repr(model)
+
+
+def test_every_argument_is_explained_alike():
+    """`generate`, `stream` and `precompile` write all of theirs out, and what they have in common is the same."""
+
+    def explained(function):
+        section = re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
+        return dict(re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.DOTALL | re.MULTILINE))
+
+    whole = explained(jaxspec.generate)
+    for function, own in ((jaxspec.generate, set()), (jaxspec.stream, {"rounds"}), (jaxspec.precompile, {"stop"})):
+        found, signature = explained(function), inspect.signature(function).parameters
+        assert list(found) == sorted(found, key=list(whole).index)
+        assert found.keys() == signature.keys()
+        assert {name for name in found if found[name].strip() != whole[name].strip()} == own
+        for name in found.keys() - {"rounds"}:
+            assert signature[name].default == inspect.signature(jaxspec.generate).parameters[name].default, name

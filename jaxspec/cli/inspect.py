@@ -6,16 +6,13 @@ few prompts with them, whether they work.
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxspec.cli.inspect_format import as_lines
 from jaxspec.cli.inspect_model import LENGTH
 from jaxspec.cli.options import SOURCES, Parser, UsageError, add_dtype, whole
 from jaxspec.errors import JaxspecError
 from jaxspec.storage.reading import check_path
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_options(parser: Parser) -> None:

@@ -37,7 +37,6 @@ NODE_COST, INT8_ON_CPU = 0.1, 0.55
 """What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
 VERSION = 2
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
-_MODELS = ("draft", "tree", "heads")  # what any drafter may take; all else is an option of its own
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -105,7 +104,7 @@ class Drafting:
             need_model("draft", self.draft)
         if heads is not None:
             check_heads(heads)
-        if clash := self.options.keys() & {*_MODELS, "target"}:
+        if clash := self.options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
             raise InvalidConfig(f"{min(clash)} is an argument of its own, and none of drafter_options")
         inputs = DrafterInputs(target, self.draft, as_topology(self.tree), heads, dict(self.options))
         return inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
@@ -118,7 +117,8 @@ class Drafting:
         """
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(self.options)}")
-        given = {name for name in _MODELS if self.__dict__[name] is not None} | self.options.keys()
+        shared = {"draft": self.draft, "tree": self.tree, "heads": self.heads}
+        given = {name for name, value in shared.items() if value is not None} | self.options.keys()
         drafter, draft_params = self.drafter, self.draft_params
         if isinstance(drafter, str):
             member = find("drafter", drafter)
