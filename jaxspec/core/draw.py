@@ -60,6 +60,10 @@ class Draw:
         """The rows that may draft children of nodes at `depth`."""
         return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
 
+    def empty_law(self, nodes: int) -> Float[Array, "B n V"] | None:
+        """The law of a proposal of `nodes` nodes before any is drawn: -inf; None where the rule reads no law."""
+        return jnp.full((*self.roots.shape, nodes, self.vocab), -jnp.inf) if self.kind is Noise.FRESH else None
+
     def __call__(
         self,
         logits: Float[Array, "B n R"],

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.cache import held
-from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology
@@ -64,8 +64,7 @@ def grow(
     spare = shape.nodes  # where padding is written
     children = np.where(tree.children >= 0, tree.children, spare)
     tokens = jnp.full((root.shape[0], shape.nodes + 1), -1, jnp.int32).at[:, 0].set(root)
-    law = jnp.full((*tokens.shape, model.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
-    drawn = tokens, law
+    drawn = tokens, draw.empty_law(spare + 1)
 
     def place(drawn: tuple, nodes: Array, features: Array, depth: Array | int) -> tuple:
         tokens, law = drawn

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
@@ -101,7 +101,7 @@ class Medusa:
         tree, spare = self.tree.tree, self.shape.nodes  # what a node has too many children of is written to `spare`
         children = np.where(tree.children >= 0, tree.children, spare)
         tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
-        law = jnp.full((*tokens.shape, self.target.vocab), -jnp.inf) if draw.kind is Noise.FRESH else None
+        law = draw.empty_law(spare + 1)
         first = self._nothing_read(state)
         read = jnp.zeros((root.shape[0], spare, first.shape[-1]), first.dtype)  # of its path, by every node
 
