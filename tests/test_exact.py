@@ -187,7 +187,7 @@ def test_an_equal_draft_is_kept_whole():
 def test_the_enumeration_sees_each_known_mistake():
     """The measured total variations of algorithms that are wrong are far from 0: what a pass is worth."""
     from jaxspec.core.records import Ends
-    from jaxspec.rules._siblings import children, rejected, walk
+    from jaxspec.rules._siblings import child_tokens, reject_in_order, stop_probabilities
     from jaxspec.rules.rejection import Rejection
 
     class KeepsTheTarget(Rejection):
@@ -208,11 +208,11 @@ def test_the_enumeration_sees_each_known_mistake():
         """Weighs second children by a law that still holds the first."""
 
         def __call__(self, law, proposal):
-            tokens, draft = children(proposal), proposal.law
-            first, _, law = jax.vmap(lambda p, q, t: rejected(p, q, t[:1]))(jnp.exp(law), draft, tokens)
-            second, _, law = jax.vmap(lambda p, q, t: rejected(p, q, t[1:]))(law, draft, tokens)
+            tokens, draft = child_tokens(proposal), proposal.law
+            first, _, law = jax.vmap(lambda p, q, t: reject_in_order(p, q, t[:1]))(jnp.exp(law), draft, tokens)
+            second, _, law = jax.vmap(lambda p, q, t: reject_in_order(p, q, t[1:]))(law, draft, tokens)
             kept = jnp.exp(jnp.concatenate([first, second], axis=1))
-            return Ends(walk(kept, proposal.tree), lambda node: jnp.log(law[node]))
+            return Ends(stop_probabilities(kept, proposal.tree), lambda node: jnp.log(law[node]))
 
     target, draft = random_laws(5, 4), random_laws(6, 4)
     assert bias(KeepsTheTarget(), chain(2), target, draft) > 0.05

@@ -1,7 +1,7 @@
-"""Block verification: a chain is weighed as a whole, and keeps at least as much as token by token.
+"""Block verification: accepts a chain as a whole, and on average at least as many tokens as token by token.
 
 Sun et al. 2025 (arXiv:2403.10444), algorithm 2. Their recursion w[i] = min(1, w[i-1] ratio[i]) is a walk reflected at
-1, so it has a closed form: log w = S - max(0, running maximum of S), with S the running sum of the log-ratios.
+1, which has a closed form: log w = S - max(0, running maximum of S), with S the running sum of the log-ratios.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxspec.rules._siblings import excess
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Chains only; `Traversal` is its form for trees."""
+    """Block verification of chains; `Traversal` is its form for trees."""
 
     noise: ClassVar[Noise] = Noise.FRESH
     lossless: ClassVar[bool] = True
@@ -29,34 +29,34 @@ class Block:
     def check(self, shape: TreeShape) -> None:
         if shape.width > 1:
             raise InvalidConfig(
-                f"block verification takes chains, and this tree has nodes of {shape.width} children; "
-                "use the rule 'traversal', which is the same on chains"
+                f"block verification takes chains, got a tree with up to {shape.width} children per node; "
+                "use the rule 'traversal', which is block verification on chains"
             )
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         if proposal.tree.children.shape[-1] > 1:
             self.check(TreeShape(law.shape[0], 0, proposal.tree.children.shape[-1]))
         following = jnp.concatenate([proposal.tokens[1:], jnp.full((1,), -1, proposal.tokens.dtype)])  # by node
-        last = jnp.cumprod(following >= 0) == 0  # nothing is proposed after it, or it is not proposed itself
+        last = jnp.cumprod(following >= 0) == 0  # without a proposed child, or not proposed itself
         token = jnp.maximum(following, 0)[:, None]
         drawn = 0.0 if proposal.law is None else jnp.take_along_axis(proposal.law, token, 1)[:, 0]
         ratio = jnp.take_along_axis(law, token, 1)[:, 0] - jnp.where(drawn > -jnp.inf, drawn, jnp.inf)
         sums = jnp.cumsum(jnp.where(last, -jnp.inf, ratio))[:-1]
         weight = sums - jnp.maximum(lax.cummax(sums), 0.0)
-        weight = jnp.concatenate([jnp.zeros_like(law[:1, 0]), weight])  # log, of the text up to each node
+        weight = jnp.concatenate([jnp.zeros_like(law[:1, 0]), weight])  # the log-weight of the path to each node
 
-        def rest(node: Array) -> Array:
-            """What the target's law, as far as it is kept, has more than the draft's."""
+        def residual(node: Array) -> Array:
+            """Returns the excess of the target's law, scaled by the path's weight, over the draft's."""
             point = jnp.where(jnp.arange(law.shape[1]) == following[node], 0.0, -jnp.inf)
             return excess(jnp.exp(weight[node] + law[node]), point if proposal.law is None else proposal.law[node])
 
         def after(node: Array) -> Array:
-            left = rest(node)
-            return jnp.where(last[node] | (left.max() == 0), law[node], jnp.log(left))
+            rest = residual(node)
+            return jnp.where(last[node] | (rest.max() == 0), law[node], jnp.log(rest))
 
-        left = jax.vmap(lambda node: rest(node).sum())(jnp.arange(law.shape[0]))
-        spent = left - jnp.expm1(weight)  # left + (1 - weight)
-        kept = jnp.where(spent > 0, left / jnp.where(spent > 0, spent, 1.0), 1.0)
-        kept = jnp.where(last, jnp.exp(weight), kept).at[0].set(1.0)
-        deeper = jnp.cumprod((1 - kept)[::-1])[::-1]
-        return Ends(kept * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)
+        mass = jax.vmap(lambda node: residual(node).sum())(jnp.arange(law.shape[0]))
+        total = mass - jnp.expm1(weight)  # mass + (1 - exp(weight))
+        accepted = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
+        accepted = jnp.where(last, jnp.exp(weight), accepted).at[0].set(1.0)
+        deeper = jnp.cumprod((1 - accepted)[::-1])[::-1]
+        return Ends(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)

@@ -1,8 +1,9 @@
-"""Speculative cascades, which are lossy: the text follows a mixture of target and draft, exactly.
+"""Speculative cascades (lossy): the text follows a mixture of the target's and the draft's law, exactly.
 
-Narasimhan et al. 2025 (arXiv:2405.19261), section 4.3, the token-specific deferral: a token whose probability
-under the target is within a factor of the highest is left to the draft; the others' mass goes to the target as a
-whole. Any other mixture is another `transform`: the hook replaces the target's law before the rule sees it.
+Narasimhan et al. 2025 (arXiv:2405.19261), section 4.3, token-specific deferral: tokens whose target probability is
+within a factor of the highest keep the draft's probability, and the draft's mass on all other tokens is redistributed
+by the target's law. Other mixtures are other `transform` functions, which replace the target's law before
+verification.
 """
 
 import dataclasses
@@ -17,34 +18,40 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.rules._siblings import tried
+from jaxspec.rules._siblings import sequential_acceptance
 
 Transform = Callable[[Array, Array], Array]
-"""Target's and draft's log-laws `[V]` of one node -> the log-law that is followed instead."""
+"""Maps the target's and the draft's log-law of one node, `[V]` each, to the log-law that the text follows instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerant:
-    """Tokens within (1 - tolerance) of the target's highest probability are drawn as the draft draws them."""
+    """Keeps the draft's probability of tokens that the target finds nearly as likely as its best one.
+
+    Attributes:
+        tolerance: 0 to 1; a token qualifies with at least (1 - tolerance) times the target's highest probability.
+    """
 
     tolerance: float = 0.3
 
     def __post_init__(self):
         if not 0 <= self.tolerance <= 1:
-            raise InvalidConfig(f"tolerance must be from 0 to 1, got {self.tolerance!r}")
+            raise InvalidConfig(f"tolerance must be between 0 and 1, got {self.tolerance!r}")
 
     def __call__(self, target: Float[Array, "V"], draft: Float[Array, "V"]) -> Float[Array, "V"]:
         good = target >= target.max() + jnp.log1p(-self.tolerance)
-        refused = jax.nn.logsumexp(jnp.where(good, -jnp.inf, draft))
-        return jnp.logaddexp(jnp.where(good, draft, -jnp.inf), target + refused)
+        deferred = jax.nn.logsumexp(jnp.where(good, -jnp.inf, draft))
+        return jnp.logaddexp(jnp.where(good, draft, -jnp.inf), target + deferred)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cascade:
-    """Follows `transform(target, draft)` instead of the target, wherever there is a draft.
+    """Rejection sampling against `transform(target, draft)` in place of the target's law.
+
+    Nodes without proposed children keep the target's law.
 
     Attributes:
-        transform: see `Transform`; hashable.
+        transform: the mixture, a hashable `Transform`.
     """
 
     transform: Transform = Tolerant()
@@ -58,9 +65,9 @@ class Cascade:
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         if proposal.law is None:
             raise InvalidConfig(
-                "the cascade mixes the draft's law in, and this drafter has none; use a drafter that draws its "
-                "tokens from a law, such as 'model' or 'early-exit'"
+                "the cascade mixes target and draft laws, but this drafter has no law; use one that draws its tokens "
+                "from a law, such as 'model' or 'early-exit'"
             )
         inner = (proposal.tokens[jnp.maximum(proposal.tree.children, 0)] >= 0) & (proposal.tree.children >= 0)
         mixed = jax.vmap(self.transform)(law, proposal.law)
-        return tried(jnp.where(inner.any(-1)[:, None], mixed, law), proposal)
+        return sequential_acceptance(jnp.where(inner.any(-1)[:, None], mixed, law), proposal)

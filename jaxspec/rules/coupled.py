@@ -1,9 +1,9 @@
-"""Coupled verification: the target draws its own token after every node, with the noise the drafter drew with.
+"""Coupled verification: the target draws its token after every node with the noise that the drafter used.
 
-The walk goes down while the target's token is among the children. Every emitted token is the target's own
-draw, so the text is that of plain decoding with the same key, whatever the draft. Greedy verification is the
-case of zero noise. For one child: Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3; for more, the
-children are the drafter's highest perturbed scores under that noise.
+The walk descends while the target's token is among the children. Every emitted token is the target's own draw, so the
+text equals that of plain decoding with the same key, for any draft. Greedy verification is the case without noise.
+For one child this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3; with several, the children are the
+draft's highest perturbed scores under the shared noise.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxspec.core.tree import TreeShape
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """The default rule; see the module."""
+    """Coupled verification, the default rule; see the module."""
 
     noise: ClassVar[Noise] = Noise.SHARED
     lossless: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class Coupled:
     ) -> Verdict:
         tree = proposal.tree
         drawn = choose(scores, noise[tree.depths], sampling)
-        right = (proposal.tokens == drawn[jnp.maximum(tree.parents, 0)]).at[0].set(True)
-        kept = jnp.all(right[None, :] | ~tree.ancestors, axis=-1)
-        node = jnp.argmax(jnp.where(kept, tree.depths, -1)).astype(jnp.int32)
+        agrees = (proposal.tokens == drawn[jnp.maximum(tree.parents, 0)]).at[0].set(True)
+        accepted = jnp.all(agrees[None, :] | ~tree.ancestors, axis=-1)
+        node = jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
         return Verdict(node, drawn[node])

@@ -1,7 +1,8 @@
-"""Drafts that are no sample: a child is kept with its probability under the target, whatever the draft thought.
+"""Verification of deterministic drafts: a child is accepted with its probability under the target.
 
-The law of EAGLE-2's and Medusa's trees, of prompt lookup, of any greedy draft (Li et al. 2024, arXiv:2406.16858,
-section 4.2): at every node one draw of the target's token, and the walk goes on if it is among the children.
+This is the rule for drafts that are not samples: the trees of EAGLE-2 and Medusa, prompt lookup, any greedy draft (Li
+et al. 2024, arXiv:2406.16858, section 4.2). At every node one token is drawn from the target, and the walk descends
+if it is among the children.
 """
 
 import dataclasses
@@ -13,12 +14,12 @@ from jaxtyping import Array, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
-from jaxspec.rules._siblings import children
+from jaxspec.rules._siblings import child_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Deterministic:
-    """Needs no draft law, and reads none; drafters draw without noise."""
+    """Accepts children by their target probability alone. Drafters draw without noise, and no draft law is read."""
 
     noise: ClassVar[Noise] = Noise.NONE
     lossless: ClassVar[bool] = True
@@ -27,7 +28,7 @@ class Deterministic:
         """Takes every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
-        tree, tokens = proposal.tree, children(proposal)
+        tree, tokens = proposal.tree, child_tokens(proposal)
         at = jnp.maximum(tree.parents, 0)
         step = jnp.where(proposal.tokens >= 0, jnp.exp(law[at, jnp.maximum(proposal.tokens, 0)]), 0.0).at[0].set(1.0)
         below = jnp.where(tree.children >= 0, step[jnp.maximum(tree.children, 0)], 0.0).sum(-1)

@@ -1,7 +1,7 @@
-"""Rejection with lenience, which is lossy: drafts are kept as if their probability were smaller than it was.
+"""Rejection sampling with lenience (lossy): the draft's probabilities are scaled down, so more tokens are accepted.
 
 Leviathan et al. 2023 (arXiv:2211.17192), appendix A.5. No token is emitted with more than 1 / lenience times its
-probability under the target.
+target probability.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
-from jaxspec.rules._siblings import tried
+from jaxspec.rules._siblings import sequential_acceptance
 
 
 @dataclasses.dataclass(frozen=True)
 class Lenient:
-    """Keeps a drafted token with probability min(1, target / (lenience * draft)).
+    """Accepts a drafted token with probability min(1, target / (lenience * draft)).
 
     Attributes:
-        lenience: above 0, at most 1; 1 is speculative sampling.
+        lenience: above 0 and at most 1; 1 is speculative sampling, which is lossless.
     """
 
     lenience: float = 0.5
@@ -41,4 +41,4 @@ class Lenient:
         """Takes every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
-        return tried(law, proposal, math.log(self.lenience))
+        return sequential_acceptance(law, proposal, math.log(self.lenience))

@@ -1,7 +1,8 @@
-"""Speculative sampling, token by token: on a chain that of Leviathan and of Chen, on a tree the sibling recursion.
+"""Speculative sampling, token by token.
 
-Leviathan et al. 2023 (arXiv:2211.17192), section 2.3, and Chen et al. 2023 (arXiv:2302.01318); with siblings drawn
-without replacement SpecInfer (arXiv:2305.09781), Sequoia (arXiv:2402.12374) and EAGLE (arXiv:2401.15077).
+On a chain: Leviathan et al. 2023 (arXiv:2211.17192), section 2.3, and Chen et al. 2023 (arXiv:2302.01318). On a tree,
+with siblings drawn without replacement: SpecInfer (arXiv:2305.09781), Sequoia (arXiv:2402.12374) and EAGLE
+(arXiv:2401.15077).
 """
 
 import dataclasses
@@ -12,12 +13,12 @@ from jaxtyping import Array, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
-from jaxspec.rules._siblings import tried
+from jaxspec.rules._siblings import sequential_acceptance
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Keeps a drafted token with probability min(1, target / draft); see the module."""
+    """Accepts a drafted token with probability min(1, target / draft); see the module."""
 
     noise: ClassVar[Noise] = Noise.FRESH
     lossless: ClassVar[bool] = True
@@ -26,4 +27,4 @@ class Rejection:
         """Takes every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
-        return tried(law, proposal)
+        return sequential_acceptance(law, proposal)

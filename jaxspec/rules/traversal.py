@@ -1,8 +1,8 @@
-"""Traversal verification: a tree is weighed from its leaves to its root, each path as a whole.
+"""Traversal verification: tests a tree from its leaves to its root, each path as a whole.
 
-Weng et al. 2025 (arXiv:2505.12398), algorithm 2. On a chain it is block verification. Nodes are tested in post-order;
-a node's weight depends on its ancestors and on the elder siblings along its path alone, so one pass from the root
-gives the weights of all, and the order of the tests only their products.
+Weng et al. 2025 (arXiv:2505.12398), algorithm 2. On a chain it is block verification. Nodes are tested in post-order.
+A node's weight depends only on its ancestors and on the elder siblings along its path, so one pass from the root
+computes all weights; post-order matters only for the products of the tests.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from jaxtyping import Array, Bool, Float
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import Tree, TreeShape
-from jaxspec.rules._siblings import after, children, rejected
+from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
 
 
 @dataclasses.dataclass(frozen=True)
 class Traversal:
-    """Takes every tree; siblings must be drawn without replacement."""
+    """Traversal verification of any tree whose siblings are drawn without replacement; see the module."""
 
     noise: ClassVar[Noise] = Noise.FRESH
     lossless: ClassVar[bool] = True
@@ -29,29 +29,29 @@ class Traversal:
         """Takes every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
-        tree, tokens = proposal.tree, children(proposal)
+        tree, tokens = proposal.tree, child_tokens(proposal)
         inner = (tokens >= 0).any(-1)
-        order = jnp.argsort(~inner, stable=True)  # those that have children come first, a parent before its own
+        order = jnp.argsort(~inner, stable=True)  # nodes with children first, parents before children
 
         def down(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             weights, node = carry[0], order[i]
             draft = None if proposal.law is None else proposal.law[node]
-            below, own, _ = rejected(jnp.exp(law[node]), draft, tokens[node], weights[node])
-            places = jnp.where(tree.children[node] >= 0, tree.children[node], weights.size)
-            return weights.at[places].set(below, mode="drop"), carry[1].at[node].set(own)
+            below, own, _ = reject_in_order(jnp.exp(law[node]), draft, tokens[node], weights[node])
+            targets = jnp.where(tree.children[node] >= 0, tree.children[node], weights.size)
+            return weights.at[targets].set(below, mode="drop"), carry[1].at[node].set(own)
 
         start = jnp.full_like(law[:, 0], -jnp.inf).at[0].set(0.0)
-        weights, kept = lax.fori_loop(0, inner.sum(), down, (start, start))
-        kept = jnp.where(inner, kept, weights)
-        kept = jnp.exp(kept).at[0].set(1.0)
-        earlier = jnp.where(post_order(tree), 1 - kept[None, :], 1.0).prod(-1)
-        return Ends(kept * earlier, lambda node: after(law, proposal, node, weights[node]))
+        weights, accepted = lax.fori_loop(0, inner.sum(), down, (start, start))
+        accepted = jnp.where(inner, accepted, weights)
+        accepted = jnp.exp(accepted).at[0].set(1.0)
+        earlier = jnp.where(tested_before(tree), 1 - accepted[None, :], 1.0).prod(-1)
+        return Ends(accepted * earlier, lambda node: residual_law(law, proposal, node, weights[node]))
 
 
-def post_order(tree: Tree) -> Bool[Array, "N N"]:
-    """[n, m]: m is tested before n: it stands below n, or in an elder branch."""
+def tested_before(tree: Tree) -> Bool[Array, "N N"]:
+    """Returns whether node m is tested before node n, at `[n, m]`: it is below n or in an elder branch."""
     nodes = tree.parents.shape[0]
-    ranks = jnp.where(tree.paths >= 0, tree.ranks[jnp.maximum(tree.paths, 0)], nodes)  # an end comes last
-    mine, other = ranks[:, None], ranks[None, :]
-    fork = jnp.argmax(mine != other, axis=-1)[..., None]
-    return jnp.squeeze(jnp.take_along_axis(other < mine, fork, axis=-1), -1)
+    ranks = jnp.where(tree.paths >= 0, tree.ranks[jnp.maximum(tree.paths, 0)], nodes)  # the end of a path sorts last
+    own, other = ranks[:, None], ranks[None, :]
+    fork = jnp.argmax(own != other, axis=-1)[..., None]
+    return jnp.squeeze(jnp.take_along_axis(other < own, fork, axis=-1), -1)

@@ -1,7 +1,7 @@
-"""Medusa's typical acceptance, which is lossy: a drafted token is kept if the target finds it likely enough.
+"""Medusa's typical acceptance (lossy): a drafted token is accepted if its target probability exceeds a threshold.
 
-Cai et al. 2024 (arXiv:2401.10774), section 2.3.1, after Hewitt et al. 2022: likely enough is a probability above
-min(epsilon, delta * exp(-H)), H the entropy of the target's law there.
+Cai et al. 2024 (arXiv:2401.10774), section 2.3.1, after Hewitt et al. 2022: the threshold is
+min(epsilon, delta * exp(-H)), where H is the entropy of the target's law at that node.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from jaxspec.errors import InvalidConfig
 
 @dataclasses.dataclass(frozen=True)
 class Typical:
-    """Keeps the deepest path of likely tokens, of equally deep ones the first.
+    """Accepts the deepest path whose tokens all exceed the threshold; the first one among equally deep paths.
 
     Attributes:
-        epsilon: probability from which a token is always kept.
-        delta: share of exp(-entropy) from which it is.
+        epsilon: the probability above which a token is always accepted; above 0 and at most 1.
+        delta: the factor of exp(-entropy) in the threshold; above 0 and at most 1.
     """
 
     epsilon: float = 0.09
@@ -42,9 +42,9 @@ class Typical:
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         tree = proposal.tree
         entropy = -jnp.where(law > -jnp.inf, jnp.exp(law) * law, 0.0).sum(-1)
-        enough = jnp.minimum(jnp.log(self.epsilon), jnp.log(self.delta) - entropy)
+        threshold = jnp.minimum(jnp.log(self.epsilon), jnp.log(self.delta) - entropy)
         at = jnp.maximum(tree.parents, 0)
-        likely = (law[at, jnp.maximum(proposal.tokens, 0)] > enough[at]) & (proposal.tokens >= 0)
-        kept = (likely.at[0].set(True)[None, :] | ~tree.ancestors).all(-1)
-        deepest = jnp.argmax(jnp.where(kept, tree.depths, -1))
+        likely = (law[at, jnp.maximum(proposal.tokens, 0)] > threshold[at]) & (proposal.tokens >= 0)
+        accepted = (likely.at[0].set(True)[None, :] | ~tree.ancestors).all(-1)
+        deepest = jnp.argmax(jnp.where(accepted, tree.depths, -1))
         return Ends(jax.nn.one_hot(deepest, law.shape[0], dtype=law.dtype), lambda node: law[node])
