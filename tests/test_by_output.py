@@ -13,6 +13,7 @@ import pytest
 from toys import lively, noisy, transformer
 
 import jaxspec
+from jaxspec.backend.cpu import FUSED_COLUMNS, STREAMED_ROWS, WEIGHTS_FIRST_ROWS
 from jaxspec.checkpoints import base
 from jaxspec.cli import options
 from jaxspec.cli.inspect_model import memory_section
@@ -21,7 +22,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.fingerprint import weights
 from jaxspec.models import out_major
-from jaxspec.models.out_major import FEW, LONGEST, SOME, ByOutput, by_input, quantize
+from jaxspec.models.out_major import ByOutput, by_input, quantize
 from jaxspec.models.transformer import look_up, matmul
 
 RNG = np.random.default_rng(0)
@@ -66,7 +67,7 @@ def test_an_output_of_zeros_stays_zero():
     assert not np.asarray(got.astype(jnp.float32)).any()
 
 
-@pytest.mark.parametrize("rows", [1, 2, FEW["int8"], FEW["int8"] + 1])
+@pytest.mark.parametrize("rows", [1, 2, STREAMED_ROWS["int8"], STREAMED_ROWS["int8"] + 1])
 def test_a_product_is_that_of_the_rounded_matrix(rows):
     weight = jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX))
     x = RNG.normal(size=(1, rows, 48)).astype(np.float32)
@@ -84,10 +85,10 @@ def test_off_the_cpu_only_the_activations_are_bfloat16():
 def test_a_row_has_the_same_bits_at_every_width():
     weight, x = (
         jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX)),
-        RNG.normal(size=(1, FEW["int8"], 48)).astype(np.float32),
+        RNG.normal(size=(1, STREAMED_ROWS["int8"], 48)).astype(np.float32),
     )
     all_at_once = np.asarray(jax.jit(matmul)(x, weight))
-    for width in range(1, FEW["int8"]):
+    for width in range(1, STREAMED_ROWS["int8"]):
         np.testing.assert_array_equal(jax.jit(matmul)(x[:, :width], weight), all_at_once[:, :width])
 
 
@@ -95,10 +96,10 @@ def test_a_row_has_the_same_bits_at_every_width():
 def test_a_product_of_floats_is_that_of_the_matrix(dtype):
     """For every number of rows, and the first ones have the same bits at each width that reads them one by one."""
     held = jnp.asarray(MATRIX, dtype)
-    x = RNG.normal(size=(1, SOME + 1, 48)).astype(np.float32)
+    x = RNG.normal(size=(1, WEIGHTS_FIRST_ROWS + 1, 48)).astype(np.float32)
     exact = np.asarray(jnp.asarray(x, dtype), np.float64) @ np.asarray(held, np.float64)
-    few = FEW[held.dtype.name]
-    for rows in (1, 2, 3, 5, 9, 17, SOME, SOME + 1):
+    few = STREAMED_ROWS[held.dtype.name]
+    for rows in (1, 2, 3, 5, 9, 17, WEIGHTS_FIRST_ROWS, WEIGHTS_FIRST_ROWS + 1):
         got = jax.jit(matmul)(x[:, :rows], ByOutput(held.T))
         np.testing.assert_allclose(got, exact[:, :rows], rtol=2e-6, atol=2e-4)
         np.testing.assert_array_equal(jax.jit(matmul, static_argnums=2)(x[:, :rows], held.T, True), got)
@@ -182,7 +183,7 @@ def test_an_embedding_is_looked_up_in_bytes():
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_long_row_is_multiplied_in_parts(kind, rows):
     """XLA:CPU would write the whole matrix anew, in float32 and turned, for a row of 16 KB and more."""
-    inputs = 2 * LONGEST + 100
+    inputs = 2 * FUSED_COLUMNS + 100
     matrix = RNG.normal(size=(inputs, 512)).astype(np.float32)
     weight = ByOutput.rounded(matrix) if kind == "int8" else ByOutput(jnp.asarray(matrix.T, kind))
     weight = jax.tree.map(jnp.asarray, weight)
@@ -191,7 +192,7 @@ def test_a_long_row_is_multiplied_in_parts(kind, rows):
     compiled = jax.jit(matmul).lower(x, weight).compile()
     got = compiled(x, weight)
     np.testing.assert_allclose(got, exact, rtol=2e-6, atol=2e-3)
-    if rows <= FEW[kind]:
+    if rows <= STREAMED_ROWS[kind]:
         np.testing.assert_array_equal(jax.jit(matmul)(x[:, :1], weight), got[:, :1])
     assert compiled.memory_analysis().temp_size_in_bytes < matrix.size / 4
 
@@ -201,7 +202,7 @@ def test_a_long_row_is_multiplied_in_parts(kind, rows):
 def test_a_loop_keeps_no_copy_of_the_weights(kind, few):
     """A matrix of 16 MB in float32 is read as the 4 or 8 MB it is: the loop's own memory is a fraction of that."""
     weight = ByOutput(jnp.ones((8192, 512), kind), jnp.ones(8192) if kind == "int8" else None)
-    rows = 1 if few else FEW[kind] + 1
+    rows = 1 if few else STREAMED_ROWS[kind] + 1
 
     def loop(x, weight):
         return jax.lax.fori_loop(0, 9, lambda _, x: matmul(x, weight)[..., :512] * 1e-3, x)

@@ -194,9 +194,9 @@ def test_a_round_copies_no_cache(real, tree):
     assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
 
 
-def test_who_multiplies_on_a_cpu(monkeypatch):
-    """Without AVX-512, in the loop alone: Eigen, a few rows of float32; all else as XLA or `XLA_FLAGS` says."""
-    monkeypatch.setattr(sessions, "has_avx512", lambda: False)
+def test_small_float32_matmuls_use_eigen_without_avx512(monkeypatch):
+    """In the decoding loop alone, and unless `XLA_FLAGS` says otherwise."""
+    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: False)
     seen: list[dict | None] = []
     compiled = sessions._compile
     monkeypatch.setattr(
@@ -216,9 +216,9 @@ def test_who_multiplies_on_a_cpu(monkeypatch):
     assert session._options() is None
     session.weights = weights
     assert session._options() == option
-    monkeypatch.setattr(sessions, "has_avx512", lambda: True)
+    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: True)
     assert session._options() is None
-    monkeypatch.setattr(sessions, "has_avx512", lambda: False)
+    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
     assert session._options() is None
 

@@ -1,1 +1,1 @@
-"""What differs between CPUs and accelerators: kernels, layouts, compilation."""
+"""Platform specifics: compiler options, kernel thresholds, memory layouts, and the compilation cache."""

@@ -1,4 +1,4 @@
-"""Keeps what XLA compiled from process to process, in JAX's persistent compilation cache."""
+"""Sets up JAX's persistent compilation cache, so that a program compiles once per machine and not per process."""
 
 import functools
 import os
@@ -10,14 +10,14 @@ import jax
 from jaxspec.storage.directories import cache_directory
 
 FOLDER, BYTES = "xla", 2 << 30
-"""The folder of the cache directory, and how much it may hold."""
+"""The subdirectory of jaxspec's cache directory, and its maximum size in bytes."""
 
 
 @functools.cache
 def keep_compilations() -> None:
-    """Has JAX keep what it compiles from now on, unless the user has said where, or that nothing be kept.
+    """Enables JAX's persistent compilation cache, unless the user has configured or disabled it.
 
-    Called before this library compiles, never on import. A directory that cannot be written to is passed over silently.
+    Called before this library compiles, never on import. If the directory is not writable, nothing changes.
     """
     config: Any = jax.config
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir is not None:
@@ -29,7 +29,7 @@ def keep_compilations() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError, ValueError):  # read-only, full, or there is no home at all
+    except (OSError, RuntimeError, ValueError):  # read-only, full, or no home directory
         return
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ and config.jax_compilation_cache_max_size < 0:
         jax.config.update("jax_compilation_cache_max_size", BYTES)

@@ -1,37 +1,37 @@
-"""How an array lies in memory, where XLA's own choice for it costs more than it saves."""
+"""Memory layouts of arrays where XLA's own choice costs a copy."""
 
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 LANES = 128
-"""Of a TPU: its arrays stand in tiles of so many columns."""
+"""Columns of a TPU tile."""
 
 
 def row_major(values: Array) -> Array:
-    """The same values, their last axis the densest on a TPU; elsewhere XLA lays them so by itself.
+    """Returns the values with a row-major layout on a TPU; other platforms use it by default.
 
-    There a layout travels from a small array to the large one that it meets: a window of several tokens, whose heads
-    lie together, would have the whole cache or a layer's matrix laid anew, in a copy.
+    Otherwise XLA propagates the layout of a small array, such as a window of several tokens with adjacent heads, to
+    the cache or weight matrix that it meets, and copies that.
     """
-    return _laid(values, tuple(range(values.ndim)))
+    return _constrain(values, tuple(range(values.ndim)))
 
 
 def compact(values: Array) -> Array:
-    """The same values `[..., rows, columns]`; where these are narrower than a TPU's lanes the rows densest there.
+    """Returns values `[..., rows, columns]` with rows minor on a TPU if there are fewer columns than lanes.
 
-    So a TPU lays arrays of that shape by itself, since row by row they would be padded to 128. A part that is read of a
-    cache could pull the other layout over the whole of it.
+    That is the TPU's own layout for such arrays, since a row-major one would be padded to 128 columns. A slice of a
+    cache could otherwise impose another layout on the whole cache.
     """
-    *most, rows, columns = range(values.ndim)
+    *batch_axes, rows, columns = range(values.ndim)
     narrow = values.shape[-1] < LANES <= values.shape[-2]
-    return _laid(values, (*most, columns, rows)) if narrow else values
+    return _constrain(values, (*batch_axes, columns, rows)) if narrow else values
 
 
-def _laid(values: Array, order: tuple[int, ...]) -> Array:
-    """`order`: the axes, the densest last."""
+def _constrain(values: Array, major_to_minor: tuple[int, ...]) -> Array:
+    """Constrains the layout on a TPU, the minor (densest) axis last."""
 
     def laid(values: Array) -> Array:
-        return with_layout_constraint(values, Layout(order))
+        return with_layout_constraint(values, Layout(major_to_minor))
 
     return lax.platform_dependent(values, tpu=laid, default=lambda values: values)

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.backend import cpu
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.backend.cpu import has_avx512
 from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
 from jaxspec.decode.loop import FOREVER, Decoder
@@ -24,13 +23,6 @@ from jaxspec.decode.state import Request, Weights
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 # The newest only: on a CPU each takes up to 1000 of the 65530 memory maps that Linux gives a process by default.
 _KEPT = 32
-_YNN = "xla_cpu_experimental_ynn_fusion_type"
-_SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
-EIGEN = 64
-"""Up to so many rows of float32 a CPU without AVX-512 multiplies faster with Eigen than with YNN, XLA:CPU's default.
-
-YNN may still sum.
-"""
 
 
 @dataclasses.dataclass(repr=False)
@@ -146,13 +138,12 @@ class Session:
         return bool((fetch(self.state.status) == Status.RUNNING).any())
 
     def _options(self) -> dict[str, Any] | None:
-        """Of the compiler, for the decoding loop: which library multiplies, unless the user's `XLA_FLAGS` say."""
-        kind = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        """Returns the compiler options of the decoding loop; None for the defaults."""
+        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        if platform != "cpu":
+            return None
         rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
-        floats = {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)}
-        few = kind == "cpu" and rows <= EIGEN and not floats & {"bfloat16", "int8"}
-        eigen = few and has_avx512() is False
-        return {_YNN: _SUMS} if eigen and _YNN not in os.environ.get("XLA_FLAGS", "") else None
+        return cpu.decode_options(rows, {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)})
 
     def _prefill(self) -> None:
         self.state = self._call(self.decoder.prefill, (self.weights, self.state), donate=(1,), clock="prefill_s")

@@ -14,6 +14,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxspec.backend.cpu import INT8_NODE_COST
 from jaxspec.core.protocols import Drafter, DrafterInputs, Rule, Schedule
 from jaxspec.core.records import Params
 from jaxspec.core.schedule import Constant
@@ -33,8 +34,8 @@ from jaxspec.text.tokenizer import refuse_difference
 
 DRAFTER = "prompt-lookup"
 """Where a user names none."""
-NODE_COST, INT8_ON_CPU = 0.1, 0.55
-"""What reading a drafted token is taken to cost, in plain rounds, where nothing was measured."""
+NODE_COST = 0.1
+"""Assumed cost of one drafted token in a target call, in units of a call with one token."""
 VERSION = 2
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 
@@ -156,7 +157,7 @@ class Drafting:
             raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
         if schedule is None:
             copies = drafter.shape.depth > 0 and not drafter.draws
-            schedule = default_lookup_schedule(drafter.shape.nodes, node_cost(target)) if copies else Constant()
+            schedule = default_lookup_schedule(drafter.shape.nodes, cost_per_node(target)) if copies else Constant()
         elif isinstance(schedule, str):
             schedule = find("schedule", schedule)()
         elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
@@ -257,17 +258,21 @@ def as_drafting(given: Any, keywords: Drafting) -> Drafting:
     return dataclasses.replace(given, rule=rule, draft=draft, heads=heads)
 
 
-def node_cost(target: Model) -> float:
-    """See `NODE_COST`. A CPU reads weights of one byte anew for each of a few tokens."""
-    bytes_ = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
-    return INT8_ON_CPU if bytes_ and jax.default_backend() == "cpu" else NODE_COST
+def cost_per_node(target: Model) -> float:
+    """Returns the assumed cost of one drafted token in a target call, in units of a call with one token."""
+    quantized = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
+    return INT8_NODE_COST if quantized and jax.default_backend() == "cpu" else NODE_COST
 
 
-def default_lookup_schedule(nodes: int, each: float = NODE_COST) -> Adaptive:
-    """The schedule of copied drafts, in windows of `nodes` tokens that cost `each` plain rounds.
+def default_lookup_schedule(nodes: int, node_cost: float = NODE_COST) -> Adaptive:
+    """Returns the default schedule of prompt lookup, which drafts only while drafting pays.
 
-    A round reads one token or a whole window, and deep drafts are hoped for, as what is copied is mostly right. Two
-    whole windows may fail before any is right.
+    A round reads either one token or a whole window. The prior acceptance is high, since copied text is mostly right,
+    and the loss budget allows two rejected windows before the first accepted one.
+
+    Args:
+        nodes: tokens of a whole window.
+        node_cost: cost of each of its tokens but the first, in units of a call with one token.
     """
-    more = each * (nodes - 1)
+    more = node_cost * (nodes - 1)
     return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())

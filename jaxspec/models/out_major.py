@@ -16,17 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec.backend.cpu import FUSED_COLUMNS, STREAMED_ROWS, TILE_WEIGHTS, WEIGHTS_FIRST_ROWS, kernel_rows
 from jaxspec.models.config import is_table
-
-FEW = {"int8": 12, "bfloat16": 3, "float32": 1}
-"""On CPU up to so many rows read the weights once each, which XLA does at the speed of the memory."""
-SOME = 128
-"""Up to so many rows of float32 are the second factor: of a product's factors XLA:CPU packs the second one anew."""
-LONGEST = 4032
-"""XLA:CPU converts weights inside the product of a row shorter than 16 KB; of a longer one it would first write them
-anew in float32, so it is multiplied in parts of so many columns."""
-TILE = 1 << 19
-"""More rows meet tiles of so many int8 weights in float32."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +89,7 @@ def _in_rows(x: Array, values: Array) -> Array:
     # Behind a barrier conversions cannot be done ahead of the loops around, in a float32 copy of all weights.
     def single(row: Array, start: int = 0) -> Array:
         matrix, row = lax.optimization_barrier((values, row))
-        row, matrix = row[start : start + LONGEST], matrix[:, start : start + LONGEST]
+        row, matrix = row[start : start + FUSED_COLUMNS], matrix[:, start : start + FUSED_COLUMNS]
         # The transpose makes XLA convert inside the product.
         return jnp.matmul(row.astype(jnp.float32), matrix.T.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
@@ -107,7 +98,7 @@ def _in_rows(x: Array, values: Array) -> Array:
         # the products with what adds them.
         turns, rows = lax.optimization_barrier(jnp.int32(1)), jnp.stack([row, row])
         empty = jnp.zeros(len(values))
-        starts = range(0, len(row), LONGEST)
+        starts = range(0, len(row), FUSED_COLUMNS)
         parts = [lax.fori_loop(0, turns, lambda turn, _, i=i: single(rows[turn], i), empty) for i in starts]
         return functools.reduce(jnp.add, parts)
 
@@ -117,14 +108,14 @@ def _in_rows(x: Array, values: Array) -> Array:
 
     if x.shape[0] == 1:
         return in_loops(x[0])[None]
-    if x.shape[0] <= FEW[str(values.dtype)]:
-        return lax.map(single if x.shape[1] <= LONGEST else in_loops, x)
-    if values.dtype == jnp.float32 and len(x) <= SOME:
+    if x.shape[0] <= STREAMED_ROWS[str(values.dtype)]:
+        return lax.map(single if x.shape[1] <= FUSED_COLUMNS else in_loops, x)
+    if values.dtype == jnp.float32 and len(x) <= WEIGHTS_FIRST_ROWS:
         return _weights_first(x, values)
     if values.dtype != jnp.int8:
         return _dot(x, values)
     outputs, inputs = values.shape
-    counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
+    counts = (n for n in range(1, outputs // 64 + 1) if outputs % n == 0 and outputs // n * inputs <= TILE_WEIGHTS)
     count = next(counts, 1)  # a vocabulary that nothing divides is one tile
     parts = lax.map(tile, values.reshape(count, outputs // count, inputs))
     return parts.swapaxes(0, 1).reshape(len(x), outputs)
@@ -154,8 +145,7 @@ def _derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 def _weights_first(x: Array, values: Array) -> Array:
     rows = len(x)
-    full = 1 << (rows - 1).bit_length() if rows < 16 else -(-rows // 16) * 16  # what the libraries have kernels for
-    out = _dot(values, jnp.pad(x, ((0, full - rows), (0, 0))))
+    out = _dot(values, jnp.pad(x, ((0, kernel_rows(rows) - rows), (0, 0))))
     # Without the barrier XLA turns the product round again, so that nothing is left to transpose.
     return lax.optimization_barrier(out).T[:rows]
 
