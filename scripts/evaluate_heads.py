@@ -24,7 +24,7 @@ from jaxspec.heads.headers import open_heads
 from jaxspec.registry import find
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks
-from jaxspec.train.texts import Text
+from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
 """Of Medusa on Vicuna 7B (the project's assets/medusa_acc.csv)."""

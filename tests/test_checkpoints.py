@@ -16,7 +16,7 @@ from damage import damaged
 from jaxspec.checkpoints import orbax
 from jaxspec.errors import TrainingError
 from jaxspec.train.checkpoints import SUMS, Checkpoint, Checkpoints, Damaged
-from jaxspec.train.disk import fingerprint
+from jaxspec.train.files import fingerprint
 from jaxspec.train.log import SPEED, UNDONE, Log
 from jaxspec.train.losses import Sums
 from jaxspec.train.step import Trainable, TrainState

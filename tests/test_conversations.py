@@ -12,7 +12,7 @@ import trainees
 from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.text import ChatTemplate
 from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
-from jaxspec.train import texts
+from jaxspec.train import tokenized
 from jaxspec.train.settings import Settings
 
 GOOD = [
@@ -108,9 +108,9 @@ def test_a_text_is_what_a_user_says():
     """The same prompt as that of `generate`; without a chat template it is continued as it is."""
     target, text = trainees.target(), Conversation((), "abcdef", "here")
     ids = target.encode_chat([{"role": "user", "content": "abcdef"}])
-    assert texts.prompts_of(target, [text], 99)[0] == [ids]
+    assert tokenized.prompts_of(target, [text], 99)[0] == [ids]
     plain = dataclasses.replace(target, chat_template=None)
-    assert texts.prompts_of(plain, [text], 99)[0] == [plain.encode("abcdef")]
+    assert tokenized.prompts_of(plain, [text], 99)[0] == [plain.encode("abcdef")]
 
 
 @pytest.mark.parametrize("row", BAD, ids=lambda row: row[:40].decode("utf-8", "replace"))
@@ -181,36 +181,36 @@ def test_files_that_are_none(tmp_path):
 def test_only_the_assistants_tokens_are_learnt_from():
     target = trainees.target()
     messages = (*TURNS, {"role": "user", "content": "e"}, {"role": "assistant", "content": "fg"})
-    (found,), bad = texts.texts_of(target, [Conversation(messages, None, "here")])
+    (found,), bad = tokenized.texts_of(target, [Conversation(messages, None, "here")])
     assert not bad
     pieces = [target.tokenizer.inner.id_to_token(i) for i in found.ids]
     user, say, end = "<|user|>", "<|assistant|>", "<|end|>"
     assert pieces == [user, "a", "b", end, say, "c", "d", end, user, "e", end, say, "f", "g", end]
     assert np.flatnonzero(found.mask).tolist() == [5, 6, 7, 12, 13, 14]  # the end of a turn is the assistant's, too
-    (prompt,), _ = texts.prompts_of(target, [Conversation(messages, None, "here")], 99)
+    (prompt,), _ = tokenized.prompts_of(target, [Conversation(messages, None, "here")], 99)
     assert prompt == found.ids[:5].tolist()
 
 
 def test_what_cannot_be_learnt_from_is_reported():
     target = trainees.target()
     silent = Conversation(TURNS[:1], None, "here")
-    assert texts.texts_of(target, [silent])[1][0].why.startswith("the assistant says nothing")
-    assert "at most 3 are taken" in texts.prompts_of(target, [silent], 3)[1][0].why
+    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("the assistant says nothing")
+    assert "at most 3 are taken" in tokenized.prompts_of(target, [silent], 3)[1][0].why
     forgetful = "{{ messages[-1].content }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     odd = dataclasses.replace(target, chat_template=ChatTemplate(forgetful))
-    assert "rewrites what was said" in texts.texts_of(odd, [Conversation(TURNS, None, "here")])[1][0].why
+    assert "rewrites what was said" in tokenized.texts_of(odd, [Conversation(TURNS, None, "here")])[1][0].why
     plain = Conversation((), "abcdef", "here")
-    (found,), _ = texts.texts_of(target, [plain])
+    (found,), _ = tokenized.texts_of(target, [plain])
     assert found.mask.all()
 
 
 def test_a_share_is_held_out_evenly():
-    learnt, held = texts.split(100, 0.05)
+    learnt, held = tokenized.split(100, 0.05)
     assert held.tolist() == [19, 39, 59, 79, 99]
     assert sorted([*learnt, *held]) == list(range(100))
-    assert texts.split(3, 0.0)[1].size == 0
+    assert tokenized.split(3, 0.0)[1].size == 0
     with pytest.raises(TrainingError, match=r"1 usable prompt is too few .* give at least 2$"):
-        texts.split(1, 0.5)
+        tokenized.split(1, 0.5)
 
 
 def test_too_few_prompts_name_what_would_be_enough():
@@ -219,12 +219,12 @@ def test_too_few_prompts_name_what_would_be_enough():
         share = 0.37 / count
         words = r"too few to hold out a share of .*: give at least (\d+) or make held_out .* at least ([\d.]+)$"
         with pytest.raises(TrainingError, match=words) as error:
-            texts.split(count, share)
+            tokenized.split(count, share)
         needed, least = re.search(words, str(error.value)).groups()
-        assert texts.split(int(needed), share)[1].size == 1
+        assert tokenized.split(int(needed), share)[1].size == 1
         with pytest.raises(TrainingError, match="too few"):
-            texts.split(int(needed) - 1, share)
-        assert texts.split(count, float(least))[1].size >= 1
+            tokenized.split(int(needed) - 1, share)
+        assert tokenized.split(count, float(least))[1].size >= 1
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import trainees
 
 from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.train import losses
+from jaxspec.train.packing import Text, pack, pack_supervised_spans
 from jaxspec.train.settings import LOSSES, Settings
 from jaxspec.train.step import Trainable, start, train_step
-from jaxspec.train.texts import Text, frequent, learnt, pack
+from jaxspec.train.tokenized import frequent
 
 LM, E = trainees.LM, 64
 V = LM.vocab
@@ -222,7 +223,7 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     texts = [Text(rng.integers(0, V, mask.size).astype(np.int32), mask) for mask in turns if mask.any()]
     whole, _ = pack(texts, 40)
     features = rng.normal(size=(*whole.tokens.shape, E)).astype(np.float32)
-    few, places = learnt(whole, heads)
+    few, places = pack_supervised_spans(whole, heads)
     assert few.segments.astype(bool).sum() < whole.segments.astype(bool).sum()
     held = few.segments > 0
     np.testing.assert_array_equal(few.tokens[held], whole.tokens.reshape(-1)[places][held])

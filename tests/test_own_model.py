@@ -14,9 +14,9 @@ from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
 from jaxspec.heads.network import HeadsConfig
 from jaxspec.text.conversations import Conversation, read
-from jaxspec.train import texts
+from jaxspec.train import tokenized
 from jaxspec.train.log import Watch
-from jaxspec.train.loop import train
+from jaxspec.train.run import train
 from jaxspec.train.target import sizes_for
 
 VOCAB, WIDTH = 31, 16
@@ -119,10 +119,10 @@ def test_given_answers_may_be_token_ids(tmp_path):
     found, bad = read([path])
     assert [row.where for row in bad] == [f"{path}:{line}" for line in range(3, 8)]
     assert all("token ids" in row.why or "is empty" in row.why for row in bad)
-    (text,), beyond = texts.texts_of(TARGET, found)
+    (text,), beyond = tokenized.texts_of(TARGET, found)
     assert (text.ids.tolist(), text.mask.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
     assert [row.why for row in beyond] == ["token id 31 is not of the vocabulary, whose ids go from 0 to 30"]
-    assert texts.prompts_of(TARGET, found, 8)[0] == [[1, 2]]
+    assert tokenized.prompts_of(TARGET, found, 8)[0] == [[1, 2]]
 
 
 @pytest.mark.parametrize("name", ["vocab", "context", "init_cache", "apply", "head"])
@@ -184,6 +184,6 @@ def test_a_single_question_needs_no_chat_template():
     """A model without one reads it as `generate` does; a conversation needs to be told how it is written."""
     target = jaxspec.Model(trainees.LM, {}, trainees.TOKENIZER, name="base")
     asked = {"role": "user", "content": "abc"}
-    assert texts.prompts_of(target, [Conversation((asked,), None, "1")], 8)[0] == [target.encode("abc")]
+    assert tokenized.prompts_of(target, [Conversation((asked,), None, "1")], 8)[0] == [target.encode("abc")]
     with pytest.raises(MissingTokenizer, match="base has no chat template"):
-        texts.prompts_of(target, [Conversation(({"role": "system", "content": "x"}, asked), None, "1")], 8)
+        tokenized.prompts_of(target, [Conversation(({"role": "system", "content": "x"}, asked), None, "1")], 8)

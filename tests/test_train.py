@@ -19,12 +19,13 @@ from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
 from jaxspec.errors import MissingPackage, StorageError, TrainingError
 from jaxspec.heads.network import HeadsConfig, init_params
-from jaxspec.train import data, evaluate, loop, monitor
+from jaxspec.train import dataset, evaluate, monitor
+from jaxspec.train import run as running
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints
-from jaxspec.train.disk import fingerprint
 from jaxspec.train.features import Cached
+from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
-from jaxspec.train.loop import train
+from jaxspec.train.run import train
 from jaxspec.train.step import Trainable, start
 
 
@@ -203,14 +204,14 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
     # Greedy answers depend on no seed, and nothing on how often it is saved: what is there is taken.
     again = train(trainees.target(), prompts, whole, trainees.settings(steps=60, save_every=7, bad_rows="refuse"))
     assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
-    monkeypatch.setattr(loop, "start", reach)
+    monkeypatch.setattr(running, "start", reach)
     with pytest.raises(Reached):
         train(trainees.target(), prompts, other, trainees.settings(seed=7), data=whole)
 
 
 def test_too_few_prompts_are_noticed_before_any_is_answered(prompts, tmp_path, monkeypatch):
     """And the folder is then free for the settings that the message asks for."""
-    monkeypatch.setattr(data, "answers", reach)
+    monkeypatch.setattr(dataset, "answers", reach)
     with pytest.raises(
         TrainingError, match=r"24 usable prompts are too few .* 0.03: give at least 34 or make held_out"
     ):
@@ -225,7 +226,7 @@ def test_answers_that_were_never_given_bind_nothing(prompts, tmp_path, monkeypat
     answers.mkdir()
     (answers / "answers.json").write_text('{"answer_tokens": 5}')
     (answers / "answers.jsonl").write_text('{"texts": 1, "max_new_tokens": 5}\n')
-    monkeypatch.setattr("jaxspec.train.answers.generate", reach)
+    monkeypatch.setattr("jaxspec.train.self_distill.generate", reach)
     with pytest.raises(Reached):
         train(trainees.target(), prompts, tmp_path, trainees.settings())
     assert [path.name for path in answers.iterdir()] == ["answers.json"]
@@ -307,7 +308,7 @@ def test_the_command_that_was_interrupted_says_how_to_go_on(prompts, tmp_path, m
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "train", interrupted)
+    monkeypatch.setattr(running, "train", interrupted)
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     assert main(["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]) == 130
     assert "what was made is kept in run: the same command goes on\n\njaxspec: interrupted" in capsys.readouterr().err

@@ -12,7 +12,7 @@ PROGRAM = """
 import json, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import trainees
-from jaxspec.train.loop import train
+from jaxspec.train.run import train
 
 folder = pathlib.Path(sys.argv[2])
 prompts = trainees.write_prompts(folder / "prompts.jsonl")

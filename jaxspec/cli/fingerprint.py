@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
 def prints(folder: pathlib.Path):
     """(sha256, name) of the log, of every checkpoint's state and of the heads."""
     from jaxspec.heads.files import MANIFEST, load_heads
-    from jaxspec.train.bound import CHECKPOINTS, HEADS, LOG
     from jaxspec.train.checkpoints import Checkpoints
-    from jaxspec.train.disk import fingerprint
+    from jaxspec.train.files import fingerprint
+    from jaxspec.train.manifest import CHECKPOINTS, HEADS, LOG
 
     if (folder / LOG).exists():
         yield hashlib.sha256((folder / LOG).read_bytes()).hexdigest(), LOG

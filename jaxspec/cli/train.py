@@ -92,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxspec.cli import show
     from jaxspec.train import card, evaluate
-    from jaxspec.train.bound import HEADS
-    from jaxspec.train.loop import train
+    from jaxspec.train.manifest import HEADS
     from jaxspec.train.monitor import Monitor
+    from jaxspec.train.run import train
 
     out = check_path(args.out, "--out")
     target = show.load(args.target, args.dtype)

@@ -14,9 +14,9 @@ import jaxspec
 from jaxspec.heads.network import DraftHeads
 from jaxspec.heads.serving import served_by
 from jaxspec.storage.writing import write_whole
-from jaxspec.train.disk import fingerprint, write_json
 from jaxspec.train.evaluate import Candidate, Ranks
-from jaxspec.train.loop import Trained
+from jaxspec.train.files import fingerprint, write_json
+from jaxspec.train.run import Trained
 from jaxspec.train.settings import Settings
 
 CARD, FIGURES = "README.md", "evaluation.json"

@@ -19,7 +19,7 @@ import numpy as np
 from jaxspec.checkpoints import orbax
 from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import sync_folder, write_whole
-from jaxspec.train.disk import fingerprint, write_json
+from jaxspec.train.files import fingerprint, write_json
 
 STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
 KEPT = 2

@@ -17,7 +17,7 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train import losses
 from jaxspec.train.features import Reader
-from jaxspec.train.texts import Text, pack
+from jaxspec.train.packing import Text, pack
 
 RANKS = 16
 """Of the right token that are told apart."""

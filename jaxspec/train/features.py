@@ -13,11 +13,11 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
-from jaxspec.train.bound import FEATURES, HELD, claim, of_features
-from jaxspec.train.disk import fingerprint
+from jaxspec.train.files import fingerprint
+from jaxspec.train.manifest import FEATURES, HELD, of_features, write_or_match_manifest
+from jaxspec.train.packing import Rows
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import read
-from jaxspec.train.texts import Rows
 
 SHARD = 64
 """Rows of a file."""
@@ -63,7 +63,9 @@ class Cached:
         about = {"target": target_print, "texts": fingerprint(rows._asdict())}
         made, again = any(folder.glob("*.npy")), "the answers can be kept, and the target reads their texts again"
         advice = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
-        claim(folder / "features.json", about, made, "features", lambda odd: advice, of_features(settings))
+        write_or_match_manifest(
+            folder / "features.json", about, made, "features", lambda odd: advice, of_features(settings)
+        )
         self._files: list[np.ndarray] = []
         for at in range(0, len(rows.tokens), SHARD):
             path = folder / f"{at // SHARD:05d}.npy"

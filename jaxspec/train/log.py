@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import reason, write_whole
-from jaxspec.train.bound import LOG
+from jaxspec.train.manifest import LOG
 
 SPEED, UNDONE = "speed.jsonl", "undone.jsonl"
 

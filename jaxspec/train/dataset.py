@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 from jaxspec.errors import TrainingError
 from jaxspec.models.model import Model
 from jaxspec.text.conversations import BadRow, Conversation
-from jaxspec.train import texts
-from jaxspec.train.answers import answers
-from jaxspec.train.bound import ANSWERS
+from jaxspec.train import packing, tokenized
 from jaxspec.train.log import Watch
+from jaxspec.train.manifest import ANSWERS
+from jaxspec.train.self_distill import answers
 from jaxspec.train.settings import Settings
 
 
 class Data(NamedTuple):
     """What a run reads."""
 
-    rows: texts.Rows
-    held: texts.Rows
+    rows: packing.Rows
+    held: packing.Rows
     ids: Any  # [R] the drafted tokens, where not all are
     bad: list[BadRow]
     prompts: list[list[int]]  # held out, for decoding
-    answered: list[texts.Text]  # held out
+    answered: list[packing.Text]  # held out
 
 
 def prepare(
@@ -42,11 +42,11 @@ def prepare(
             answers is checked before.
     """
     prompts: list[list[int]] = []
-    given: list[texts.Text] = []
+    given: list[packing.Text] = []
     if settings.distill:
-        prompts, more = texts.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
+        prompts, more = tokenized.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
     else:
-        given, more = texts.texts_of(target, conversations)
+        given, more = tokenized.texts_of(target, conversations)
     if more and settings.bad_rows == "refuse":
         raise TrainingError(f"{more[0].where}: {more[0].why}; mend it, or let bad rows be reported")
     bad, count = [*unread, *more], len(prompts) + len(given)
@@ -56,13 +56,13 @@ def prepare(
         watch.say(f"{len(bad)} of {len(bad) + count} rows left out")
     if not count:
         raise TrainingError(f"nothing can be learnt from; the first row: {more[0].where}: {more[0].why}")
-    learnt, apart = texts.split(count, settings.held_out)
+    learnt, apart = tokenized.split(count, settings.held_out)
     told = functools.partial(watch.phase, "the target answers")
     all_texts = given or answers(target, target_print, prompts, settings, folder / ANSWERS, told)
     used, held = [all_texts[i] for i in learnt], [all_texts[i] for i in apart]
     vocab = target.lm.vocab
-    ids = texts.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
-    (rows, cut), (held_rows, _) = (texts.pack(some, settings.row_tokens) for some in (used, held))
+    ids = tokenized.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
+    (rows, cut), (held_rows, _) = (packing.pack(some, settings.row_tokens) for some in (used, held))
     if not len(rows.tokens):
         raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens (--row-tokens) larger")
     if len(held) and not len(held_rows.tokens):

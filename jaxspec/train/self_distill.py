@@ -15,10 +15,10 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, StorageError, TrainingError
 from jaxspec.models.model import Model
 from jaxspec.storage.writing import reason
-from jaxspec.train.bound import claim, of_answers
-from jaxspec.train.disk import digest_of
+from jaxspec.train.files import digest_of
+from jaxspec.train.manifest import of_answers, write_or_match_manifest
+from jaxspec.train.packing import Text
 from jaxspec.train.settings import Settings
-from jaxspec.train.texts import Text
 
 MANIFEST, TEXTS = "answers.json", "answers.jsonl"
 
@@ -55,7 +55,7 @@ def answers(
                 left.unlink()
     except OSError as error:
         raise StorageError(f"{folder / TEXTS} cannot be written: {reason(error, folder)}") from None
-    claim(folder / MANIFEST, about, made, "answers", lambda odd: advice, because)
+    write_or_match_manifest(folder / MANIFEST, about, made, "answers", lambda odd: advice, because)
     try:
         found = generate(
             target,

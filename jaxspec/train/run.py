@@ -24,14 +24,14 @@ from jaxspec.models.model import Model
 from jaxspec.models.out_major import ByOutput, by_input
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
-from jaxspec.train import bound, losses, texts
-from jaxspec.train.bound import CHECKPOINTS, FEATURES, HELD
+from jaxspec.train import losses, manifest, packing
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints, Damaged
-from jaxspec.train.data import Data, prepare
-from jaxspec.train.disk import digest_of, fingerprint
+from jaxspec.train.dataset import Data, prepare
 from jaxspec.train.features import Cached, Reader
+from jaxspec.train.files import digest_of, fingerprint
 from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
+from jaxspec.train.manifest import CHECKPOINTS, FEATURES, HELD
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
 from jaxspec.train.target import sizes_for
@@ -78,8 +78,8 @@ def train(
         MissingPackage: grain is not installed.
         KeyboardInterrupt: Ctrl-C was pressed; the same call goes on.
     """
-    watch, folder = watch or Watch(), bound.folder_of(out)
-    shelf = folder if data is None else bound.folder_of(data)
+    watch, folder = watch or Watch(), manifest.folder_of(out)
+    shelf = folder if data is None else manifest.folder_of(data)
     files = [prompts] if isinstance(prompts, str | os.PathLike) else prompts
     lm: Any = target.lm
     config = sizes_for(target, settings)
@@ -96,10 +96,10 @@ def train(
     watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
     print_of_target = fingerprint(by_input(target.params))
     about = {"target": print_of_target, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
-    about |= bound.of_run(settings)
-    bound.claim_run(folder, shelf, about)
+    about |= manifest.of_run(settings)
+    manifest.match_run(folder, shelf, about)
     used = prepare(target, print_of_target, read, unread, shelf, settings, watch)
-    bound.claim_run(folder, shelf, about | {"texts": fingerprint((used.rows._asdict(), used.held._asdict()))})
+    manifest.match_run(folder, shelf, about | {"texts": fingerprint((used.rows._asdict(), used.held._asdict()))})
     table = lm.unembedding(target.params)
     config = dataclasses.replace(config, draft_vocab_size=None if used.ids is None else len(used.ids))
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -109,13 +109,13 @@ def train(
     frozen = jax.device_put(frozen, whole)
     reader = Reader(lm, max(1, settings.batch // settings.accumulate))
 
-    def source(rows: texts.Rows, name: str, params: Any = target.params) -> tuple[texts.Rows, Callable]:
+    def source(rows: packing.Rows, name: str, params: Any = target.params) -> tuple[packing.Rows, Callable]:
         """What is learnt from, and the function that gives the features of some of these rows by number."""
         if not settings.cache_features:
             return rows, lambda index: reader(params, rows.tokens[index], rows.segments[index])
         told = functools.partial(watch.phase, f"reading {name} with the target")
         cached = Cached(functools.partial(reader, target.params), print_of_target, rows, settings, shelf / name, told)
-        few, places = texts.learnt(rows, settings.heads)  # prompts need not be gone through again
+        few, places = packing.pack_supervised_spans(rows, settings.heads)  # prompts need not be gone through again
         return few, lambda index: cached.at(places[index])
 
     rows, features_of = source(used.rows, FEATURES)
@@ -152,7 +152,7 @@ def train(
 
     def batch_of(index: np.ndarray) -> losses.Batch:
         shape = (settings.accumulate, len(index) // settings.accumulate)
-        part = texts.Rows(*(a[index] for a in rows))
+        part = packing.Rows(*(a[index] for a in rows))
         features = np.zeros((*part.tokens.shape, 0), np.float32) if settings.medusa2 else features_of(index)
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), spread)
@@ -240,7 +240,7 @@ def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callabl
     return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
 
 
-def evaluate(judge: Callable, rows: texts.Rows, features_of: Callable, size: int) -> dict[str, Any]:
+def evaluate(judge: Callable, rows: packing.Rows, features_of: Callable, size: int) -> dict[str, Any]:
     """The heads on the held-out rows, so many at a time."""
     total = None
     for at in range(0, len(rows.tokens), size):

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec.errors import TrainingError
 from jaxspec.storage.reading import check_path
-from jaxspec.train.disk import write_json
+from jaxspec.train.files import write_json
 from jaxspec.train.settings import Settings
 
 ANSWERS, FEATURES, HELD, CHECKPOINTS, HEADS = "answers", "features", "held-out", "checkpoints", "heads"
@@ -52,8 +52,8 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
     return check_path(path, "the folder of the run", TrainingError).absolute()
 
 
-def claim_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) -> None:
-    """Binds the folder of a run, as `claim`, once something was learnt in it.
+def match_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) -> None:
+    """Binds the folder of a run, as `write_or_match_manifest`, once something was learnt in it.
 
     Args:
         folder: of the run.
@@ -76,10 +76,10 @@ def claim_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) 
             return f"{other}; the answers can be kept: copy {shelf / ANSWERS} into it"
         return f"{other}; the answers and features can be kept (--data {shelf})"
 
-    claim(folder / "settings.json", about, made, "a run", advice)
+    write_or_match_manifest(folder / "settings.json", about, made, "a run", advice)
 
 
-def claim(
+def write_or_match_manifest(
     path: pathlib.Path,
     about: dict[str, Any],
     made: bool,
