@@ -35,10 +35,10 @@ slow: $(VENV)/dev.stamp ## run the tests that take minutes
 tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does
 	$(INSTALL) '.[tpu]'
 	$(RUN) -m pytest -m tpu $(ARGS)
-	$(RUN) scripts/tpu.py
+	$(RUN) scripts/prove/tpu.py
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
-	$(RUN) scripts/mutants.py $(ARGS)
+	$(RUN) scripts/prove/mutants.py $(ARGS)
 
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)

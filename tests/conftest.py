@@ -9,9 +9,9 @@ import os
 
 import jax
 import pytest
-from toys import QUICK
 
 import jaxspec
+from helpers.toys import QUICK
 from jaxspec.checkpoints import presets
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError

@@ -3,7 +3,7 @@
 Letters: B rows, S cache slots, N nodes, D tree height, C most children of a node, V vocabulary, E feature
 width, L layers, H key/value heads, K head width, T tokens in a window, P earlier tokens of a window.
 
-Invariants; each has a test of its name in `tests/test_invariants.py`:
+Invariants; each has a test of its name in `tests/decode/test_invariants.py`:
 
 root_is_pending: the root is committed text and not yet in the target's cache: `cache.length == length - 1`.
 scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.

@@ -1,0 +1,93 @@
+"""Plain decoding, constant draft lengths and the adaptive schedule, by turns in one run, on SmolLM2-135M-Instruct.
+
+    python scripts/measure/schedules.py early-exit:10     # the target's first ten layers draft
+    python scripts/measure/schedules.py model             # the target drafts for itself: all is accepted, nothing pays
+    python scripts/measure/schedules.py prompt-lookup
+
+First `jaxspec.bench.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Times are
+of decoding alone: the median of a prompt's repeats, as a ratio to plain decoding's. Overall is that of the sums.
+"""
+
+import argparse
+import sys
+
+import jax
+import numpy as np
+
+import jaxspec
+from jaxspec.bench import tasks
+from jaxspec.bench.run import rotated
+from jaxspec.bench.tune import tune
+from jaxspec.cli.tune import table
+from jaxspec.generation.drafting import Drafting
+from jaxspec.registry import find
+
+MODEL = "smollm2-135m-instruct"
+
+
+def prompts(limit: int, skip: int) -> list[str]:
+    """Of ordinary questions and of copying ones, `limit` each, after the first `skip`."""
+    found = [tasks.load(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
+    return [question.turns[0] for questions in found for question in questions]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", help="model, prompt-lookup, or early-exit:LAYERS")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each kind")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=2)
+    arguments = parser.parse_args()
+    target = jaxspec.load(MODEL)
+    name, _, layers = arguments.drafter.partition(":")
+    takes = find("drafter", name).takes
+    models = {
+        "draft": target if "draft" in takes else None,
+        "drafter_options": {"exit_layers": int(layers)} if layers else {},
+    }
+    longest = max(arguments.lengths)
+    length = max(
+        longest, Drafting(name, draft=models["draft"], options=models["drafter_options"]).member(target)[0].shape.depth
+    )
+    tuned = tune(target, prompts(1, arguments.limit), drafter=name, **models, tree=length, chat=True)
+    print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
+
+    fixed = {"drafter": name, **models}
+    ways = {"plain": {"drafter": "none"}}
+    ways |= {f"constant {n}": fixed | {"tree": n, "schedule": "constant"} for n in arguments.lengths}
+    ways["tuned: adaptive"] = {"draft": models["draft"], "tuned": tuned}
+    seconds = {way: [] for way in ways}
+    asked = prompts(arguments.limit, 0)
+    for prompt in asked:
+        took, texts, rounds = {way: [] for way in ways}, {}, {}
+        for repeat in range(arguments.repeats + 1):
+            for way in rotated(list(ways), repeat):
+                out = jaxspec.generate(
+                    target,
+                    prompt,
+                    chat=True,
+                    max_new_tokens=arguments.tokens,
+                    ignore_eos=True,
+                    capacity=1024,
+                    **ways[way],
+                )
+                texts[way], rounds[way] = out[0].tokens, out.stats.tokens_per_round
+                if repeat:  # the first may compile
+                    took[way].append(out.timing.decode_s)
+        same = all(text == texts["plain"] for text in texts.values())
+        for way in ways:
+            seconds[way].append(np.median(took[way]))
+        speeds = {way: seconds["plain"][-1] / seconds[way][-1] for way in ways}
+        shown = ", ".join(f"{way} {speeds[way]:.2f} ({rounds[way]:.2f} tokens a round)" for way in ways)
+        print(f"{prompt[:40]!r}: {shown}; texts {'alike' if same else 'DIFFER'}", flush=True)
+    print(f"jax {jax.__version__}, {jax.default_backend()}, float32, {len(asked)} prompts of {arguments.tokens} tokens")
+    plain = np.array(seconds["plain"])
+    for way, values in seconds.items():
+        each = plain / values
+        print(f"{way:16} {plain.sum() / sum(values):.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

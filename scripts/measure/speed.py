@@ -1,0 +1,390 @@
+"""Speed of SmolLM2-135M on this machine. Each figure is taken in one run, the things compared by turns.
+
+    python scripts/measure/speed.py widths                 # ms a round by width, dtype and capacity; a read of weights
+    python scripts/measure/speed.py lookup                 # prompt lookup against plain: a copying task, ten ordinary
+    python scripts/measure/speed.py compile                # import time; compile time by configuration and by layers
+    python scripts/measure/speed.py memory --source S      # peak memory of loading a model, beside the model's size
+    python scripts/measure/speed.py rules --source S       # what a rule's arithmetic costs beside the target's call
+    python scripts/measure/speed.py overhead --source S    # what a round costs beyond the target's call
+    python scripts/measure/speed.py batches                # tokens/s by rows at once: plain, and with drafters
+
+Rates are of decoding alone, medians with the quartiles beside them.
+"""
+
+import argparse
+import itertools
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.bench.texts import COPYING
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.laws import scores
+from jaxspec.core.records import Proposal, Window
+from jaxspec.decode.session import Session, clear_executables
+from jaxspec.decode.verdict import judge
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.generation.inputs import make_request, row_keys, stop_array
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.registry import RULES, find
+from jaxspec.rules.coupled import Coupled
+
+MODEL = "smollm2-135m-instruct"
+ORDINARY = [
+    "What is gravity?",
+    "Write a haiku about the sea.",
+    "Explain how a bicycle stays upright.",
+    "What should I pack for a week in Iceland?",
+    "Write an email that asks for a day off.",
+    "Why is the sky blue?",
+    "What makes a good friend?",
+    "Tell me a short story about a lighthouse keeper.",
+    "What is the difference between weather and climate?",
+    "Give me a recipe for pancakes.",
+]
+
+
+def spread(values) -> str:
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return f"{middle:8.2f} ({low:.2f} to {high:.2f})"
+
+
+def reader(size: int) -> Callable[[], float]:
+    """What takes the seconds of a sum over so many bytes: no round can be faster that reads as many weights."""
+    data = jnp.ones(size // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(data).block_until_ready()
+
+    def read() -> float:
+        start = time.perf_counter()
+        total(data).block_until_ready()
+        return time.perf_counter() - start
+
+    return read
+
+
+def widths(arguments) -> None:
+    """By turns: every width and capacity of one dtype, 10 rounds at a time, at text lengths around 200."""
+    for dtype in arguments.dtypes:
+        model = jaxspec.load(MODEL, dtype=dtype)
+        sessions = {}
+        for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
+            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), widths=(width,))
+            sampling = jaxspec.Sampling()
+            request = make_request(
+                [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),
+                300, stop_array(model, (), True, 1), capacity,
+            )  # fmt: skip
+            sessions[width, capacity] = Session(decoder, jaxspec.Weights(model.params), request, capacity)
+            sessions[width, capacity].run(3)
+        times = {key: [] for key in sessions}
+        read, reads = reader(model.bytes), []
+        for _ in range(arguments.repeats):
+            reads.append(np.median([read() for _ in range(5)]) * 1e3)
+            for key, session in sessions.items():
+                session.timing.decode_s = 0.0
+                session.run(10)
+                times[key].append(session.timing.decode_s * 100)
+        one = np.array(times[1, 512])
+        for (width, capacity), values in times.items():
+            ratio = np.median(np.array(values) / one)
+            print(f"{dtype} width {width:2} capacity {capacity:4}: {spread(values)} ms, {ratio:.2f} x width 1")
+        rate = model.bytes / np.median(reads) / 1e6
+        print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: read in {spread(reads)} ms, {rate:.1f} GB/s, "
+              f"width 1 takes {spread(one / reads)} times that")  # fmt: skip
+
+
+def lookup(arguments) -> None:
+    """Plain and prompt lookup by turns, default settings, on the same prompts."""
+    for dtype in arguments.dtypes:
+        model = jaxspec.load(MODEL, dtype=dtype)
+        tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
+        for name, prompt, tokens in tasks:
+            rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
+            texts, stats = {}, None
+            for repeat in range(arguments.repeats + 1):
+                for drafter, values in rates.items():
+                    out = jaxspec.generate(
+                        model, prompt, drafter=drafter, chat=True, max_new_tokens=tokens, capacity=1280
+                    )
+                    texts[drafter] = out[0].tokens
+                    stats = out.stats
+                    if repeat:
+                        values.append(out.timing.tokens_per_s)
+            ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
+            print(
+                f"{dtype} {name[:40]:40} plain {np.median(rates['none']):6.1f} lookup "
+                f"{np.median(rates['prompt-lookup']):6.1f} tokens/s, ratio {spread(ratio)}, "
+                f"{stats.tokens_per_round:.2f} tokens/round, {len(texts['none'])} tokens, "
+                f"same {texts['none'] == texts['prompt-lookup']}",
+                flush=True,
+            )
+
+
+def compile_times(arguments) -> None:
+    """Fresh compilations, one after the other."""
+    code = "import time; t = time.perf_counter(); import jaxspec; jaxspec.generate; print(time.perf_counter() - t)"
+    bare = code.replace("jaxspec.generate; ", "")
+    for name, source in (("import jaxspec", bare), ("with jaxspec.generate", code)):
+        times = [float(subprocess.check_output([sys.executable, "-c", source])) for _ in range(5)]
+        print(f"{name}: {spread(times)} s")
+    jax.config.update("jax_enable_compilation_cache", False)  # what an earlier run kept would only be read
+    model = jaxspec.load(MODEL)
+    draft = jaxspec.Model(TransformerLM(small(2)), TransformerLM(small(2)).init_params(jax.random.key(0)))
+    for label, options in {
+        "none": {},
+        "prompt-lookup": {},
+        "early-exit chain 4": {"tree": 4},
+        "model (2 layers) chain 4": {"tree": 4, "draft": draft},
+        "model (2 layers) tree 4x2x1": {"tree": jaxspec.branching(4, 2, 1), "draft": draft},
+    }.items():
+        clear_executables()
+        jax.clear_caches()
+        out = jaxspec.generate(model, "Hello", chat=False, drafter=label.split()[0], max_new_tokens=2, **options)
+        print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
+    for layers in (2, 8, 16, 30):
+        lm = TransformerLM(small(layers))
+        tiny = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
+        seconds = []
+        for drafter in ("none", "prompt-lookup"):
+            clear_executables()
+            jax.clear_caches()
+            out = jaxspec.generate(tiny, [1, 2, 3], drafter=drafter, max_new_tokens=2)
+            seconds.append(out.timing.compile_s)
+        print(
+            f"{layers:2} layers: compile {seconds[0]:.1f} s plain, {seconds[1]:.1f} s prompt-lookup",
+            flush=True,
+        )
+
+
+MEMORY = """
+import resource, sys, jax, jaxspec
+from jaxspec.models import transformer
+jax.numpy.zeros(1).block_until_ready()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = jaxspec.load(sys.argv[1], dtype=sys.argv[2])
+print(before, peak(), model.bytes)
+"""
+
+
+def memory(arguments) -> None:
+    """The most memory the process had, before and after loading; on a CPU the parameters are in it."""
+    for dtype in arguments.dtypes:
+        answer = subprocess.check_output([sys.executable, "-c", MEMORY, arguments.source, dtype], text=True)
+        before, after, size = map(int, answer.split()[-3:])
+        taken = after - before
+        print(
+            f"{arguments.source} {dtype}: parameters {size / 2**20:.0f} MiB, loading takes {taken / 2**20:.0f} MiB at "
+            f"its peak ({taken / size:.2f} times), besides {before / 2**20:.0f} MiB of Python and JAX"
+        )
+
+
+def rules(arguments) -> None:
+    """By turns: the target's call, every rule's verdict on it, and a drafter's draws, at one vocabulary and tree."""
+    model = jaxspec.load(arguments.source)
+    vocab = model.lm.vocab
+    rng = np.random.default_rng(0)
+    keys, length = jax.random.split(jax.random.key(0), 1), jnp.array([100])
+    for name, topology in {"chain 4": jaxspec.chain(4), "tree 2x2": jaxspec.branching(2, 2)}.items():
+        nodes, tree = topology.shape.nodes, jax.tree.map(lambda a: jnp.asarray(a)[None], topology.tree)
+        logits = jnp.asarray(20 + 2 * rng.normal(size=(1, nodes, vocab)), jnp.float32)
+        other = logits + jnp.asarray(rng.normal(size=logits.shape), jnp.float32)
+        cache = model.lm.init_cache(1, 256)._replace(length=jnp.full((1,), 100))
+        window = Window(jnp.ones((1, nodes), jnp.int32), 100 + tree.depths, tree.ancestors)
+
+        @jax.jit
+        def call(params, cache, window=window):
+            features, _ = model.lm.apply(params, window, cache)
+            return model.lm.head(params, features)
+
+        calls = {"target call": (call, (model.params, cache))}
+        for label, sampling in {"T 1": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 50": {"top_k": 50}}.items():
+            rows = jaxspec.Sampling(temperature=1.0, **sampling).rows(1, vocab)
+
+            def draw(kind, rows=rows, width=topology.shape.width):
+                drawn = Draw(kind, keys, length, rows, jnp.array(True), vocab)
+                return jax.jit(lambda scores: drawn(scores, jnp.arange(scores.shape[1]), 0, width))
+
+            for kind in Noise:
+                calls[f"{label}: children of one node, {kind.value} noise"] = (draw(kind), (other[:, :1],))
+            for rule in RULES:
+                member = find("rule", rule)()
+                try:
+                    member.check(topology.shape)
+                except jaxspec.errors.InvalidConfig:
+                    continue
+                below, law = draw(member.noise)(other)
+                tokens = below[:, jnp.maximum(tree.parents[0], 0), tree.ranks[0]]
+
+                @jax.jit
+                def verdict(logits, tokens, law, rows, member=member, tree=tree, nodes=nodes):
+                    finite, some = jnp.ones((1, nodes), bool), jnp.array(True)
+                    tempered = scores(logits, rows)
+                    return judge(member, keys, length, rows, tempered, finite, Proposal(tokens, tree, law), some)
+
+                calls[f"{label}: {rule}"] = (verdict, (logits, tokens, law, rows))
+        calls["a sort of the logits"] = (jax.jit(lambda logits: jnp.sort(logits, -1)), (logits,))
+        times = {label: [] for label in calls}
+        for repeat in range(arguments.repeats + 1):
+            for label, (function, values) in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(function(*values))
+                if repeat:
+                    times[label].append((time.perf_counter() - start) * 1e3)
+        target = np.median(times["target call"])
+        print(f"{name}, {nodes} nodes, V = {vocab}")
+        for label, values in times.items():
+            share = np.median(values) / (np.median(values) + target)
+            print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
+
+
+def target_calls(
+    model: jaxspec.Model, rows: int, nodes: int, length: int, capacity: int, times: int
+) -> Callable[[], float]:
+    """Compiles so many calls of the target in a row, each of `rows` windows; what is returned takes them once, and says
+    the milliseconds of one."""
+    cache = model.lm.init_cache(rows, capacity)._replace(length=jnp.full((rows,), length))
+
+    @jax.jit
+    def calls(params, cache):
+        def call(_, token):  # each call waits for the one before
+            window = Window(
+                jnp.broadcast_to(token, (rows, nodes)),
+                jnp.broadcast_to(length + jnp.arange(nodes), (rows, nodes)),
+                jnp.broadcast_to(jnp.tri(nodes) > 0, (rows, nodes, nodes)),
+            )
+            features, _ = model.lm.apply(params, window, cache)
+            return model.lm.head(params, features)[0, -1].argmax().astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, times, call, jnp.int32(1))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        calls(model.params, cache).block_until_ready()
+        return (time.perf_counter() - start) / times * 1e3
+
+    timed()
+    return timed
+
+
+def overhead(arguments) -> None:
+    """By turns, ten rounds at a time: whole rounds, and the target's calls alone at the same width and length."""
+    model = jaxspec.load(arguments.source)
+    vocab, capacity, length, times = model.lm.vocab, 512, 150, 10
+    prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 2000, length)]
+    settings = {"T 0": jaxspec.Sampling(), "T 0.8, top-p 0.95": jaxspec.Sampling(temperature=0.8, top_p=0.95)}
+    chain = jaxspec.chain(4)
+    drafters = {"plain": (NoDraft(), Coupled()), "prompt lookup 4": (PromptLookup(chain), Coupled())}
+    drafters["prompt lookup 4, deterministic"] = (PromptLookup(chain), find("rule", "deterministic")())
+
+    for (name, (drafter, rule)), (label, sampling) in itertools.product(drafters.items(), settings.items()):
+        decoder = jaxspec.Decoder(model.lm, drafter, rule, widths=())
+        nodes = drafter.shape.nodes
+        call = target_calls(model, 1, nodes, length, capacity, times)
+        rounds, alone = [], []
+        for _ in range(arguments.repeats):
+            request = make_request(
+                [prompt], row_keys(jax.random.key(0), 1, 1, sampling), sampling.rows(1, vocab), 300,
+                stop_array(model, (), True, 1), capacity,
+            )  # fmt: skip
+            session = Session(decoder, jaxspec.Weights(model.params), request, capacity)
+            session.run(2)
+            session.timing.decode_s = 0.0
+            session.run(times)
+            rounds.append(session.timing.decode_s / times * 1e3)
+            alone.append(call())
+        share = 1 - np.array(alone) / np.array(rounds)
+        print(f"V = {vocab}, {name}, {label}: round {spread(rounds)} ms, target's call {spread(alone)} ms, "
+              f"everything else {np.median(share):.1%} ({np.percentile(share, 25):.1%} to "
+              f"{np.percentile(share, 75):.1%})", flush=True)  # fmt: skip
+
+
+def batches(arguments) -> None:
+    """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts.
+
+    A call ends with its slowest row, so rates are given beside what they would be while every row runs: tokens a round,
+    over what a round costs. Beside that, what the target alone costs at the width of the drafter's round, timed apart:
+    with more tokens a round than that, speculation should pay.
+    """
+    for dtype in arguments.dtypes:
+        model = jaxspec.load(MODEL, dtype=dtype)
+        heads = jaxspec.load_heads(MODEL, target=model)
+        drafters = {"none": {}, "prompt-lookup": {"tree": 4}, "medusa": {"heads": heads}}
+        given = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+        given["schedule"] = "constant"  # every round that drafts has the full width
+        for rows in arguments.rows:
+            more = "Answer briefly. "
+            prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
+            rates, costs = ({name: [] for name in drafters} for _ in range(2))
+            tokens, nodes = {}, {}
+            for repeat in range(arguments.repeats + 1):
+                for name, options in drafters.items():
+                    out = jaxspec.generate(model, prompts, drafter=name, **given, **options)
+                    tokens[name] = out.stats.tokens_per_round
+                    nodes[name] = out.session.decoder.drafter.shape.nodes
+                    if repeat:
+                        rates[name].append(out.timing.tokens_per_s)
+                        costs[name].append(out.timing.decode_s / max(row.stats.rounds for row in out))
+            clear_executables()
+            calls = {width: target_calls(model, rows, width, 100, 512, 4) for width in sorted(set(nodes.values()))}
+            alone = {width: [] for width in calls}
+            for _ in range(arguments.repeats):
+                for width, call in calls.items():
+                    alone[width].append(call())
+            for name in drafters:
+                ratio, cost, wide = (
+                    np.median(np.array(own) / np.array(plain))
+                    for own, plain in (
+                        (rates[name], rates["none"]),
+                        (costs[name], costs["none"]),
+                        (alone[nodes[name]], alone[nodes["none"]]),
+                    )
+                )
+                print(
+                    f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
+                    f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens/round, a round costs "
+                    f"{cost:.2f} plain ones, the target alone {wide:.2f}",
+                    flush=True,
+                )
+
+
+def small(layers: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=49152, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
+        head_dim=16,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "widths": widths,
+        "lookup": lookup,
+        "compile": compile_times,
+        "memory": memory,
+        "rules": rules,
+        "overhead": overhead,
+        "batches": batches,
+    }
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--source", default=MODEL)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="in `batches`")
+    arguments = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
+    parts[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    main()

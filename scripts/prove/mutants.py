@@ -1,0 +1,342 @@
+"""Do the tests catch the bugs that others shipped? Each is brought back, one at a time, and must turn a test red.
+
+    make mutants                                     # all of them
+    python scripts/prove/mutants.py NAME ...               # some
+    python scripts/prove/mutants.py --clean 20             # the same tests on the clean tree, with 20 seeds: all green
+
+A mutant is a copy of the package with one line changed. It is killed if one of its tests fails by an assertion.
+"""
+
+# ruff: noqa: E501 - lines are quoted as they stand
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TIMEOUT = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One defect.
+
+    Attributes:
+        name: of the mutant.
+        bug: what it does, and who shipped it.
+        file: within the package.
+        old, new: the line, and what takes its place; `old` stands there exactly once.
+        tests: pytest's names of the tests that must not all pass.
+    """
+
+    name: str
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def exact(rule: str) -> tuple[str, ...]:
+    return (f"tests/rules/test_exact.py::test_a_round_follows_the_target_exactly[{rule}]",)
+
+
+def sampled(cell: str) -> tuple[str, ...]:
+    return (f"tests/testing/test_gtest.py::test_text_follows_its_law[{cell}]",)
+
+
+MUTANTS = (
+    Mutant(
+        "block-stops-at-the-first-failure",
+        "block verification breaks at the first failed test (demanded in a review of vllm-ascend #11985)",
+        "rules/block.py",
+        "return Ends(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)",
+        "return Ends(jnp.cumprod(accepted) * jnp.append(1 - accepted[1:], 1.0), after)",
+        exact("block"),
+    ),
+    Mutant(
+        "block-accepts-as-tokens-do",
+        "block verification with the acceptance of single tokens (vllm-ascend #7807)",
+        "rules/block.py",
+        "weight = sums - jnp.maximum(lax.cummax(sums), 0.0)",
+        "weight = jnp.cumsum(jnp.where(last, -jnp.inf, jnp.minimum(ratio, 0.0)))[:-1]",
+        exact("block"),
+    ),
+    Mutant(
+        "block-residual-unscaled",
+        "the residual of block verification is that of single tokens, without the weight of its path",
+        "rules/block.py",
+        "return excess(jnp.exp(weight[node] + law[node]), ",
+        "return excess(jnp.exp(law[node]), ",
+        exact("block"),
+    ),
+    Mutant(
+        "residual-is-the-target",
+        "after a rejection the token is drawn from the target, not from its excess over the draft",
+        "rules/_siblings.py",
+        "target = jnp.where(proposed & (mass > 0), residual / jnp.where(mass > 0, mass, 1.0), target)",
+        "target = jnp.where(proposed, target, target)",
+        exact("rejection"),
+    ),
+    Mutant(
+        "siblings-with-replacement",
+        "the draft's law keeps a rejected sibling, though siblings are drawn without replacement",
+        "rules/_siblings.py",
+        "draft = jnp.where(proposed, remove_token(draft, token), draft)",
+        "draft = jnp.where(proposed, draft, draft)",
+        exact("rejection"),
+    ),
+    Mutant(
+        "residual-not-a-number",
+        "an empty residual is normalised to NaN (p /= p.sum() in transformers and EAGLE)",
+        "rules/_siblings.py",
+        "jnp.where(proposed & (mass > 0), residual / jnp.where(mass > 0, mass, 1.0), target)",
+        "jnp.where(proposed, residual / mass, target)",
+        exact("rejection"),
+    ),
+    Mutant(
+        "equality-then-residual",
+        "a rejected deterministic draft may be drawn again (accept by equality, then draw from all of the target)",
+        "rules/deterministic.py",
+        "rest = jnp.where(spent, -jnp.inf, law[node])",
+        "rest = jnp.where(spent, law[node], law[node])",
+        exact("deterministic"),
+    ),
+    Mutant(
+        "traversal-in-pre-order",
+        "a tree is tested from its root instead of from its leaves",
+        "rules/traversal.py",
+        "tree.ranks[jnp.maximum(tree.paths, 0)], nodes)",
+        "tree.ranks[jnp.maximum(tree.paths, 0)], -1)",
+        exact("traversal"),
+    ),
+    Mutant(
+        "typical-max",
+        "typical acceptance takes the larger threshold, max(epsilon, delta exp(-H)) (abyo-speculate)",
+        "rules/typical.py",
+        "threshold = jnp.minimum(",
+        "threshold = jnp.maximum(",
+        ("tests/rules/test_lossy.py::test_typical_acceptance_is_the_formula",),
+    ),
+    Mutant(
+        "zero-probability-at-u-0",
+        "u <= ratio keeps a token of probability 0 when u is 0 (transformers, EAGLE, sglang-jax)",
+        "decode/verdict.py",
+        "jnp.argmax(sums > jnp.minimum(",
+        "jnp.argmax(sums >= jnp.minimum(",
+        ("tests/decode/test_degenerate.py::test_a_number_of_zero_or_almost_one_picks_nothing_impossible",),
+    ),
+    Mutant(
+        "token-from-the-row-before",
+        "correction and bonus are drawn after the node before (openvino.genai #4190)",
+        "decode/verdict.py",
+        "return node, ends.after(node)",
+        "return node, ends.after(jnp.maximum(node - 1, 0))",
+        sampled("rejection-8-near"),
+    ),
+    Mutant(
+        "draft-and-residual-share-noise",
+        "the draft is drawn with the noise the residual is drawn with (vLLM #47386, #54282)",
+        "core/draw.py",
+        "extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)",
+        "extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)",
+        sampled("traversal-8-far") + sampled("block-64-near"),
+    ),
+    Mutant(
+        "draft-noise-of-every-round-the-same",
+        "draft noise is keyed by node, not by round (a speculator that bypasses the salted stream, local-inference #205)",
+        "core/noise.py",
+        "key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _FRESH), root), node)",
+        "key = jax.random.fold_in(jax.random.fold_in(key, _FRESH), node)",
+        ("tests/decode/test_randomness.py::test_no_two_places_share_a_number",),
+    ),
+    Mutant(
+        "acceptance-number-of-every-round-the-same",
+        "one acceptance number for all rounds of a row (the same u again: vllm-ascend #16370)",
+        "core/noise.py",
+        "key = jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), root)",
+        "key = jax.random.fold_in(key, _ACCEPT)",
+        ("tests/decode/test_randomness.py::test_no_two_places_share_a_number",),
+    ),
+    Mutant(
+        "argmax-draft-soft-law",
+        "the draft is the argmax, and its law the softmax (jaymody/speculative-sampling #3, rlx)",
+        "core/draw.py",
+        "perturbed = law + jnp.where(greedy, 0.0, extra)",
+        "perturbed = law",
+        sampled("rejection-8-near"),
+    ),
+    Mutant(
+        "law-before-truncation",
+        "the draft is drawn from the truncated law and weighed by the full one (transformers #47932)",
+        "core/draw.py",
+        "return tokens, law",
+        "return tokens, None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
+        sampled("rejection-8-near"),
+    ),
+    Mutant(
+        "top-p-missing-in-verification",
+        "the verifier ignores top-p (mlc-llm #2940, abyo-speculate)",
+        "decode/verdict.py",
+        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)",
+        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
+        sampled("rejection-8-near"),
+    ),
+    Mutant(
+        "temperature-missing",
+        "the temperature is not applied (vllm-ascend #6685)",
+        "core/laws.py",
+        "return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))",
+        "return jnp.where(temperature < GREEDY, logits, logits)",
+        ("tests/core/test_sampling.py::test_scores_are_tempered_biased_and_limited",),
+    ),
+    Mutant(
+        "one-key-for-the-batch",
+        "every row draws with the first row's key (per-request parameters: vLLM #9834; rbg keys under vmap)",
+        "core/noise.py",
+        "return _over_rows(row, keys, places)",
+        "return _over_rows(row, jnp.broadcast_to(keys[:1], keys.shape), places)",
+        ("tests/core/test_noise.py",),
+    ),
+    Mutant(
+        "coarse-noise",
+        "noise of 23 bits never draws a token of probability 1e-8 (the default of jax.random.gumbel)",
+        "core/noise.py",
+        'key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")',
+        "key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)\n        return jax.random.gumbel(key, (vocab,), jnp.float32)",
+        ("tests/core/test_sampling.py::test_the_tail_of_a_large_vocabulary_is_drawn",),
+    ),
+    Mutant(
+        "no-bonus-token",
+        "a draft kept whole emits no token of the target's after it (rlx)",
+        "decode/commit.py",
+        "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
+        "sound = jnp.minimum(jnp.minimum(reached + 1, steps.size - 1), first(~outcome.healthy))",
+        ("tests/decode/test_identity.py::test_a_right_draft_is_accepted_whole",),
+    ),
+    Mutant(
+        "broken-logits-go-on",
+        "logits that are not finite are drawn from (vLLM #45060, #50183, #53029)",
+        "decode/commit.py",
+        "sound = jnp.minimum(reached + 1, first(~outcome.healthy))",
+        "sound = reached + 1",
+        ("tests/decode/test_invariants.py::test_logits_that_are_not_finite_end_the_row",),
+    ),
+    Mutant(
+        "rejected-token-is-kept",
+        "the cache keeps the first nodes of the draft instead of the accepted path (abyo-speculate's rollback)",
+        "decode/loop.py",
+        "caches.take(entries, path),",
+        "caches.take(entries, jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)),",
+        ("tests/decode/test_invariants.py::test_cache_equals_fresh_prefill",),
+    ),
+    Mutant(
+        "stop-token-within-the-draft",
+        "a stop token inside an accepted draft is passed over (transformers' prompt lookup, #31301)",
+        "decode/commit.py",
+        "& (steps < sound[:, None]))",
+        "& (steps == reached[:, None]))",
+        (
+            "tests/decode/test_invariants.py::test_the_cut_inside_an_accepted_path",
+            "tests/decode/test_identity.py::test_toy_text_is_that_of_plain_decoding",
+        ),
+    ),
+    Mutant(
+        "positions-by-node",
+        "a node's position is its number, not its depth (padded batches: arXiv:2510.22876)",
+        "decode/loop.py",
+        "positions = state.cache.length[:, None] + tree.depths",
+        "positions = state.cache.length[:, None] + jnp.arange(tree.depths.shape[-1])",
+        ("tests/decode/test_invariants.py::test_cache_equals_fresh_prefill",),
+    ),
+    Mutant(
+        "siblings-see-each-other",
+        "a causal mask instead of the tree's ancestors",
+        "decode/loop.py",
+        "window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)",
+        "window = Window(jnp.maximum(proposal.tokens, 0), positions, jnp.tril(jnp.ones_like(tree.ancestors)), paths)",
+        ("tests/decode/test_identity.py::test_toy_text_is_that_of_plain_decoding",),
+    ),
+)
+
+
+def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of what the tests need, with the mutant's line changed."""
+    for part in ("jaxspec", "scripts", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    if mutant is not None:
+        path = folder / "jaxspec" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"{mutant.name}: its line stands {text.count(mutant.old)} times in {mutant.file}, not once"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+    return folder
+
+
+def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None) -> tuple[int, list[str], str]:
+    """pytest's exit status, the tests that failed by an assertion, and what was printed; `limit` is in seconds."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    failed = re.findall(r"^FAILED (\S+)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
+    return done.returncode, failed, done.stdout + done.stderr
+
+
+def kill(mutant: Mutant) -> tuple[Mutant, list[str], float, str]:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        _, failed, printed = tested(mutant.tests, prepared(mutant, pathlib.Path(folder)), 0, TIMEOUT)
+    return mutant, failed, time.perf_counter() - start, printed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--clean", type=int, metavar="SEEDS", help="run the tests unchanged, with so many seeds")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as compiled:  # what no mutant touches is compiled once
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compiled)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        return run(arguments, parser)
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    chosen = [m for m in MUTANTS if not arguments.names or m.name in arguments.names]
+    if unknown := set(arguments.names) - {m.name for m in MUTANTS}:
+        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    if arguments.clean:
+        tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+        red = 0
+        with tempfile.TemporaryDirectory() as folder:
+            prepared(None, pathlib.Path(folder))
+            for seed in range(arguments.clean):
+                status, _, printed = tested(tests, pathlib.Path(folder), seed, None)  # all of them at once
+                red += status != 0
+                print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
+        return 1 if red else 0
+    survivors = 0
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutant, failed, seconds, printed in pool.map(kill, chosen):
+            survivors += not failed
+            how = f"killed by {failed[0]}" if failed else "SURVIVED"
+            print(f"{mutant.name}: {how} ({seconds:.0f} s)\n    {mutant.bug}", flush=True)
+            if not failed:
+                print(printed[-2000:], flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Acceptance of two models' laws: against the laws of tables, in figures by hand, and as a command."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.toys import noisy
+from jaxspec import analysis
+from jaxspec.bench import acceptance
+from jaxspec.bench.acceptance import EVERY, Positions
+from jaxspec.cli import main
+from jaxspec.core.tree import branching
+from jaxspec.errors import CapacityError, InvalidConfig
+from jaxspec.generation.drafting import Drafting
+from jaxspec.testing import TableLM
+
+V = 8
+LM = TableLM(V, context=512)
+TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
+DRAFT = noisy(TARGET.params, 1, 0.4)
+PROMPTS = [("one", [1, 2]), ("two", [3] * 40), ("three", [4])]
+
+
+def laws(params, text, temperature) -> np.ndarray:
+    logits = np.asarray(LM.logits(params, text), np.float64) / temperature
+    return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+
+
+def measured(**options):
+    options = {"max_new_tokens": 21, "children": 2, "seed": 3} | options
+    return acceptance.measure(TARGET, LM, DRAFT, PROMPTS, **options)
+
+
+def test_it_is_that_of_the_laws_along_the_targets_text():
+    """Every position of each text once: the sums of the formulas, found from the tables directly."""
+    sampling = jaxspec.Sampling(temperature=0.7)
+    found = measured(sampling=sampling)
+    for i, (row, (name, prompt)) in enumerate(zip(found, PROMPTS)):
+        key = jax.random.split(jax.random.fold_in(jax.random.key(3), i))[0]
+        text = jaxspec.generate(TARGET, prompt, key=key[None], drafter="none", sampling=sampling, max_new_tokens=21)
+        whole = prompt + text[0].tokens
+        places = range(len(prompt), len(whole))
+        target, draft = (np.stack([laws(p, whole[:n], 0.7) for n in places]) for p in (TARGET.params, DRAFT))
+        assert (row.name, row.count) == (name, 21)
+        exact = {
+            "deterministic": analysis.deterministic_acceptance(target, draft, 2).sum(0),
+            "rejection": analysis.rejection_acceptance(target, draft, 2).sum(0),
+        }
+        np.testing.assert_allclose(row.kept["deterministic"], exact["deterministic"], rtol=1e-4)
+        np.testing.assert_allclose(row.kept["rejection"][0], exact["rejection"][0], rtol=1e-4)
+        np.testing.assert_allclose(row.kept["rejection"][1], exact["rejection"][1], rtol=0.05)
+        np.testing.assert_allclose(row.kept["coupled"][0], analysis.match(target, draft).sum(), rtol=1e-4)
+        optimum = analysis.optimal_acceptance(target, draft, 2).sum(0)
+        for rule in ("rejection", "coupled"):
+            np.testing.assert_allclose(row.optimum[rule], optimum, rtol=1e-4)
+
+
+def test_limits_and_greedy():
+    """Where laws are limited the coupled draft is not, and has its own optimum; greedy rules are one."""
+    limited = measured(sampling=jaxspec.Sampling(temperature=1.0, top_k=3))
+    assert any(abs(row.optimum["coupled"][1] - row.optimum["rejection"][1]) > 1e-3 for row in limited)
+    greedy = measured(sampling=jaxspec.Sampling())
+    decoded = jaxspec.generate(TARGET, [ids for _, ids in PROMPTS], drafter="model", draft=jaxspec.Model(LM, DRAFT),
+                               tree=branching(2), max_new_tokens=21)  # fmt: skip
+    assert decoded.stats.accepted > 0
+    for row, (_, prompt) in zip(greedy, PROMPTS):
+        text = prompt + jaxspec.generate(TARGET, prompt, drafter="none", max_new_tokens=21)[0].tokens
+        best = [np.argsort(-laws(DRAFT, text[:n], 1.0))[:2] for n in range(len(prompt), len(text))]
+        hits = [[t in b[:k] for t, b in zip(text[len(prompt) :], best)] for k in (1, 2)]
+        np.testing.assert_allclose(row.kept[EVERY], np.sum(hits, 1))
+
+
+def test_figures_by_hand():
+    """Means over positions, not prompts; the interval holds the mean, and there is none of one prompt."""
+    found = [
+        Positions("a", 10, {"r": np.array([5.0, 6.0])}, {"r": np.array([7.0, 9.0])}),
+        Positions("b", 30, {"r": np.array([27.0, 30.0])}, {"r": np.array([30.0, 30.0])}),
+    ]
+    one, two = acceptance.figures(found, (1, 2))
+    assert (one.acceptance, one.optimum, one.gap) == pytest.approx((32 / 40, 37 / 40, 5 / 40))
+    assert (one.low, one.high) == pytest.approx((0.5, 0.9)), "both prompts or one of them twice"
+    assert (two.children, two.acceptance) == (2, 36 / 40)
+    assert acceptance.by_rank(found) == {"r": pytest.approx([0.8, 0.1])}
+    assert acceptance.figures(found[:1], (1,))[0].low is None
+
+
+def test_wrong_input():
+    with pytest.raises(InvalidConfig, match="9 children"):
+        measured(children=9)
+    with pytest.raises(CapacityError, match="at most 512"):
+        measured(max_new_tokens=500)
+    with pytest.raises(InvalidConfig, match="no law"):
+        acceptance.drafting_model(TARGET, Drafting())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    config = tiny_config(vocab_size=264, max_position=4096)
+    return str(write_bytes(tmp_path_factory.mktemp("tiny"), config, random_params(config, 3)))
+
+
+def test_the_command(directory, tmp_path, capsys):
+    """The target as its own draft: every rule keeps all it can; the JSON gives trees."""
+    out = tmp_path / "out.json"
+    words = ["--prompt", "abc", "--prompt", "de", "--children", "3,1", "--max-new-tokens", "9", "--draws", "4"]
+    words += ["--target", directory, "--draft-model", directory, "--ignore-eos", "--json", str(out)]
+    assert main(["acceptance", *words]) == 0
+    shown = capsys.readouterr().out
+    record = json.loads(out.read_text())
+    (measured,) = record["runs"]
+    assert measured["positions"] == 18
+    assert [(f["rule"], f["children"]) for f in measured["figures"]] == [
+        (rule, children) for children in (1, 3) for rule in ("coupled", "deterministic", "rejection")
+    ]
+    for figure in measured["figures"]:
+        assert f"{figure['acceptance']:.4f}" in shown
+        if figure["rule"] != "deterministic":
+            assert figure["acceptance"] == pytest.approx(1, abs=1e-4)
+        assert figure["gap"] == pytest.approx(figure["optimum"] - figure["acceptance"])
+    assert [p["name"] for p in measured["prompts"]] == ["prompt 1", "prompt 2"]
+    for ranks in measured["by_rank"].values():
+        assert jaxspec.best_tree(ranks, 5).shape.nodes >= 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--children", "0"], "whole numbers from 1"),
+        (["--children", "1,x"], "whole numbers from 1"),
+        (["--target", "m.gguf"], "needs --draft-model"),
+        (["--drafter", "prompt-lookup"], "prompt-lookup"),
+        (["--drafter", "early-exit", "--draft-model", "m.gguf"], "is for --drafter model"),
+        (["--draft-model", "m.gguf", "--drafter-option", "exit_layers=2"], "has no such option"),
+        (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no folder"),
+    ],
+)
+def test_usage_errors(words, said, capsys):
+    assert main(["acceptance", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""`jaxspec tune`: what it concludes, its file, and that what takes the file drafts by it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.toys import noisy
+from jaxspec.bench import tune as tuning
+from jaxspec.bench.records import Method
+from jaxspec.bench.setup import Setup
+from jaxspec.bench.tune import call_costs, conclude, in_turn, some_widths, tune
+from jaxspec.cli import bench, main
+from jaxspec.cli.options import UsageError
+from jaxspec.cli.tune import table
+from jaxspec.core.schedule import Constant
+from jaxspec.core.tree import as_topology, branching, chain
+from jaxspec.decode.session import Session
+from jaxspec.decode.stats import Stats
+from jaxspec.drafters.none import NoDraft
+from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.confidence import Confidence
+from jaxspec.schedules.plus_minus import PlusMinus
+from jaxspec.testing import TableLM
+
+LM = TableLM(8)
+TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
+DRAFT = jaxspec.Model(LM, noisy(TARGET.params, 1, 0.2))
+PROMPTS = [[1, 2, 3], [4]]
+SAMPLED = {"sampling": jaxspec.Sampling(temperature=1.0), "key": jax.random.key(5)}
+
+
+# What it concludes.
+
+
+def test_widths_hold_depths_in_powers_of_two():
+    assert some_widths(chain(8)) == (2, 3, 5)
+    assert some_widths(chain(3)) == (2, 3)
+    assert some_widths(chain(1)) == ()
+    assert some_widths(branching(2, 2, 1)) == (3, 7)
+
+
+def test_conclusions_by_hand():
+    """Costs are medians in plain rounds, gaps filled, never falling; the best depth is that of the most tokens."""
+    seconds = {4: [0.8, 0.9, 7.0], 0: [0.4, 0.4, 0.5], 1: [0.5], 2: [0.45, 0.65, 0.6]}
+    stats = Stats(tested_at=(10, 8, 0, 4), accepted_at=(8, 4, 0, 1))
+    tuned = conclude("model", chain(4), {}, seconds, [(10, 0.7), (10, 0.9)], stats)
+    assert tuned.tree == chain(4)
+    assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, hope=0.8, widths=(2, 3))
+    assert tuned.measured["acceptance_by_depth"] == [0.8, 0.5, 0.5, 0.25]
+    by_depth = [1.0, 1.8 / 1.25, 2.2 / 1.5, 2.4 / 1.875, 2.45 / 2.25]
+    assert tuned.measured["speedup_by_depth"] == pytest.approx(by_depth, abs=1e-4)
+    assert tuned.measured["best_depth"] == 2
+    assert table(tuned.measured)[3].split() == ["2", "600.0", "50%", "1.47", "best"]
+    assert table(tuned.measured)[4].split() == ["3", "-", "50%", "1.28"]
+
+
+def test_where_nothing_pays_the_draft_is_one_token():
+    """Zero is the best depth; the schedule may still try one token now and then."""
+    tuned = conclude("model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
+    assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
+    assert (tuned.schedule.hope, tuned.schedule.resume) == (0.05, 0.0)
+    wide = conclude("model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0)))
+    assert wide.tree == branching(2, 2)
+
+
+def test_nothing_drafted_is_an_error():
+    with pytest.raises(TuningError, match="drafted too little"):
+        conclude("prompt-lookup", chain(4), {}, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4))
+
+
+# The file.
+
+
+TUNED = jaxspec.Drafting(
+    "model", tree=chain(4), schedule=Adaptive((1.0, 1.5), resume=0.01, widths=(2, 3)), measured={"device": "x"}
+)
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    for tuned in (
+        TUNED,
+        jaxspec.Drafting(
+            "early-exit",
+            tree=branching(2, 1),
+            schedule=Confidence(threshold=0.3, entropy=True),
+            options={"exit_layers": 2},
+        ),
+        jaxspec.Drafting("none", tree=chain(0), schedule=Constant(0)),
+        jaxspec.Drafting("prompt-lookup", tree=chain(6), schedule=PlusMinus(first=3)),
+    ):
+        tuned.save(tmp_path / "t.json")
+        again = jaxspec.Drafting.load(tmp_path / "t.json")
+        assert again == tuned
+        assert again.measured == tuned.measured
+        assert hash(again.schedule) == hash(tuned.schedule)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 3}, "version 2"),
+        ({"version": None}, "version 2"),
+        ({"drafter": "modle"}, "'model'"),
+        ({"drafter": 3}, "drafter must be a name"),
+        ({"tree": [-1, 5]}, "node 1"),
+        ({"tree": "chain"}, "list of parents"),
+        ({"tree": [-1, 0.0]}, "list of parents"),
+        ({"options": {"exit_layers": 2}}, "no option 'exit_layers'"),
+        ({"options": [2]}, "options must be"),
+        ({"schedule": {"name": "adaptiv"}}, "'adaptive'"),
+        ({"schedule": {"name": "adaptive", "price": 1}}, "no 'price'"),
+        ({"schedule": {"name": "adaptive", "costs": [1.0, "dear"]}}, "costs"),
+        ({"schedule": {"name": "adaptive", "costs": [1.0, -2.0]}}, "costs"),
+        ({"schedule": {"name": "plus-minus", "first": "two"}}, "whole numbers with 1 <= least"),
+        ({"schedule": {"name": "adaptive", "weight": 10**30}}, "weight must be below"),
+        ({"schedule": {"name": "adaptive", "credit": 10**30}}, "credit must be below"),
+        ({"schedule": {"name": "confidence", "entropy": []}}, "entropy must be true or false"),
+        ({"tree": [-1] + [0] * 20_000}, "at most 1024 nodes"),
+        ({"schedule": ["adaptive"]}, "with a name"),
+        ({"measured": 1}, "measured"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, change, said):
+    path = tmp_path / "t.json"
+    TUNED.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(TuningError, match=said) as error:
+        jaxspec.Drafting.load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", "[" * 100_000, "\x00", '{"version": 1}', None])
+def test_what_is_no_such_file_is_refused(tmp_path, content):
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TuningError, match=str(path)):
+        jaxspec.Drafting.load(path)
+
+
+def test_tuned_is_given_alone():
+    for more in (
+        {"tree": 3},
+        {"schedule": "adaptive"},
+        {"drafter": "none"},
+        {"drafter_options": {"exit_layers": 1}},
+        {"draft_params": np.zeros(3)},
+    ):
+        with pytest.raises(InvalidConfig, match="drafting="):
+            jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=TUNED, **more)
+    with pytest.raises(InvalidConfig, match="drafting must be"):
+        jaxspec.generate(TARGET, PROMPTS, drafting=3)
+    with pytest.raises(InvalidConfig, match="schedule must be"):
+        jaxspec.generate(TARGET, PROMPTS, schedule=Adaptive)
+    with pytest.raises(jaxspec.JaxspecError, match="Did you mean 'adaptive'"):
+        jaxspec.generate(TARGET, PROMPTS, schedule="adaptve")
+
+
+# From one end to the other.
+
+
+def test_from_measuring_to_decoding(tmp_path):
+    """Measured on two prompts, written, read, decoded by: the plain text, and the schedule is the file's."""
+    tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
+    assert tuned.drafter == "model"
+    assert len(tuned.measured["round_s"]) == 3
+    assert all(count >= 4 for count in tuned.measured["rounds_timed"].values())
+    assert 0.3 < tuned.measured["acceptance_by_depth"][0] <= 1
+    tuned.save(tmp_path / "t.json")
+    asking = SAMPLED | {"max_new_tokens": 20}
+    plain = jaxspec.generate(TARGET, PROMPTS, drafter="none", **asking)
+    output = jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=str(tmp_path / "t.json"), **asking)
+    assert [row.tokens for row in output] == [row.tokens for row in plain]
+    assert output.session.decoder.schedule == tuned.schedule
+    assert output.session.decoder.drafter.tree == tuned.tree
+
+
+def test_wrong_input_to_tune_is_refused():
+    for wrong in (
+        {"drafter": NoDraft()},
+        {"drafter": "modle"},
+        {"drafter": "model", "draft": DRAFT, "max_new_tokens": 0},
+        {"drafter": "model", "draft": DRAFT, "tree": -1},
+        {"drafter": "none", "draft": DRAFT},
+    ):
+        with pytest.raises(jaxspec.JaxspecError):
+            tune(TARGET, PROMPTS, **SAMPLED | wrong)
+
+
+def test_rounds_are_timed_by_their_depth(monkeypatch):
+    """Where a round of depth g takes 2 + g seconds, just those costs come out."""
+    run = Session.run
+
+    def timed(self, rounds):
+        before, depth = self.timing.decode_s, int(self.state.schedule[0])
+        run(self, rounds)
+        self.timing.decode_s = before + 2 + depth
+
+    monkeypatch.setattr(Session, "run", timed)
+    tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
+    assert tuned.measured["round_s"] == {"0": 2.0, "1": 3.0, "2": 4.0}
+    assert tuned.schedule.costs == (1.0, 1.5, 2.0)[: tuned.tree.shape.depth + 1]
+
+
+def test_what_others_are_drawn_between_is_timed_first():
+    """A text may end before all depths had their turn."""
+    assert in_turn(9) == [9, 0, 1, 2, 4, 8, 3, 5, 6, 7]
+    assert in_turn(2) == [2, 0, 1]
+    assert in_turn(1) == [1, 0]
+
+
+def test_costs_of_calls_by_hand():
+    """A draft's call is what rounds of one width differ by; the target's is what is left, never below a plain round."""
+    costs, draft = call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75]))
+    assert costs == pytest.approx({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.25, 9: 1.75})
+    assert draft == pytest.approx(0.25)
+    assert call_costs(chain(4), np.array([1.0, 1.0, 1.0, 1.5, 2.0])) == ({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.0}, 0.5)
+    assert call_costs(chain(3), np.ones(4)) is None
+
+
+def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
+    """A draft's call costs half a plain round, a wide window nothing: the best tree has branches, and is played too.
+
+    It is taken if those rounds were faster. Where the first child is always right, or rules take no tree, none is.
+    """
+    played = []
+
+    def play(decoder, *_):
+        tree, share = decoder.drafter.tree, 60 if decoder.drafter.tree.is_chain else accepted
+        played.append(tree)
+        depth = tree.shape.depth
+        stats = Stats(tested_at=(100,) * depth, accepted_at=(share,) * depth)
+        return {drafted: [2.0 + drafted] * 2 for drafted in range(depth + 1)}, [], stats
+
+    monkeypatch.setattr(tuning, "_play", play)
+    asking = {"drafter": "model", "tree": 4, "max_new_tokens": 20, **SAMPLED}
+    accepted = 90
+    tuned = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
+    ranks = tuned.measured["acceptance_by_rank"]
+    best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5), 2.0), 1.0)
+    assert best.shape.nodes == 5
+    assert best.shape.width > 1
+    assert played == [chain(4), best]
+    assert tuned.tree == best
+    assert tuned.measured["acceptance_by_depth"] == [0.9] * best.shape.depth
+    assert tuned.measured["speedups"]["tree"] == max(tuned.measured["speedup_by_depth"])
+    assert tuned.schedule.costs == (1.0, 1.5, 2.0, 2.5)[: best.shape.depth + 1]
+    accepted = 40
+    slow = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
+    assert slow.tree.is_chain
+    assert slow.measured["speedups"]["chain"] > slow.measured["speedups"]["tree"]
+    assert tune(TARGET, PROMPTS, draft=TARGET, **asking).measured["acceptance_by_rank"][0] == 1
+    assert "acceptance_by_rank" not in tune(TARGET, PROMPTS, draft=DRAFT, rule="block", **asking).measured
+    assert played[2:] == [chain(4), best, chain(4), chain(4)]
+
+
+CONFIG = tiny_config(vocab_size=264, max_position=4096)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_bytes(tmp_path_factory.mktemp("tiny"), CONFIG, random_params(CONFIG, 3))
+
+
+def test_the_command(directory, tmp_path, capsys):
+    """`tune` writes a file, `generate --tuned` writes the plain text with it; so does `--schedule`."""
+    path = str(tmp_path / "t.json")
+    common = ["--target", str(directory), "--max-new-tokens", "40", "--no-chat", "abcabc"]
+    drafter = ["--drafter", "early-exit", "--drafter-option", "exit_layers=1"]
+    assert main(["tune", *common, "a" * 9000, *drafter, "--draft-length", "2", "--out", path]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("left out: prompt 2: prompt and new tokens make 90") == 1
+    assert shown.out.splitlines()[0].split() == [
+        "depth",
+        "ms",
+        "a",
+        "round",
+        "accepted",
+        "times",
+        "plain",
+    ]
+    assert jaxspec.Drafting.load(path).options == {"exit_layers": 1}
+    written = []
+    for words in (["--drafter", "none"], ["--tuned", path], [*drafter, "--schedule", "confidence"]):
+        assert main(["generate", *common, "--json", *words]) == 0
+        written.append(json.loads(capsys.readouterr().out)[0]["tokens"])
+    assert written[0] == written[1] == written[2]
+
+
+def test_wrong_command_lines(directory, tmp_path, capsys):
+    path = str(tmp_path / "t.json")
+    TUNED.save(path)
+    words = ["--target", str(directory), "abc"]
+    for command, said in (
+        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned says how to draft"),
+        (["generate", *words, "--tuned", path], "needs --draft-model"),
+        (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
+        (["tune", *words, "--out", path], "--drafter"),
+        (["tune", "--drafter", "none", "--out", path], "no PROMPT"),
+        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "no folder"),
+        (["bench", "--drafters", "model:4@adaptve"], "Did you mean 'adaptive'"),
+    ):
+        assert main(command) == 2, command
+        assert said in capsys.readouterr().err
+    assert main(["generate", *words, "--tuned", str(tmp_path / "none.json")]) == 1
+    assert "none.json: cannot be read" in capsys.readouterr().err
+
+
+def test_the_benchmark_takes_schedules(tmp_path):
+    """By name behind a drafter, and from a file; each reaches the decoder."""
+    methods = bench.parse_drafters("model:4@adaptive,prompt-lookup@plus-minus,model:2x1,none")
+    assert [(m.label, m.drafting.schedule) for m in methods] == [
+        ("model:4@adaptive", "adaptive"),
+        ("prompt-lookup@plus-minus", "plus-minus"),
+        ("model:2x1", None),
+    ]
+    assert methods[0].drafting.tree == 4
+    with pytest.raises(UsageError):
+        bench.parse_drafters("model:4@")
+    setup = Setup(TARGET, "coupled", {})
+    assert setup.decoder(bench.completed(methods[0], DRAFT, None, {}))[0].schedule == Adaptive()
+    method = Method("tuned", dataclasses.replace(TUNED, draft=DRAFT))
+    decoder, _ = setup.decoder(method)
+    assert (decoder.schedule, decoder.drafter.tree) == (TUNED.schedule, TUNED.tree)
+    assert as_topology(3) == chain(3)

@@ -1,0 +1,191 @@
+"""Draft heads on the command line: inspected, exported, and drafted with."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxspec
+from helpers import medusa_files as files
+from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
+from jaxspec.cli import main
+from jaxspec.core.schedule import Constant
+
+CONFIG = tiny_config(vocab_size=264, hidden_size=64, num_layers=1, max_position=512)
+HELD = files.tensors("v0.1", 2, 1, vocab=264)
+TOLD = {"medusa_num_heads": 9, "base_model_name_or_path": "some/model\x1b"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A model of bytes."""
+    return write_bytes(tmp_path_factory.mktemp("target"), CONFIG, random_params(CONFIG, 3))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    return files.write(tmp_path_factory.mktemp("heads"), "v0.1", HELD, TOLD)
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*words):
+        return main(list(map(str, words))), *capsys.readouterr()
+
+    return run
+
+
+# --- inspect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["v0.1", "legacy", "vllm", "vllm-single", "vllm-reduced"])
+def test_every_layout_is_named(call, tmp_path, layout):
+    held = files.tensors(layout)
+    status, out, err = call("inspect", files.write(tmp_path, layout), "--json")
+    report = json.loads(out)
+    assert (status, err, report["refused"]) == (0, "", [])
+    shown = report["heads"]
+    assert shown["layout"] == layout.partition("-")[0]
+    assert (shown["num_heads"], shown["hidden_size"], shown["vocab_size"]) == (3, 64, 61)
+    assert shown["num_layers"] == (1 if layout == "legacy" else 2)
+    assert shown["bytes"] == sum(array.nbytes for array in held.values())
+    assert shown["draft_vocab_size"] == (20 if layout == "vllm-reduced" else None)
+    assert shown["notes"] == []
+    assert "layout" in call("inspect", tmp_path)[1]
+
+
+def test_it_fits_a_narrow_terminal(call, heads, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = call("inspect", heads)[1].splitlines()
+    assert len(lines) > 10
+    assert max(len(line) for line in lines if str(heads) not in line) <= 60, "but for a path, which stays whole"
+
+
+def test_what_config_says_differently(call, heads):
+    status, out, _ = call("inspect", heads)
+    assert status == 0
+    assert "config.json says medusa_num_heads 9, the tensors 2" in out
+    assert "some/model\\x1b" in out
+    assert json.loads(call("inspect", heads / "medusa_lm_head.safetensors", "--json")[1])["heads"]["num_layers"] == 1
+
+
+def test_a_model_with_its_heads(call, tmp_path):
+    config = tiny_config(vocab_size=61)
+    place = write_hf(tmp_path, config, random_params(config), shards=2, tensors=files.tensors("v1.0"))
+    report = json.loads(call("inspect", place, "--json")[1])
+    assert report["model"]["vocab_size"] == 61
+    assert report["heads"]["layout"] == "v1.0"
+    assert "they draft for that model" in report["heads"]["notes"][0]
+
+
+def test_what_is_refused_is_shown(call, tmp_path):
+    held = files.tensors("v0.1")
+    del held["1.2.weight"]
+    status, out, err = call("inspect", files.write(tmp_path, "v0.1", held), "--json")
+    report = json.loads(out)
+    assert status == 1
+    assert "1.2.weight" in err
+    assert report["refused"] == [err.removeprefix("jaxspec: error: ").removesuffix("\n")]
+    assert report["head_tensors"]["N.N.linear.weight"] == ["F32 64x64, 6 of them"]
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    files.write_torch(tmp_path / "medusa_lm_head.pt", files.tensors("v0.1"))
+    status, _, err = call("inspect", tmp_path)
+    assert (status, "--allow-pickle" in err) == (1, True)
+    status, out, _ = call("inspect", tmp_path, "--allow-pickle", "--json")
+    assert (status, json.loads(out)["heads"]["num_heads"]) == (0, 3)
+
+
+def test_the_probe(call, target, heads, tmp_path):
+    status, out, _ = call("inspect", heads, "--target", target, "--prompt", "abcabc", "--json")
+    probe = json.loads(out)["probe"]
+    assert status == 0
+    assert (probe["prompts"], probe["tokens"]) == (1, 32)
+    assert len(probe["acceptance_by_position"]) == 2
+    model, loaded = jaxspec.load(target), jaxspec.load_heads(heads)
+    stats = jaxspec.generate(model, "abcabc", drafter="medusa", heads=loaded, tree=2, max_new_tokens=32,
+                             ignore_eos=True).stats  # fmt: skip
+    assert probe["acceptance_by_position"] == [round(share, 4) for share in stats.acceptance_by_position]
+    assert probe["tokens_per_round"] == round(stats.tokens_per_round, 4)
+    assert ("do not work" in probe["verdict"]) == (stats.acceptance_by_position[0] < 0.1)
+    other = files.write(tmp_path, "v0.1", files.tensors("v0.1"))
+    status, out, err = call("inspect", other, "--target", target)
+    assert status == 1
+    assert "the heads are for a vocabulary of 61" in err
+    assert "layout" in out
+    status, _, err = call("inspect", target, "--target", target)
+    assert (status, "are for draft heads" in err) == (2, True)
+
+
+# --- export -------------------------------------------------------------------------------------------------
+
+
+def test_export(call, target, heads, tmp_path):
+    status, _, err = call("export", heads, "--layout", "vllm", "--out", tmp_path / "vllm", "--base", "org/name")
+    assert status == 0
+    assert "written: " in err
+    assert "medusa_num_heads 9" in err
+    told = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert (told["num_heads"], told["base_model_name_or_path"]) == (2, "org/name")
+    assert call("export", tmp_path / "vllm", "--out", tmp_path / "back")[0] == 0
+    back = load_file(tmp_path / "back" / "medusa_lm_head.safetensors")
+    assert back.keys() == HELD.keys()
+    for name, array in HELD.items():
+        np.testing.assert_array_equal(back[name], array)
+    shared = files.write(tmp_path / "shared", "legacy", told={"vocab_size": 264})
+    status, _, err = call("export", shared, "--out", tmp_path / "own")
+    assert (status, "--target" in err) == (1, True)
+    assert call("export", shared, "--out", tmp_path / "own", "--target", target)[0] == 0
+    written = load_file(tmp_path / "own" / "medusa_lm_head.safetensors")
+    np.testing.assert_array_equal(written["2.1.weight"], jaxspec.load(target).params["embed"])
+    assert call("export", heads, "--layout", "v2", "--out", tmp_path / "x")[0] == 2
+
+
+# --- drafting -----------------------------------------------------------------------------------------------
+
+
+def test_generate_with_heads(call, target, heads, tmp_path):
+    words = ["generate", "abcabc", "--target", target, "--max-new-tokens", "32", "--ignore-eos", "--json"]
+    status, out, err = call(*words, "--drafter", "medusa", "--heads", heads, "--draft-length", "2")
+    (record,) = json.loads(out)
+    assert status == 0
+    assert "config.json says medusa_num_heads 9" in err
+    assert record["stats"]["drafted"] > 0
+    tuned = jaxspec.Drafting("medusa", tree=jaxspec.chain(2), schedule=Constant())
+    tuned.save(tmp_path / "tuned.json")
+    status, out, _ = call(*words, "--tuned", tmp_path / "tuned.json", "--heads", heads)
+    assert json.loads(out)[0]["stats"] == record["stats"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "x", "--target", "m", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
+        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa, not prompt-lookup"),
+        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa, not none"),
+        (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
+        (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa"),
+        (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
+    ],
+)
+def test_options_that_exclude_or_need_one_another(call, words, said):
+    status, _, err = call(*words)
+    assert status == 2
+    assert said in err
+
+
+def test_a_tuned_file_of_medusa_needs_heads(call, tmp_path):
+    jaxspec.Drafting("medusa", tree=jaxspec.chain(2), schedule=Constant()).save(tmp_path / "tuned.json")
+    status, _, err = call("generate", "x", "--target", "m", "--tuned", tmp_path / "tuned.json")
+    assert status == 2
+    assert "--drafter medusa needs --heads" in err
+
+
+def test_benchmark_of_heads(call, target, heads, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
+    status, out, _ = call(
+        "bench", "--target", target, "--drafters", "medusa:2", "--heads", heads, "--tasks", tmp_path / "p.jsonl",
+        "--repeats", "1", "--max-new-tokens", "8", "--no-chat",
+    )  # fmt: skip
+    assert status == 0
+    assert "medusa:2" in out

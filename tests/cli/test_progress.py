@@ -1,0 +1,62 @@
+"""Progress where no terminal is: a few lines, none of them twice; and what `make` installs is silent there."""
+
+import subprocess
+
+from helpers.paths import ROOT
+from jaxspec.cli import show
+from jaxspec.train.monitor import Monitor
+
+
+def test_a_bar_is_a_few_lines(capsys):
+    """However often it is called, and whatever it leaps over."""
+    with show.Bar("decoding", parts=show.PARTS) as bar:
+        for done in (*range(1000), 999, 1000, 1000):
+            bar(done, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["decoding ...", *(f"decoding: {done} of 1000" for done in (250, 500, 750, 1000))]
+    with show.Bar("decoding", parts=show.PARTS) as bar:
+        for done in (3, 90, 95, 100):
+            bar(done, 100)
+    assert capsys.readouterr().err.splitlines() == ["decoding ...", "decoding: 90 of 100", "decoding: 100 of 100"]
+    with show.Bar("loading") as bar:
+        bar(1, 1)
+    assert capsys.readouterr().err == "loading ...\n"
+
+
+def test_training_is_a_few_lines(tmp_path, capsys):
+    record = {
+        "loss": 1.0,
+        "loss_by_head": [1.0],
+        "top1": [0.5],
+        "top5": [0.6],
+        "accepted_length": 1.5,
+        "tokens_per_s": 10.0,
+    }
+    with Monitor(tmp_path) as monitor:
+        for done in (*range(1, 101), 100, 100):
+            monitor.watch.phase("answers", done, 100)
+        for step in range(10, 1610, 10):
+            monitor.watch.step(step, 1600, record | {"step": step})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("answers")] == [
+        f"answers: {done} of 100" for done in (25, 50, 75, 100)
+    ]
+    assert [line.split(":")[0] for line in lines if line.startswith("step")] == [
+        f"step {step} of 1600" for step in (400, 800, 1200, 1600)
+    ]
+    assert len(lines) == 8
+
+
+def test_a_line_is_passed_once():
+    lines = []
+    say = show.once(lines.append)
+    for line in "aabab":
+        say(line)
+    assert lines == ["a", "b"]
+
+
+def test_what_make_installs_is_silent_where_no_terminal_is():
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (install,) = [line for line in said.splitlines() if "pip install" in line]
+    assert " --quiet " in install

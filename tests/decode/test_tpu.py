@@ -1,0 +1,138 @@
+"""The decode loop as XLA compiles it for TPUs: scripts/prove/tpu.py on two layers; and that its checks can fail."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from helpers.paths import ROOT
+from jaxspec.backend import layout
+from jaxspec.testing import hlo
+from scripts.prove import tpu
+
+MODULE = """
+HloModule m
+%body.1 (p: (s32[])) -> (s32[]) {
+  %copy.3 = u16[2,1,8,2048,128]{4,3,2,1,0} copy(%p.0)
+  %select.4 = u16[2,1,8,256,128]{4,3,2,1,0} select(%p.1, %p.2, %p.3)
+  %o.1 = token[] outfeed(%p.0, %p.1)
+}
+
+ENTRY %main.9 (p: (s32[])) -> (s32[]) {
+  %copy.1 = bf16[4096,6144]{0,1} copy(%p.0)
+  %copy.2 = f32[4096]{0} copy(%p.1)
+  %while.1 = (s32[]) while(%t.1), condition=%c, body=%body.1
+  %while.2 = (s32[]) while(%t.2), condition=%c, body=%body.1
+}
+"""
+
+ROUND = """
+%inner (p.1: bf16[1024,512], p.2: s32[]) -> bf16[8,512] {
+  %p.1 = bf16[1024,512]{1,0} parameter(0)
+  %p.2 = s32[] parameter(1)
+  %same = bf16[1024,512]{1,0} bitcast(%p.1)
+  ROOT %rows = bf16[8,512]{1,0} dynamic-slice(%same, %p.2, %p.2), dynamic_slice_sizes={8,512}
+}
+
+%through (p.3: bf16[512,256]) -> bf16[512,256] {
+  %p.3 = bf16[512,256]{1,0} parameter(0)
+  ROOT %b = bf16[512,256]{1,0} bitcast(%p.3)
+}
+
+%product (p.4: bf16[1024,512], p.5: s32[], p.6: bf16[512,256]) -> f32[8,256] {
+  %p.4 = bf16[1024,512]{1,0} parameter(0)
+  %p.5 = s32[] parameter(1)
+  %p.6 = bf16[512,256]{1,0} parameter(2)
+  %few = bf16[8,512]{1,0} fusion(%p.4, %p.5), kind=kLoop, calls=%inner
+  %all = bf16[512,256]{1,0} fusion(%p.6), kind=kLoop, calls=%through
+  ROOT %dot = f32[8,256]{1,0} convolution(%few, %all)
+}
+
+%update (p.7: u16[4,2048,128], p.8: u16[4,9,128], p.9: s32[]) -> u16[4,2048,128] {
+  %p.7 = u16[4,2048,128]{2,1,0} parameter(0)
+  %p.8 = u16[4,9,128]{2,1,0} parameter(1)
+  %p.9 = s32[] parameter(2)
+  ROOT %new = u16[4,2048,128]{2,1,0} dynamic-update-slice(%p.7, %p.8, %p.9, %p.9, %p.9)
+}
+
+%plain (q: (s32[])) -> (f32[100]) {
+  ROOT %a = f32[100]{0} add(%x, %y)
+}
+
+%drafts (q: (s32[])) -> (f32[1000]) {
+  ROOT %a = f32[1000]{0} negate(%x)
+}
+
+%body (q: (bf16[1024,512], bf16[512,256], u16[4,2048,128], /*index=3*/bf16[64,64])) -> (s32[]) {
+  %q = (bf16[1024,512]{1,0}, bf16[512,256]{1,0}, u16[4,2048,128]{2,1,0}, bf16[64,64]{1,0}, s32[]) parameter(0)
+  %table = bf16[1024,512]{1,0} get-tuple-element(%q), index=0
+  %matrix = bf16[512,256]{1,0} get-tuple-element(%q), index=1
+  %cache = u16[4,2048,128]{2,1,0} get-tuple-element(%q), index=2
+  %small = bf16[64,64]{1,0} get-tuple-element(%q), index=3
+  %i = s32[] get-tuple-element(%q), index=4
+  %fetch = (bf16[64,64]{1,0:S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%small)
+  %near = bf16[64,64]{1,0:S(1)} copy-done(%fetch)
+  %used = f32[64,64]{1,0:S(1)} convert(%near)
+  %d = f32[8,256]{1,0:S(1)} fusion(%table, %i, %matrix), kind=kOutput, calls=%product
+  %n = u16[4,9,128]{2,1,0:S(1)} custom-call(%d), custom_call_target="ConcatBitcast"
+  %c = u16[4,2048,128]{2,1,0} fusion(%cache, %n, %i), kind=kLoop, calls=%update
+  %e = (f32[100]{0}) conditional(%i, %q, %q), branch_computations={%plain, %drafts}
+}
+"""
+
+
+def test_what_must_not_be_there_is_found():
+    lm = tpu.llama(2)
+    cache = jax.eval_shape(lambda: lm.init_cache(1, 2048))
+    weights = {"qkv": jax.ShapeDtypeStruct((4096, 6144), "bfloat16"), "norm": jax.ShapeDtypeStruct((4096,), "float32")}
+    wrong = tpu.findings(hlo.computations(MODULE), weights, cache.kv)
+    said = [
+        "2 loops at the top",
+        "a copy of a whole cache inside",
+        "it speaks to the host: outfeed",
+        "a copy of a matrix",
+    ]
+    assert len(wrong) == 4
+    assert all(line.startswith(start) for line, start in zip(wrong, said))
+    fine = MODULE.replace(" copy(", " add(").replace(" outfeed(", " tuple(").replace(" while(%t.2)", " tuple(%t.2)")
+    assert tpu.findings(hlo.computations(fine), weights, cache.kv) == []
+
+
+def test_the_bytes_of_a_round_are_counted_by_hand():
+    """Of what is sliced its part, through nested fusions, too; of a cache its update; of branches the larger."""
+    rows, matrix, fetched = 8 * 512 * 2, 512 * 256 * 2, 64 * 64 * 2
+    indices, update, branch = 2 * 4, 4 * 9 * 128 * 2, 1000 * 4
+    counted = hlo.moved(hlo.computations(ROUND), "body")
+    assert counted == rows + matrix + fetched + update + branch + indices
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "order"),
+    [("row_major", (1, 5, 64), "2, 1, 0"), ("compact", (1, 256, 64), "1, 2, 0"), ("compact", (1, 256, 128), None)],
+)
+def test_layouts_are_asked_for_on_a_tpu_alone(name, shape, order):
+    """The densest axis is named first."""
+    traced = jax.jit(getattr(layout, name)).trace(jax.ShapeDtypeStruct(shape, "float32"))
+    asked = f"result_layouts = [dense<[{order}]>"
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert asked in text if order else "LayoutConstraint" not in text
+    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
+def test_the_loop_of_every_drafter(chip, tmp_path):
+    """One loop, no host, no copy of a cache, caches updated in place; on one device and on 2 x 2."""
+    pytest.importorskip("libtpu")
+    words = [sys.executable, "scripts/prove/tpu.py", "--chips", chip, "--json", str(tmp_path / "out.json")]
+    words += ["--layers", "2", "--capacity", "32768"]  # few layers, but more cache than fits into VMEM
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["fits"]
+        assert not row["wrong"]
+        assert row["temporary_mb"] < row["cache_mb"]

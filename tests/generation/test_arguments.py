@@ -1,0 +1,363 @@
+"""What public functions make of arguments that they cannot take: a typed error in one line, and nothing compiles."""
+
+import inspect
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.toy_text import HOT, KEY, TINY, TOY
+from jaxspec import Sampling
+from jaxspec.core.sizes import MAX_NODES
+from jaxspec.decode.session import Session
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
+from jaxspec.generation.inputs import check_logprobs
+from jaxspec.heads.network import init_params
+
+ODD = {
+    "None": None,
+    "True": True,
+    "0": 0,
+    "5": 5,
+    "-1": -1,
+    "2**31-1": 2**31 - 1,
+    "2**63": 2**63,
+    "10**30": 10**30,
+    "10**5000": 10**5000,
+    "0.5": 0.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "1j": 1j,
+    "text": "x",
+    "no text": "",
+    "two lines": "a\nb",
+    "NUL": "a\0b",
+    "surrogate": "\ud800",
+    "long text": "x" * 100_000,
+    "bytes": b"x",
+    "[]": [],
+    "()": (),
+    "{}": {},
+    "set": {1},
+    "[1]": [1],
+    "[[1]]": [[1]],
+    "[[1], [2, 3]]": [[1], [2, 3]],
+    "[None]": [None],
+    "['x']": ["x"],
+    "[nan]": [float("nan")],
+    "[10**30]": [10**30],
+    "{'a': 1}": {"a": 1},
+    "{1: 'a'}": {1: "a"},
+    "{10**30: 10**30}": {10**30: 10**30},
+    "int8": np.int8(3),
+    "bool_": np.bool_(True),
+    "float16": np.float16(0.5),
+    "datetime64": np.datetime64("2020-01-01"),
+    "numpy": np.arange(3),
+    "numpy 0": np.zeros(0),
+    "numpy 2": np.ones((2, 2)),
+    "numpy text": np.asarray(["a"]),
+    "numpy objects": np.asarray([None, 1], object),
+    "jax": jnp.arange(3),
+    "jax scalar": jnp.int32(3),
+    "jax key": KEY,
+    "object": object(),
+    "class": int,
+    "function": lambda *_: None,
+    "range": range(3),
+    "slice": slice(3),
+    "model": TOY,
+    "sampling": HOT,
+    "path": pathlib.Path("nowhere"),
+    "error": ValueError("a\nb"),
+}
+
+
+class Compiles(BaseException):
+    """Everything was accepted: what is next would compile."""
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """An empty working directory, where nothing compiles and nothing is fetched."""
+
+    def compiles(*_, **__):
+        raise Compiles
+
+    monkeypatch.setattr(Session, "_call", compiles)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def heads() -> jaxspec.DraftHeads:
+    config = jaxspec.HeadsConfig(TINY.lm.config.hidden_size, TINY.lm.vocab, 2)
+    return jaxspec.DraftHeads(config, init_params(config))
+
+
+GENERATE = {"target": TOY, "prompts": "ab", "key": KEY, "sampling": HOT, "max_new_tokens": 4}
+NAMES = (
+    "target", "prompts", "key", "drafter", "rule", "sampling", "max_new_tokens", "draft", "draft_params", "tree",
+    "drafter_options", "heads", "schedule", "drafting", "samples", "chat", "stop", "stop_ids", "ignore_eos", "logprobs",
+    "on_token", "width_matched", "capacity", "session", "mesh", "batch", "out", "progress", "rounds", "verbose",
+)  # fmt: skip
+TABLE = [0.5, 0.25]
+
+
+def cases():
+    """Every argument of every function, with what the others are."""
+    for name in NAMES:
+        yield jaxspec.stream, name, GENERATE
+    for name in ("prompts", "heads", "rounds", "stop_ids", "logprobs", "verbose"):
+        yield jaxspec.generate, name, GENERATE
+    for name in ("prompts", "capacity", "batch", "out", "session", "verbose"):
+        yield jaxspec.precompile, name, GENERATE
+    for drafter, name in (("early-exit", "drafter_options"), ("model", "draft"), ("medusa", "heads"), ("none", "tree")):
+        yield jaxspec.stream, name, GENERATE | {"drafter": drafter, "target": TINY}
+    yield jaxspec.stream, "draft_params", GENERATE | {"drafter": PromptLookup()}
+    for name in ("temperature", "top_k", "top_p", "min_p", "logit_bias"):
+        yield Sampling, name, {}
+        yield sampled, name, {}
+    yield jaxspec.chain, "length", {}
+    yield one_level, "count", {}
+    yield jaxspec.from_paths, "paths", {}
+    yield jaxspec.Topology, "parents", {}
+    for name in ("beam", "depth", "nodes"):
+        yield jaxspec.dynamic, name, {}
+    for name in ("acceptance", "nodes", "depth"):
+        yield jaxspec.best_tree, name, {"acceptance": TABLE, "nodes": 4}
+    for name in ("acceptance", "target_cost", "draft_cost"):
+        yield jaxspec.fastest_tree, name, {"acceptance": TABLE, "target_cost": {1: 1.0, 2: 1.1}, "draft_cost": 0.1}
+    for name in ("topology", "acceptance"):
+        yield jaxspec.expected_tokens, name, {"topology": jaxspec.chain(1), "acceptance": TABLE}
+    for name in ("data", "model", "devices"):
+        yield jaxspec.make_mesh, name, {}
+    yield jaxspec.named_tree, "name", {}
+    for name in ("source", "target", "dtype", "allow_pickle"):
+        yield jaxspec.load_heads, name, {"source": "nowhere"}
+    yield jaxspec.load, "dtype", {"source": "nowhere"}
+    for name in ("heads", "directory"):
+        yield jaxspec.save_heads, name, {"heads": heads(), "directory": "saved"}
+    for name in ("heads", "directory", "layout", "target", "base"):
+        yield jaxspec.export_heads, name, {"heads": heads(), "directory": "out", "layout": "legacy"}
+    for name in ("model", "directory"):
+        yield jaxspec.save, name, {"model": TOY, "directory": "saved"}
+    yield jaxspec.Drafting.load, "path", {}
+
+
+def sampled(**field):
+    """A setting that only a call can judge, since it depends on the rows and the vocabulary."""
+    return jaxspec.stream(**GENERATE | {"sampling": Sampling(**field)})
+
+
+def one_level(count):
+    return jaxspec.branching(count)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "others"),
+    [pytest.param(*case, id=f"{i}-{case[0].__name__}-{case[1]}") for i, case in enumerate(cases())],
+)
+def test_an_odd_value_is_taken_or_refused_in_one_line(nowhere, function, name, others):
+    accepted = []
+    for odd, value in ODD.items():
+        try:
+            function(**others | {name: value})
+            accepted.append(odd)
+        except Compiles:
+            accepted.append(odd)
+        except JaxspecError as error:
+            message = str(error)
+            assert message, odd
+            assert "\n" not in message, odd
+            assert len(message) < 2000, odd
+        except BaseException as error:  # whatever else it is, it is no answer
+            pytest.fail(f"{function.__name__}({name}={odd}): {type(error).__name__}: {str(error)[:300]}")
+    assert len(accepted) < len(ODD)
+
+
+@pytest.mark.parametrize("three", [3, np.int8(3), np.int64(3), jnp.int32(3), np.asarray(3)])
+def test_whole_numbers_of_every_kind_are_taken(nowhere, three):
+    assert jaxspec.chain(three) == jaxspec.chain(3)
+    assert jaxspec.branching(three, three) == jaxspec.branching(3, 3)
+    assert jaxspec.best_tree(TABLE, three) == jaxspec.best_tree(TABLE, 3)
+    assert check_logprobs(three) == 3
+    for name in ("max_new_tokens", "samples", "rounds", "batch", "tree"):
+        with pytest.raises(Compiles):
+            jaxspec.stream(**GENERATE | {name: three})
+    with pytest.raises(Compiles):
+        jaxspec.stream(**GENERATE | {"stop_ids": [three]})
+
+
+def test_trees_beyond_all_use_are_refused_at_once():
+    assert jaxspec.chain(MAX_NODES).shape.nodes == MAX_NODES + 1
+    for tree in (
+        lambda: jaxspec.chain(MAX_NODES + 1),
+        lambda: jaxspec.chain(10**30),
+        lambda: jaxspec.branching(10**9),
+        lambda: jaxspec.branching(*[2] * 200),
+        lambda: jaxspec.Topology((-1, *[0] * 20_000)),
+        lambda: jaxspec.from_paths([range(10**12)]),
+        lambda: jaxspec.from_paths([i] for i in range(10**12)),
+        lambda: jaxspec.dynamic(2, 1000, 1001),
+    ):
+        with pytest.raises(InvalidConfig, match=r"1024|1025"):
+            tree()
+
+
+def test_caches_larger_than_the_machine_are_refused(nowhere):
+    with pytest.raises(jaxspec.errors.CapacityError, match=r"more than the \d+ GB there are; lower max_new_tokens"):
+        jaxspec.stream(**GENERATE | {"samples": 4096, "capacity": 2**31 - 1024})
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [jaxspec.generate, jaxspec.stream, jaxspec.precompile])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "max_new_tokens="),
+        ("temperature", "sampling=jaxspec.Sampling(temperature=...)"),
+        ("top_p", "sampling=jaxspec.Sampling(top_p=...)"),
+        ("n", "samples="),
+        ("seed", "key=jax.random.key(seed)"),
+        ("stop_token_ids", "stop_ids="),
+        ("draftr", "drafter="),
+        ("chatt", "chat="),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_one_that_was_meant(nowhere, function, name, meant):
+    with pytest.raises(WrongArguments) as caught:
+        function(TOY, "ab", **{name: 1})
+    assert str(caught.value) == f"{function.__name__}() has no argument '{name}'; did you mean {meant}?"
+    assert isinstance(caught.value, JaxspecError)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_other_functions_name_their_arguments_too():
+    with pytest.raises(WrongArguments, match=r"^load\(\) has no argument 'torch_dtype'; did you mean dtype=\?$"):
+        jaxspec.load("smollm2-135m-instruct", torch_dtype="float32")
+    with pytest.raises(WrongArguments, match=r"^make_mesh\(\) has no argument 'zzz'; it has data, model, devices$"):
+        jaxspec.make_mesh(zzz=1)
+    with pytest.raises(WrongArguments, match=r"^generate\(\): missing a required argument: 'prompts'$"):
+        jaxspec.generate(TOY)
+
+
+# --- settings of sampling -----------------------------------------------------------------------------------
+
+
+def test_a_setting_out_of_range_is_refused_when_it_is_made():
+    with pytest.raises(InvalidConfig, match="temperature must be finite and at least 0, got -1"):
+        Sampling(temperature=-1)
+    with pytest.raises(InvalidConfig, match="top_p must be above 0"):
+        Sampling(top_p=[0.5, 0.0])
+
+
+def test_what_jax_puts_into_a_pytree_of_settings_is_not_checked():
+    settings = Sampling(0.5, 3, 0.9, 0.1, jnp.zeros(4))
+    marked = jax.tree.map(lambda _: None, settings)
+    assert (marked.temperature, marked.logit_bias) == (None, None)
+    assert jax.tree.map(lambda _: -1, settings).top_p == -1
+    assert jax.eval_shape(lambda: settings.rows(2, 4)).temperature.shape == (2,)
+    made = jax.jit(lambda t: Sampling(temperature=t, top_k=jnp.int32(2)))(jnp.float32(-1))
+    assert made.temperature == -1
+    mapped = jax.vmap(lambda s: s.temperature * 2)(settings.rows(2, 4))
+    np.testing.assert_array_equal(mapped, [1.0, 1.0])
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(settings)]
+    assert names == [".temperature", ".top_k", ".top_p", ".min_p", ".logit_bias"]
+    assert jax.tree.structure(settings) == jax.tree.structure(Sampling(logit_bias=jnp.ones(4)))
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_hf(tmp_path_factory.mktemp("tiny"), tiny_config(), random_params(tiny_config()))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (jnp.bfloat16, "bfloat16"),
+        (jnp.dtype("bfloat16"), "bfloat16"),
+        (np.float32, "float32"),
+        (np.dtype(np.float32), "float32"),
+        (jnp.int8, "int8"),
+    ],
+)
+def test_dtypes_are_taken_by_name_and_as_types(checkpoint, given, kept):
+    by_type, by_name = jaxspec.load(checkpoint, dtype=given), jaxspec.load(checkpoint, dtype=kept)
+    assert by_type.lm == by_name.lm
+    kinds = [[leaf.dtype for leaf in jax.tree.leaves(model.params)] for model in (by_type, by_name)]
+    assert kinds[0] == kinds[1]
+    assert np.dtype(kept) in kinds[0]
+
+
+def test_a_dtype_is_refused_before_anything_is_fetched(monkeypatch):
+    monkeypatch.setattr("jaxspec.checkpoints.load.open_source", lambda *_: pytest.fail("fetched"))
+    for given in ("float16", np.float64, None, float):
+        with pytest.raises(InvalidConfig, match="dtype must be one of float32, bfloat16, int8, got "):
+            jaxspec.load("smollm2-135m-instruct", dtype=given)
+
+
+def test_heads_take_dtypes_as_types(tmp_path):
+    place = jaxspec.save_heads(heads(), tmp_path / "heads")
+    loaded = jaxspec.load_heads(place, dtype=jnp.bfloat16)
+    assert np.dtype(jnp.bfloat16) in {leaf.dtype for leaf in jax.tree.leaves(loaded.params)}
+
+
+# --- repr ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_public_prints_in_a_few_short_lines(checkpoint):
+    model = jaxspec.load(checkpoint)
+    output = jaxspec.generate(TOY, ["ab"] * 5, max_new_tokens=300, ignore_eos=True, verbose=False)
+    running = jaxspec.stream(TOY, ["ab"] * 5, max_new_tokens=300, ignore_eos=True, verbose=False)
+    chunk = next(running)
+    tuned = jaxspec.Drafting("none", tree=jaxspec.chain(8), schedule="constant", measured={"a": "x" * 10**5})
+    bias = Sampling(temperature=np.ones(500), logit_bias=dict.fromkeys(range(16), 0.0))
+    session = output.session
+    one_line = (
+        model, TOY, output[0], output.stats, output.timing, session, session.weights, session.state, running, chunk,
+        heads(), Sampling(), Sampling(0.5), bias, tuned, NoDraft(),
+        jaxspec.checkpoints.source.open_source(checkpoint),
+    )  # fmt: skip
+    for thing in one_line:
+        text = repr(thing)
+        assert text.startswith(type(thing).__name__)
+        assert "\n" not in text
+        assert len(text) < 700, text
+        assert "Array(" not in text
+        assert "array(" not in text
+    assert len(repr(output).splitlines()) <= 8
+    assert len(repr(output)) < 1500
+    assert "5 rows" in repr(output)
+    assert repr(TOY).startswith("Model('toy', TableLM, ")
+    assert repr(Sampling(0.5)) == "Sampling(temperature=0.5)"
+    assert os.path.basename(checkpoint) in repr(model)
+
+
+def test_every_argument_is_explained_alike():
+    """`generate`, `stream` and `precompile` write all of theirs out, and what they have in common is the same."""
+
+    def explained(function):
+        section = re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
+        return dict(re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.DOTALL | re.MULTILINE))
+
+    whole = explained(jaxspec.generate)
+    for function, own in ((jaxspec.generate, set()), (jaxspec.stream, {"rounds"}), (jaxspec.precompile, {"stop"})):
+        found, signature = explained(function), inspect.signature(function).parameters
+        assert list(found) == sorted(found, key=list(whole).index)
+        assert found.keys() == signature.keys()
+        assert {name for name in found if found[name].strip() != whole[name].strip()} == own
+        for name in found.keys() - {"rounds"}:
+            assert signature[name].default == inspect.signature(jaxspec.generate).parameters[name].default, name

@@ -1,0 +1,1 @@
+"""Models, files and programs that several tests share."""

@@ -1,0 +1,34 @@
+"""Tiny random checkpoints of every family, which follow from a name; shared with `scripts/golden/make_families.py`."""
+
+import json
+import pathlib
+import zlib
+
+import numpy as np
+from safetensors.numpy import save_file
+
+LENGTH = 72
+"""Tokens of each text: past the windows and the original contexts of the cases."""
+POSITIONS = (0, 3, 10, 17, 40, 63, 71)
+"""Where logits are compared."""
+
+
+def random_tensor(case: str, name: str, shape: list[int]) -> np.ndarray:
+    """The weights of one tensor, float32."""
+    rng = np.random.default_rng(zlib.crc32(f"{case}/{name}".encode()))
+    scale = 0.3 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
+    around = 0.0 if case.startswith("gemma") or not name.endswith("norm.weight") else 1.0
+    return (around + scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+def tokens_of(case: str) -> list[int]:
+    """The text of one case."""
+    return np.random.default_rng(zlib.crc32(case.encode())).integers(3, 48, LENGTH).tolist()
+
+
+def write_checkpoint(folder: pathlib.Path, case: str, settings: dict, shapes: dict[str, list[int]]) -> None:
+    """A Hugging Face directory without tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = {name: random_tensor(case, name, shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

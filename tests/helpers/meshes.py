@@ -1,0 +1,176 @@
+"""What the processes of test_mesh.py run; their devices are simulated."""
+
+import dataclasses
+import pathlib
+import re
+import tempfile
+
+import jax
+import numpy as np
+
+import jaxspec
+from helpers.toys import lively, noisy, transformer
+from jaxspec.decode import session as sessions
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.models.out_major import quantize
+from jaxspec.models.sharding import param_shardings
+from jaxspec.text import Tokenizer
+
+LM = transformer(num_heads=8, num_kv_heads=8, vocab_size=64)
+PARAMS = lively(LM.init_params(jax.random.key(0)))
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 64, RNG.integers(1, 30)).tolist() for _ in range(11)]
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+OPTIONS = {
+    "key": jax.random.key(1),
+    "sampling": jaxspec.Sampling(temperature=[0.0, 0.7] * 5 + [1.2]),
+    "drafter": "model",
+    "draft": jaxspec.Model(LM, noisy(PARAMS, 1, 0.1)),
+    "tree": jaxspec.branching(2, 1),
+    "stop_ids": [6, 20, 58],
+    "max_new_tokens": 24,
+}
+# A letter for every token.
+LETTERS = Tokenizer.from_gguf(
+    {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [chr(c) for c in range(ord("0"), ord("0") + 64)],
+        "tokenizer.ggml.token_type": [1] * 64,
+        "tokenizer.ggml.merges": [],
+    }
+)
+
+
+def texts(target, **more) -> tuple[list[list[int]], int]:
+    out = jaxspec.generate(target, PROMPTS, **OPTIONS | more)
+    return [row.tokens for row in out], out.stats.accepted
+
+
+def collectives(text: str) -> list[list[list[int]]]:
+    """The groups of devices of every collective of a compiled program."""
+    found = []
+    for line in text.splitlines():
+        if not re.search(rf"= .*\b({KINDS})(-start)?\(", line):
+            continue
+        groups = re.search(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[^ ]*|mesh\[[^]]*\] \{[^}]*\})", line)
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}?,", line)
+        assert groups or pairs, line
+        if pairs:
+            found.append([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{?(\d+,\d+)\}?", pairs[0])])
+        elif groups[1].startswith("{"):
+            found.append([[int(n) for n in some.split(",")] for some in re.findall(r"\{([\d,]+)\}", groups[1])])
+        elif groups[1].startswith("mesh"):
+            found.append(_of_axes(groups[1]))
+        else:
+            found.append(_iota(groups[1]))
+    return found
+
+
+def _of_axes(text: str) -> list[list[int]]:
+    """`mesh['axis_0'=4,'axis_1'=2] {'axis_1'}`."""
+    axes, over = re.fullmatch(r"mesh\[(.*)\] \{(.*)\}", text).groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    over = [part.strip("'") for part in over.split(",")]
+    assert set(over) <= sizes.keys(), text
+    assert len(sizes) == axes.count("="), text
+    order = [name for name in sizes if name not in over] + [name for name in sizes if name in over]
+    ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+    ids = ids.transpose([list(sizes).index(name) for name in order])
+    return ids.reshape(-1, int(np.prod([sizes[name] for name in over]))).tolist()
+
+
+def _iota(text: str) -> list[list[int]]:
+    """`[2,4]<=[8]` or `[4,2]<=[2,4]T(1,0)`."""
+    shape, dims, turned = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    ids = np.arange(np.prod([int(n) for n in dims.split(",")])).reshape([int(n) for n in dims.split(",")])
+    if turned:
+        ids = ids.transpose([int(n) for n in turned.split(",")])
+    return ids.reshape([int(n) for n in shape.split(",")]).tolist()
+
+
+def loaded(target) -> dict:
+    """What was saved, read straight onto a mesh, beside what is laid there from one device."""
+    mesh = jaxspec.make_mesh(2, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        path = jaxspec.save(target, pathlib.Path(folder) / "model")
+        read = jaxspec.load(path, mesh=mesh, by_output=False)
+        turned = jaxspec.load(path, mesh=mesh, by_output=True)
+    one, other = jaxspec.shard(target, mesh), jaxspec.shard(read, mesh)
+    pairs = list(zip(jax.tree.leaves(one.params), jax.tree.leaves(read.params), strict=True))
+    held = turned.params["layers"][0]
+    arrays = [read.params["layers"][0]["qkv"], held["qkv"].values, held["down"].values]
+    return {
+        "same": all(a.sharding == b.sharding and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs),
+        "whole": all(a is b for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(other.params))),
+        "lm": read.lm == one.lm,
+        "shares": [max(s.data.nbytes for s in a.addressable_shards) / a.nbytes for a in arrays],
+        "turned": texts(turned, mesh=mesh)[0],
+    }
+
+
+def others(target) -> dict:
+    """Heads, the target's own layers, a rule with noise of its own and stop strings: of one device, and of 2 x 4."""
+    config = HeadsConfig(LM.config.hidden_size, 64, 2, inputs="path")
+    heads = DraftHeads(config, init_params(config, LM.unembedding(PARAMS)))
+    target = dataclasses.replace(target, tokenizer=LETTERS)
+    plain = {"drafter": "none", "draft": None, "tree": None}
+    ways = {
+        "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
+        "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
+        "rejection": {"rule": "rejection"},
+    }
+    stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]
+    mesh = jaxspec.make_mesh(2, 4)
+    found = {way: [texts(target, **more, mesh=where) for where in (None, mesh)] for way, more in ways.items()}
+    outs = [jaxspec.generate(target, PROMPTS, **OPTIONS, stop=stop, mesh=where) for where in (None, mesh)]
+    found["stop"] = [[(row.tokens, row.text, row.finish_reason) for row in out] for out in outs]
+    sessions.clear_executables()
+    compiled = jaxspec.precompile(target, PROMPTS, **OPTIONS, mesh=mesh)
+    found["precompile"] = [compiled, jaxspec.generate(target, PROMPTS, **OPTIONS, mesh=mesh).timing.compile_s]
+    return found
+
+
+def on_eight() -> dict:
+    """Texts of one device and of eight, by every way of decoding."""
+    target = jaxspec.Model(LM, PARAMS)
+    found = on_meshes([(8, 1), (2, 4)])
+    found["others"] = others(target)
+    found["loaded"] = loaded(target)
+    rounded = jaxspec.Model(LM, quantize(PARAMS))
+    plain = OPTIONS | {"drafter": "none", "draft": None, "tree": None}
+    held = jaxspec.shard(rounded, jaxspec.make_mesh(2, 4)).params["layers"][0]
+    arrays = [held["qkv"].values, held["qkv"].scale, held["down"].values]
+    found["int8 shares"] = [max(s.data.nbytes for s in a.addressable_shards) / a.nbytes for a in arrays]
+    found["int8"] = [
+        [row.tokens for row in jaxspec.generate(rounded, PROMPTS, **plain, mesh=mesh)]
+        for mesh in (None, jaxspec.make_mesh(2, 4))
+    ]
+    try:
+        jaxspec.shard(target, jaxspec.make_mesh(2, 3))
+    except jaxspec.JaxspecError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def on_meshes(shapes) -> dict:
+    """Texts of one device, and of each mesh (data, model) of eight; and who exchanges anything with whom."""
+    target = jaxspec.Model(LM, PARAMS)
+    found: dict = {"one": texts(target)[0]}
+    for data, model in shapes:
+        sessions.clear_executables()
+        mesh = jaxspec.make_mesh(data, model)
+        split = jax.tree.leaves(param_shardings(PARAMS, mesh))
+        assert any(sharding.spec != jax.P() for sharding in split) == (model > 1)
+        tokens, accepted = texts(target, mesh=mesh)
+        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] == "run"]
+        groups = [one for program in programs for one in collectives(program)]
+        assert len(programs) == 1
+        found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}
+    return found
+
+
+def on_two() -> dict:
+    """Texts on a mesh of all devices of both processes, of rows that take turns."""
+    target = jaxspec.Model(LM, PARAMS)
+    return {"devices": jax.device_count(), "tokens": texts(target, mesh=jaxspec.make_mesh(4, 2), batch=4)[0]}

@@ -1,0 +1,50 @@
+"""A small target with a tokenizer, its prompts, and settings that train in seconds: for the tests of training."""
+
+import json
+
+import jax
+import numpy as np
+
+import jaxspec
+from helpers import toys
+from jaxspec.text import ChatTemplate, Tokenizer
+from jaxspec.train.settings import Settings
+
+END = 0
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+WORDS = [*SPECIAL, *"abcdefghijklmnopqrstuvwxyz", "Ġ", *"0123456789", *"ABCDEFGHIJKLMNOPQRST"]
+TOKENIZER = Tokenizer.from_gguf(
+    {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": WORDS,
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(WORDS) - len(SPECIAL)),
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": END,
+    }
+)
+SOURCE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LM = toys.transformer(vocab_size=len(WORDS), num_layers=2)
+TINY = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8, "batch": 4, "steps": 12, "warmup": 2, "heads": 3}
+TINY |= {"held_out": 0.2, "log_every": 3, "eval_every": 6, "save_every": 3, "learning_rate": 3e-3}
+
+
+def target() -> jaxspec.Model:
+    params = toys.lively(LM.init_params(jax.random.key(0)))
+    return jaxspec.Model(LM, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
+
+
+def settings(**changes) -> Settings:
+    return Settings(**TINY | changes)
+
+
+def write_prompts(path, count: int = 24) -> str:
+    """A `.jsonl` file of questions of letters."""
+    rng = np.random.default_rng(0)
+    letters = np.array([*"abcdefgh"])
+    lines = [json.dumps({"prompt": "".join(rng.choice(letters, rng.integers(2, 9)))}) for _ in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)

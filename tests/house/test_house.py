@@ -1,0 +1,173 @@
+"""How the package is built: imports go down, none go in circles, and no module or function is too long to read."""
+
+import ast
+import functools
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers.paths import ROOT
+
+PACKAGE = ROOT / "jaxspec"
+
+FLOORS = (
+    {"errors"},
+    {"registry", "storage"},
+    {"backend"},
+    {"core"},
+    {"rules", "schedules", "decode", "analysis", "text"},
+    {"models"},
+    {"checkpoints"},
+    {"heads"},
+    {"drafters", "testing"},
+    {"generation"},
+    {"api"},
+    {"jaxspec"},
+    {"train", "bench"},
+    {"cli"},
+)
+"""Packages and top modules from the ground up: each imports those of lower floors alone. `jaxspec` is the package
+itself, whose names are imported when they are first used."""
+
+MEMBERS = {"rules": {"_siblings"}, "drafters": {"_grow", "_beam"}, "schedules": set()}
+"""Packages whose modules know no other of them, and what they share."""
+
+LONGEST_MODULE, LONGEST_FUNCTION = 300, 60
+LONG_FUNCTIONS = {"train.run.train": 132}
+"""Those that are still longer, with their lines: none may grow, and what has become shorter leaves the list."""
+
+
+def modules() -> dict[str, pathlib.Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "workers" not in path.parts:  # programs for other environments, which import nothing of jaxspec
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+@functools.cache
+def imports(name: str) -> frozenset[str]:
+    """The modules that a module imports, inside functions too; those of type checkers also."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys() or {node.module}
+    return frozenset(found)
+
+
+def room(name: str) -> str:
+    """The package or top module that a module is in."""
+    return name.split(".")[1] if "." in name else "jaxspec"
+
+
+def floor(name: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room(name) in rooms)
+
+
+def test_every_room_has_a_floor():
+    rooms = {room(name) for name in MODULES} - {"__main__"}
+    assert rooms == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(rooms)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"jaxspec", "jaxspec.__main__"}))
+def test_imports_go_down_only(name):
+    for other in imports(name):
+        if other.split(".")[0] == "jaxspec" and room(other) != room(name):
+            assert floor(other) < floor(name), f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("package", MEMBERS)
+def test_members_do_not_know_one_another(package):
+    own = [name for name in MODULES if name.startswith(f"jaxspec.{package}.")]
+    assert own
+    shared = {f"jaxspec.{package}.{name}" for name in MEMBERS[package]}
+    for name in own:
+        assert {other for other in imports(name) if room(other) == package} <= shared, name
+
+
+def test_the_core_imports_nothing_but_arrays():
+    allowed = {*sys.stdlib_module_names, "jax", "numpy", "chex", "jaxtyping", "jaxspec"}
+    for name in MODULES:
+        if room(name) == "core":
+            assert {other.split(".")[0] for other in imports(name)} <= allowed, name
+
+
+def test_no_imports_go_in_circles():
+    """A module that nothing left imports is taken away, and so on: what remains imports itself by some way."""
+    left = {name: set(imports(name)) & MODULES.keys() for name in MODULES if name != "jaxspec"}
+    while last := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in last}
+    assert not left, sorted(left)
+
+
+def test_no_module_is_long():
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert not {name: count for name, count in lines.items() if count > LONGEST_MODULE}
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of what a function does, without those of its arguments and its documentation."""
+    first = function.body[1 if ast.get_docstring(function) is not None and len(function.body) > 1 else 0]
+    return function.end_lineno - first.lineno + 1
+
+
+def test_no_function_is_long():
+    long = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if function and (lines := lines_of(node)) > LONGEST_FUNCTION:
+                long[f"{name.partition('.')[2]}.{node.name}"] = lines
+    assert long.keys() == LONG_FUNCTIONS.keys()
+    assert all(lines <= LONG_FUNCTIONS[name] for name, lines in long.items()), long
+
+
+def test_import_is_quick_and_light():
+    """`import jaxspec` within two seconds (the median of three), and without Flax."""
+    code = "import sys, jaxspec; sys.exit('flax' in sys.modules)"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 2
+
+
+def declared() -> set[str]:
+    """What the protocols of members declare, but for what arrays have, too."""
+    names = set()
+    paths = [MODULES[f"jaxspec.core.{name}"] for name in ("networks", "protocols")]
+    for node in [node for path in paths for node in ast.parse(path.read_text()).body]:
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+            for part in node.body:
+                names |= {part.name} if isinstance(part, ast.FunctionDef) else set()
+                names |= {part.target.id} if isinstance(part, ast.AnnAssign) else set()
+    return names - {"shape", "dtype"}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_what_members_can_do_is_declared(name):
+    """No `getattr` or `hasattr` asks a member for what a protocol declares, nor a function for its own arguments."""
+    known = declared()
+    assert {"draws", "model", "tree", "propose", "layers", "unembedding"} <= known
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called != "locals"
+        assert called != "inspect.signature" or name == "jaxspec.core.checks", "which names wrong arguments"
+        if called in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            assert node.args[1].value not in known, ast.unparse(node)

@@ -1,0 +1,81 @@
+"""Every notebook is committed with what it shows, and runs from top to bottom; what it claims it asserts itself."""
+
+import copy
+import re
+
+import nbformat
+import pytest
+
+from helpers.paths import ROOT
+from scripts import run_notebooks as script
+
+SLOW = {"train_medusa"}
+"""Train for minutes: they run in the slow tier."""
+LARGEST = 200_000
+"""Bytes of a notebook, pictures included."""
+
+
+@pytest.fixture(params=script.NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+def pictures(cell) -> int:
+    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def shape(cell) -> str:
+    """What a cell shows, without its numbers, which a machine may round differently."""
+    return re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", " ".join(script.text_of(cell).split()))
+
+
+def test_there_are_notebooks():
+    assert "one_round" in [path.stem for path in script.NOTEBOOKS]
+
+
+def test_it_is_committed_with_its_pictures_and_outputs(path):
+    """Of one run from top to bottom, without a word of the machine that ran it."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = script.code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run `make notebooks`"
+    for cell in cells:
+        assert pictures(cell) == cell.source.count("plt.show()")
+        assert ("print(" in cell.source) <= bool(cell.outputs)
+        assert not any(output.get("name") == "stderr" or output.output_type == "error" for output in cell.outputs)
+        assert "execution" not in cell.metadata, "times differ from run to run"
+    assert sum(map(pictures, cells)) >= 1
+    assert script.paths_in(notebook) == []
+    assert path.stat().st_size < LARGEST
+
+
+def test_paths_of_a_machine_are_found():
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)")])
+    (cell,) = notebook.cells
+    for text, found in (
+        ("see /home/someone/x.py:3", ["/home/someone/x.py:3"]),
+        ("kept in /tmp/run-1", ["/tmp/run-1"]),
+        (str(ROOT), [str(ROOT)]),
+        ("0.5 and/or 3/4, https://example.org/home/x", []),
+    ):
+        cell.outputs = [nbformat.v4.new_output("stream", text=text)]
+        assert set(found) <= set(script.paths_in(notebook))
+        assert bool(found) == bool(script.paths_in(notebook))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.stem) for path in script.NOTEBOOKS],
+)
+def test_it_runs_and_shows_what_is_committed(path, request):
+    committed = nbformat.read(path, as_version=4)
+    if "smollm2" in path.read_text():
+        request.getfixturevalue("smollm2_path")  # skipped where there are no weights
+    assert any("assert " in cell.source for cell in script.code_cells(committed))
+    notebook = copy.deepcopy(committed)
+    for cell in script.code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    script.execute(notebook)
+    for ran, saved in zip(script.code_cells(notebook), script.code_cells(committed), strict=True):
+        assert ran.execution_count == saved.execution_count
+        assert pictures(ran) == pictures(saved)
+        assert shape(ran) == shape(saved), "run `make notebooks`"

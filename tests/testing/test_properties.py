@@ -1,0 +1,223 @@
+"""One suite of properties over every rule and every drafter of the registry; and that each can fail."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.paths import ROOT
+from helpers.toys import transformer
+from jaxspec.core.records import Ends
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import branching, chain
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Weights
+from jaxspec.drafters.early_exit import EarlyExit
+from jaxspec.drafters.medusa import Medusa
+from jaxspec.drafters.model import ModelDraft
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
+from jaxspec.registry import DRAFTERS, RULES, find
+from jaxspec.rules.block import Block
+from jaxspec.rules.lenient import Lenient
+from jaxspec.rules.rejection import Rejection
+from jaxspec.testing import (
+    Script,
+    TableLM,
+    check_drafter,
+    check_rule,
+    g_test,
+    joint_law,
+    laws,
+    properties,
+    sample_texts,
+)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    """All of `check_rule`, on 256 random proposals per tree: chances, zeros, greed, NaN, padding, losslessness."""
+    rule = find("rule", name)()
+    assert rule.lossless == (not name.startswith("lossy"))
+    check_rule(rule)
+
+
+# Each property is broken by some rule.
+
+
+class Leaky(Rejection):
+    def __call__(self, law, proposal):
+        found = super().__call__(law, proposal)
+        return found._replace(chances=0.99 * found.chances)
+
+
+class Blind(Rejection):
+    """Takes "nothing is proposed" for a token."""
+
+    def __call__(self, law, proposal):
+        return super().__call__(law, proposal._replace(tokens=jnp.maximum(proposal.tokens, 0)))
+
+
+class Generous(Rejection):
+    """Keeps with a small chance what is impossible, as `u <= 0` does."""
+
+    def __call__(self, law, proposal):
+        return super().__call__(jnp.maximum(law, -9.0), proposal)
+
+
+class Curious(Rejection):
+    """Looks at laws that were not drawn from."""
+
+    def __call__(self, law, proposal):
+        draft = proposal.law
+        return super().__call__(law if draft is None else law + 0 * draft.sum(), proposal)
+
+
+class Neighbour(Rejection):
+    """Draws by the law of the next row, which may never have been read."""
+
+    def __call__(self, law, proposal):
+        return Ends(super().__call__(law, proposal).chances, lambda node: jnp.roll(law, -1, axis=0)[node])
+
+
+class Impatient(Rejection):
+    """Gives up at the first child that is missing."""
+
+    def __call__(self, law, proposal):
+        tree, tokens = proposal.tree, proposal.tokens
+        elder = (tree.parents[:, None] == tree.parents) & (tree.ranks < tree.ranks[:, None])
+        return super().__call__(law, proposal._replace(tokens=jnp.where((elder & (tokens < 0)).any(-1), -1, tokens)))
+
+
+class Undeclared(Lenient):
+    lossless = True
+
+
+class Modest(Rejection):
+    lossless = False
+
+
+class AFactorForgotten(Block):
+    """Lets a block end without regard to the nodes above."""
+
+    def __call__(self, law, proposal):
+        return Ends(Rejection()(law, proposal).chances, super().__call__(law, proposal).after)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fault"),
+    [
+        (Leaky(), "do not sum to 1"),
+        (Blind(), "where nothing is proposed"),
+        (Generous(), "whose probability is 0"),
+        (Curious(), "rows that are not walked|not finite"),
+        (Neighbour(), "whose probability is 0|not walked|not greedy"),
+        (Impatient(), "greedy path|padding"),
+        (Undeclared(), "not lossless: a round is off by"),
+        (Modest(), "seems lossless"),
+        (AFactorForgotten(), "not lossless"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_rule_without_a_property_is_found(rule, fault):
+    with pytest.raises(AssertionError, match=f"{type(rule).__name__} .*({fault})"):
+        check_rule(rule)
+
+
+def test_a_rule_that_cares_where_padding_stands_is_found():
+    cases = properties.random_cases(properties.RAGGED)
+    properties.padding_may_stand_anywhere(Rejection(), cases, properties.RAGGED)
+    with pytest.raises(AssertionError, match="Impatient depends on where padding stands"):
+        properties.padding_may_stand_anywhere(Impatient(), cases, properties.RAGGED)
+
+
+def test_the_lines_of_contributing(capsys):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "check_rule" in b)
+    exec(compile(block, "CONTRIBUTING.md", "exec"), {})
+    off, kept = map(float, capsys.readouterr().out.split())
+    assert off < 1e-12 < 0.5 < kept < 2
+
+
+# Drafters.
+
+TARGET = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=2)
+DRAFT = transformer(vocab_size=7, hidden_size=16, intermediate_size=24, num_layers=1)
+WEIGHTS = Weights(TARGET.init_params(jax.random.key(0)), DRAFT.init_params(jax.random.key(1)))
+HEADS = HeadsConfig(24, 7, 2, inputs="path")
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
+
+
+def uneven(config):
+    """Heads at random: those that training starts from say what the target says."""
+    rng = np.random.default_rng(0)
+    named = flatten(init_params(config))
+    return unflatten({name: jnp.asarray(0.3 * rng.normal(size=a.shape), jnp.float32) for name, a in named.items()})
+
+
+MEMBERS = {
+    "none": (NoDraft(chain(2)), None),
+    "prompt-lookup": (PromptLookup(chain(3)), None),
+    "early-exit": (EarlyExit(TARGET.__class__(TARGET.config, TARGET.dtype, layers=1), branching(2, 1)), None),
+    "model": (ModelDraft(DRAFT, branching(2, 1)), WEIGHTS.draft),
+    "medusa": (Medusa(HEADS, TARGET, branching(2, 1)), {"heads": uneven(HEADS)}),
+}
+
+
+def test_every_drafter_has_a_case():
+    assert MEMBERS.keys() == DRAFTERS.keys()
+    assert all(isinstance(drafter, find("drafter", name)) for name, (drafter, _) in MEMBERS.items())
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_drafter(name):
+    """Proposals are trees of the shape that was said, of distinct siblings, and of tokens that their laws allow."""
+    drafter, params = MEMBERS[name]
+    proposal = check_drafter(drafter, params, TARGET, WEIGHTS.target, [PROMPT, [5], [1, 2], [6, 6, 6, 6, 6, 6, 6]])
+    drafted = np.asarray(proposal.tokens)[:, 1:] >= 0
+    assert drafted.any() == (name != "none")
+    assert (proposal.law is not None) == (name in ("early-exit", "model", "medusa"))
+
+
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name != "none"])
+def test_text_of_a_drafter_under_rejection(name):
+    """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
+    drafter, params = MEMBERS[name]
+    decoder = Decoder(TARGET, drafter, Rejection(), chunk=16, widths=())
+    for sampling, samples in ((Sampling(temperature=1.5), 6000), (Sampling(), 1)):
+        law = joint_law(laws(TARGET, WEIGHTS.target, PROMPT, sampling), 2)
+        texts = sample_texts(decoder, Weights(WEIGHTS.target, params), PROMPT, 2, sampling, samples=samples, batch=1000)
+        found = g_test(texts.counts, law)
+        assert found.impossible == 0
+        assert found.p > 1e-4
+        assert texts.accepted > 0.02 or sampling.temperature == 0
+
+
+class Twice(Script):
+    """Says of every token that it was drawn from the same law, which has no place for it."""
+
+    def propose(self, params, state, context, draw):
+        proposal, state = super().propose(params, state, context, draw)
+        law = jnp.where(jnp.arange(4) == 3, 0.0, -jnp.inf)
+        return proposal._replace(law=jnp.broadcast_to(law, (*proposal.tokens.shape, 4))), state
+
+
+def test_a_drafter_without_a_property_is_found():
+    lm = TableLM(4)
+    params, prompts = lm.init_params(jax.random.key(0)), [[1], [2, 3]]
+
+    def script(*tokens):
+        return jnp.tile(jnp.asarray([-1, *tokens]), (4, 1))
+
+    check_drafter(Script(branching(2)), script(2, 1), lm, params, prompts)
+    with pytest.raises(AssertionError, match="twice"):
+        check_drafter(Script(branching(2)), script(2, 2), lm, params, prompts)
+    with pytest.raises(AssertionError, match="do not exist"):
+        check_drafter(Script(branching(2)), script(2, 4), lm, params, prompts)
+    with pytest.raises(AssertionError, match="number of nodes"):
+        check_drafter(Script(branching(2)), script(2), lm, params, prompts)
+    with pytest.raises(AssertionError, match="law excludes"):
+        check_drafter(Twice(branching(2)), script(2, 3), lm, params, prompts)

@@ -1,0 +1,38 @@
+"""One device and eight give the same losses and the same order of the data."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from helpers.paths import TESTS
+from helpers.toys import simulated
+
+PROGRAM = """
+import json, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from helpers import trainees
+from jaxspec.train.run import train
+
+folder = pathlib.Path(sys.argv[2])
+prompts = trainees.write_prompts(folder / "prompts.jsonl")
+for devices in (1, 8):
+    settings = trainees.settings(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
+    trained = train(trainees.target(), [prompts], folder / str(devices), settings, data=folder / "data")
+    about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
+    print(json.dumps({"log": trained.log, "order": [one["order"] for one in about]}))
+"""
+
+
+def test_one_device_and_eight_agree(tmp_path):
+    words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path)]
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, eight = map(json.loads, done.stdout.splitlines())
+    assert one["order"] == eight["order"]
+    losses = [[record["loss"] for record in run["log"] if "loss" in record] for run in (one, eight)]
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    held = [run["log"][-1]["held_out"]["accepted_length"] for run in (one, eight)]
+    assert held[0] == pytest.approx(held[1], rel=1e-3)
