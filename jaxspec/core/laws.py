@@ -82,7 +82,8 @@ def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b 
     size = values.shape[-1]
     blocks = -(-size // _BLOCK)
     if blocks < 2 * count:
-        return lax.top_k(values, count)
+        best, index = lax.top_k(values, count)
+        return best, index
     padding = [(0, 0)] * (values.ndim - 1) + [(0, blocks * _BLOCK - size)]
     split = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*values.shape[:-1], blocks, _BLOCK)
     chosen = jnp.sort(lax.top_k(split.max(-1), count)[1], -1)

@@ -42,20 +42,12 @@ class Drafter(Protocol):
     """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop.
 
     Attributes:
-        takes: the fields of `DrafterInputs`, besides the target, and the options that `build` makes use of.
         draws: whether `propose` draws tokens. Of one that finds them in another way the rounds draw no more noise than
             their verdict needs.
     """
 
-    takes: ClassVar[frozenset[str]]
-
     @property
     def draws(self) -> bool: ...
-
-    @classmethod
-    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        """The drafter for these models, and its parameters (None if it has none of its own)."""
-        ...
 
     @property
     def shape(self) -> TreeShape:
@@ -81,6 +73,22 @@ class Drafter(Protocol):
         Children are drawn by `draw`, whose law goes into the proposal; tokens that were found in another way, by
         looking at committed text alone, have the law None.
         """
+        ...
+
+
+@runtime_checkable
+class NamedDrafter(Drafter, Protocol):
+    """A drafter that can be registered: built from models and options, by name.
+
+    Attributes:
+        takes: the fields of `DrafterInputs`, besides the target, and the options that `build` uses.
+    """
+
+    takes: ClassVar[frozenset[str]]
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        """Builds the drafter for these models, and its parameters (None if it has none of its own)."""
         ...
 
 

@@ -102,7 +102,7 @@ class Advance(NamedTuple):
 
     tokens: Int[Array, "B M"]
     features: Float[Array, "B M E"]
-    count: Int[Array, "B"]
+    count: Int[Array, "B"]  # pyright: ignore[reportIncompatibleMethodOverride]
     nodes: Int[Array, "B M"] | None  # the node of the last proposal that held this token, -1 for none
     text: Int[Array, "B S"]  # all of the text, these tokens included, for who has not read what came before
     start: Int[Array, "B"]  # where in it they begin

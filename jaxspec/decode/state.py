@@ -35,7 +35,7 @@ class Request(NamedTuple):
     """Prompts and settings, per row; without the batch axis it is one prompt, and may be vmapped."""
 
     tokens: Int[Array, "*b P"]  # right-padded
-    count: Int[Array, "*b"]  # tokens of the prompt
+    count: Int[Array, "*b"]  # tokens of the prompt  # pyright: ignore[reportIncompatibleMethodOverride]
     new_tokens: Int[Array, "*b"]  # emitted at most
     key: Array  # typed PRNG key, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1

@@ -32,7 +32,7 @@ class EarlyExit:
     tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "exit_layers"})
-    draws: ClassVar[bool] = True
+    draws = True
 
     def __post_init__(self):
         check(self.model, self.tree)

@@ -49,7 +49,7 @@ class Medusa:
     tree: Topology | Dynamic
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads"})
-    draws: ClassVar[bool] = True
+    draws = True
 
     def __post_init__(self):
         depth = self.tree.shape.depth

@@ -42,7 +42,7 @@ class ModelDraft:
     tree: Topology | Dynamic = chain(4)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft"})
-    draws: ClassVar[bool] = True
+    draws = True
 
     def __post_init__(self):
         check(self.model, self.tree)

@@ -22,7 +22,7 @@ class NoDraft:
     tree: Topology | Dynamic = chain(0)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
-    draws: ClassVar[bool] = False
+    draws = False
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:

@@ -33,7 +33,7 @@ class PromptLookup:
     max_match: int = 8
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
-    draws: ClassVar[bool] = False
+    draws = False
 
     def __post_init__(self):
         if not self.tree.is_chain or self.tree.shape.depth < 1:

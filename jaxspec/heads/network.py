@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -156,8 +157,8 @@ def module(config: HeadsConfig, params: Params) -> Heads:
 
 def init_params(
     config: HeadsConfig,
-    projection: Float[Array, "V E"] | None = None,
-    tokens: Int[Array, "R"] | None = None,
+    projection: Float[Array | np.ndarray, "V E"] | None = None,
+    tokens: Int[Array | np.ndarray, "R"] | None = None,
 ) -> Params:
     """Heads that all predict what the target's own head does, before training: a pure dict of float32 arrays.
 

@@ -98,16 +98,15 @@ def attend(
         own_score = jnp.where(real, dot("bhqk,bhqjk->bhqj", flat, keys), -jnp.inf)
 
     # The first block goes with the window: most texts are short, and every token sees itself, so no sum is empty.
-    top, first_score = own_score.max(-1), None
-    if prefix.keys.shape[3]:
-        first_score, first_values = block(first_block)
-        top = jnp.maximum(first_score.max(-1), top)
+    top, first = own_score.max(-1), block(first_block) if prefix.keys.shape[3] else None
+    if first is not None:
+        top = jnp.maximum(first[0].max(-1), top)
     own = jnp.exp(own_score - top[..., None])
     total = own.sum(-1)
     mixed = mix(own, values) if paths is None else dot("bhqj,bhqjk->bhqk", own.astype(values.dtype), values)
-    if first_score is not None:  # without a cache there is no loop either: it has no gradient
-        first = jnp.exp(first_score - top[..., None])
-        state = (top, first.sum(-1) + total, mix(first, first_values) + mixed)
+    if first is not None:  # without a cache there is no loop either: it has no gradient
+        weight = jnp.exp(first[0] - top[..., None])
+        state = (top, weight.sum(-1) + total, mix(weight, first[1]) + mixed)
         _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)

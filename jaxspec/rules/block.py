@@ -5,7 +5,6 @@ Sun et al. 2025 (arXiv:2403.10444), algorithm 2. Their recursion w[i] = min(1, w
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from jaxspec.rules._siblings import excess
 class Block:
     """Block verification of chains; `Traversal` is its form for trees."""
 
-    noise: ClassVar[Noise] = Noise.FRESH
-    lossless: ClassVar[bool] = True
+    noise = Noise.FRESH
+    lossless = True
 
     def check(self, shape: TreeShape) -> None:
         if shape.width > 1:

@@ -8,7 +8,6 @@ verification.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +55,8 @@ class Cascade:
 
     transform: Transform = Tolerant()
 
-    noise: ClassVar[Noise] = Noise.FRESH
-    lossless: ClassVar[bool] = False
+    noise = Noise.FRESH
+    lossless = False
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

@@ -7,7 +7,6 @@ draft's highest perturbed scores under the shared noise.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -23,8 +22,8 @@ from jaxspec.core.tree import TreeShape
 class Coupled:
     """Coupled verification, the default rule; see the module."""
 
-    noise: ClassVar[Noise] = Noise.SHARED
-    lossless: ClassVar[bool] = True
+    noise = Noise.SHARED
+    lossless = True
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

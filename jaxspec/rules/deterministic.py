@@ -6,7 +6,6 @@ if it is among the children.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,8 +20,8 @@ from jaxspec.rules._siblings import child_tokens
 class Deterministic:
     """Accepts children by their target probability alone. Drafters draw without noise, and no draft law is read."""
 
-    noise: ClassVar[Noise] = Noise.NONE
-    lossless: ClassVar[bool] = True
+    noise = Noise.NONE
+    lossless = True
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

@@ -6,7 +6,6 @@ target probability.
 
 import dataclasses
 import math
-from typing import ClassVar
 
 from jaxtyping import Array, Float
 
@@ -27,7 +26,7 @@ class Lenient:
 
     lenience: float = 0.5
 
-    noise: ClassVar[Noise] = Noise.FRESH
+    noise = Noise.FRESH
 
     def __post_init__(self):
         if not 0 < self.lenience <= 1:

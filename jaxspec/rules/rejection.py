@@ -6,7 +6,6 @@ with siblings drawn without replacement: SpecInfer (arXiv:2305.09781), Sequoia (
 """
 
 import dataclasses
-from typing import ClassVar
 
 from jaxtyping import Array, Float
 
@@ -20,8 +19,8 @@ from jaxspec.rules._siblings import sequential_acceptance
 class Rejection:
     """Accepts a drafted token with probability min(1, target / draft); see the module."""
 
-    noise: ClassVar[Noise] = Noise.FRESH
-    lossless: ClassVar[bool] = True
+    noise = Noise.FRESH
+    lossless = True
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

@@ -6,7 +6,6 @@ computes all weights; post-order matters only for the products of the tests.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,8 +21,8 @@ from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
 class Traversal:
     """Traversal verification of any tree whose siblings are drawn without replacement; see the module."""
 
-    noise: ClassVar[Noise] = Noise.FRESH
-    lossless: ClassVar[bool] = True
+    noise = Noise.FRESH
+    lossless = True
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

@@ -5,7 +5,6 @@ min(epsilon, delta * exp(-H)), where H is the entropy of the target's law at tha
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,8 @@ class Typical:
     epsilon: float = 0.09
     delta: float = 0.3
 
-    noise: ClassVar[Noise] = Noise.NONE
-    lossless: ClassVar[bool] = False
+    noise = Noise.NONE
+    lossless = False
 
     def __post_init__(self):
         if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -137,9 +136,8 @@ class Script:
 
     tree: Topology
 
-    takes: ClassVar[frozenset[str]] = frozenset()
-    draws: ClassVar[bool] = False
-    calls: ClassVar[int] = 0
+    draws = False
+    calls = 0
 
     @property
     def shape(self) -> TreeShape:

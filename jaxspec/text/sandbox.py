@@ -173,7 +173,7 @@ class _Meter(NodeTransformer):
 class _Generation(Extension):
     """`{% generation %}` marks what the assistant said, for training; here it changes nothing."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -29,7 +29,8 @@ class Frozen(NamedTuple):
     rows: Float[Array, "R E"]  # of its projection, those that are drafted from
     everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and acceptance is wanted
     embed: Float[Array, "V E"] | None  # for heads that read tokens
-    index: Int[Array, "V"] | None  # each token's row, -1: it is not drafted; None where rows are tokens
+    # A token's row, -1: it is not drafted; None where rows are tokens.
+    index: Int[Array, "V"] | None  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def freeze(
@@ -91,16 +92,15 @@ def of_law(
     if kind == "ce":
         return -jnp.take_along_axis(draft, label[..., None], -1)[..., 0]
     assert target is not None
-    if kind != "kl":
-        acceptance = jnp.minimum(jnp.exp(target), jnp.exp(draft)).sum(-1)
-        if kind == "tv":
-            return 1 - acceptance
-        if kind == "lk-alpha":
-            return -jnp.log(jnp.maximum(acceptance, LEAST))
     known = jax.nn.log_softmax(target, -1)
     divergence = jnp.where(known > -jnp.inf, jnp.exp(known) * (known - draft), 0.0).sum(-1)
     if kind == "kl":
         return divergence
+    acceptance = jnp.minimum(jnp.exp(target), jnp.exp(draft)).sum(-1)
+    if kind == "tv":
+        return 1 - acceptance
+    if kind == "lk-alpha":
+        return -jnp.log(jnp.maximum(acceptance, LEAST))
     mix = jnp.exp(-MIX * lax.stop_gradient(acceptance))
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
