@@ -271,7 +271,7 @@ def conclude(
     schedule = Adaptive(
         costs=tuple(round(float(cost), 4) for cost in costs[: kept.shape.depth + 1]),
         resume=round(float(resume / rounds[0]), 4),
-        hope=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
+        prior_acceptance=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
         widths=some_widths(kept),
     )
     measured = {

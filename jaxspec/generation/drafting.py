@@ -36,8 +36,16 @@ DRAFTER = "prompt-lookup"
 """Where a user names none."""
 NODE_COST = 0.1
 """Assumed cost of one drafted token in a target call, in units of a call with one token."""
-VERSION = 2
+VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
+_ADAPTIVE_BEFORE_3 = {
+    "hope": "prior_acceptance",
+    "credit": "loss_budget",
+    "share": "loss_per_token",
+    "memory": "decay_rounds",
+    "weight": "prior_rounds",
+}
+"""Fields of the schedule "adaptive" in files of versions 1 and 2, with their names since version 3."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,9 +213,9 @@ class Drafting:
 
     @classmethod
     def _parse(cls, record: dict[str, Any]) -> "Drafting":
-        if (got := record.get("version")) not in (1, VERSION) or isinstance(got, bool):
+        if type(got := record.get("version")) is not int or not 1 <= got <= VERSION:
             raise TuningError(f"expected version {VERSION} of what 'jaxspec tune' writes, got {got!r:.40}; tune again")
-        fields = _FIELDS if got == VERSION else _FIELDS - {"options"} | {"exit_layers"}
+        fields = _FIELDS if got > 1 else _FIELDS - {"options"} | {"exit_layers"}
         if record.keys() != fields:
             odd = sorted(map(str, record.keys() ^ fields))
             raise TuningError(f"expected the fields {', '.join(sorted(fields))}; missing or unknown: {odd[0]:.40}")
@@ -227,7 +235,9 @@ class Drafting:
         if not isinstance(record["measured"], dict):
             raise TuningError(f"measured must be an object, got {record['measured']!r:.40}")
         member = find("schedule", given["name"])
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "name"}
+        names: dict[str, str] = _ADAPTIVE_BEFORE_3 if got < 3 and given["name"] == "adaptive" else {}
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "name"}
+        settings = {names.get(name, name): value for name, value in settings.items()}
         if unknown := settings.keys() - {field.name for field in dataclasses.fields(member)}:
             raise TuningError(f"the schedule {given['name']!r} has no {min(unknown)!r}")
         try:
@@ -275,4 +285,9 @@ def default_lookup_schedule(nodes: int, node_cost: float = NODE_COST) -> Adaptiv
         node_cost: cost of each of its tokens but the first, in units of a call with one token.
     """
     more = node_cost * (nodes - 1)
-    return Adaptive(costs=(1.0, 1 + more, 1 + more), hope=0.9, credit=max(Adaptive.credit, 2 * more), widths=())
+    return Adaptive(
+        costs=(1.0, 1 + more, 1 + more),
+        prior_acceptance=0.9,
+        loss_budget=max(Adaptive.loss_budget, 2 * more),
+        widths=(),
+    )

@@ -1,7 +1,8 @@
-"""The depth that brings the most tokens for its cost, by what the row has seen accepted; zero included.
+"""The schedule "adaptive": drafts to the depth with the most expected tokens per cost, estimated per row.
 
-Expected tokens of a round that drafts to depth g are 1 plus the sum over i <= g of the product of the acceptances at
-depths 1 to i (Leviathan et al. 2023, arXiv:2211.17192, section 3.1, with an acceptance of its own for every depth).
+A round that drafts to depth g is expected to emit 1 plus the sum over i <= g of the product of the acceptance rates at
+depths 1 to i (Leviathan et al. 2023, arXiv:2211.17192, section 3.1, with a separate acceptance rate for each depth).
+Depth 0 is plain decoding.
 """
 
 import dataclasses
@@ -19,128 +20,132 @@ from jaxspec.core.theory import kept
 from jaxspec.core.tree import TreeShape, chain
 from jaxspec.errors import InvalidConfig
 
-RISKED = 4
-"""Of what drafts have won, a row may lose again what this many of the deepest cost, should the text change."""
+SURPLUS_ROUNDS = 4
+"""The balance is capped at `loss_budget` plus the cost of this many rounds at full depth, so that a row whose text
+becomes hard to predict cannot spend all that easy text has earned."""
 
 
-class Account(NamedTuple):
-    """What a row has learned. Counts fade with time; the rest is in plain rounds."""
+class AdaptiveState(NamedTuple):
+    """What a row has observed. Counts decay exponentially; costs are in units of plain rounds."""
 
-    tried: Float[Array, "B D"]  # rounds that came to each depth, and drafted there
-    kept: Float[Array, "B D"]  # those that accepted there
-    balance: Float[Array, "B"]  # what may still be lost
+    tested: Float[Array, "B D"]  # rounds that drafted to each depth with all shallower tokens accepted
+    accepted: Float[Array, "B D"]  # those whose token at this depth was accepted, too
+    balance: Float[Array, "B"]  # the loss that drafting may still cause
     behind: Float[Array, "B"]  # rounds since the drafter last read the text
-    depth: Int[Array, "B"]  # of the next draft
+    depth: Int[Array, "B"]  # the depth of the next draft
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """The controller; see the module.
+    """Chooses the depth of each row's next draft from measured costs and observed acceptance; see the module.
 
-    Acceptance at a depth is estimated from the rounds that came there, and as far as these are few or long ago, taken
-    to be that of the depth before, at depth 1 `hope`. So what is no longer tried is hoped for again, and tried.
+    The acceptance rate of a depth is a posterior mean. Its prior is the estimate of the depth above, and
+    `prior_acceptance` at depth 1. Observations decay, so a depth that is no longer drafted returns to its prior and is
+    tried again.
 
-    Every round that drafts is entered in the row's balance: its cost beyond a plain round against the tokens it
-    saved. A row drafts no deeper than its balance could bear if nothing were accepted. So whatever the estimates, a
-    text of n tokens is never later than plain decoding by more than `credit + share * n` plain rounds.
+    Every round updates the row's balance: the tokens that a draft saved, minus its cost beyond a plain round. A row
+    drafts no deeper than its balance covers if no token is accepted. A text of n tokens therefore takes at most
+    `loss_budget + loss_per_token * n` plain rounds longer than plain decoding, whatever the estimates.
 
     Attributes:
-        costs: of a round that drafts to depth 0, 1, ..., in any unit; measured by `jaxspec tune`. Deeper ones cost
-            as the last step does.
-        resume: the cost of reading a token that was missed in a round without a draft, in the same unit.
-        hope: the acceptance that is assumed before anything is known.
-        credit: what a row may lose at first, in plain rounds.
-        share: what it may lose besides for each token, in plain rounds.
-        memory: rounds over which counts fade to 1/e.
-        weight: of the assumed acceptance, in rounds.
-        hysteresis: a depth is left for one that is better by this share.
+        costs: the cost of a round that drafts to depth 0, 1, ..., in any unit; `jaxspec tune` measures them. Beyond
+            the last depth, costs grow linearly by the last step.
+        resume: the cost, in the same unit, of each token that the drafter reads late because a round had no draft.
+        prior_acceptance: the acceptance rate assumed at depth 1 before anything is observed; above 0, at most 1.
+        loss_budget: what a row may lose to plain decoding at the start, in plain rounds.
+        loss_per_token: what it may lose in addition for each emitted token, in plain rounds.
+        decay_rounds: rounds after which an observation's weight has decayed to 1/e.
+        prior_rounds: the weight of the prior, in rounds.
+        hysteresis: the depth changes only for one whose expected speed is better by this fraction.
         widths: see `Schedule`.
     """
 
     costs: tuple[float, ...] = (1.0, 1.25)
     resume: float = 0.0
-    hope: float = 0.7
-    credit: float = 2.0
-    share: float = 0.015
-    memory: float = 32.0
-    weight: float = 4.0
+    prior_acceptance: float = 0.7
+    loss_budget: float = 2.0
+    loss_per_token: float = 0.015
+    decay_rounds: float = 32.0
+    prior_rounds: float = 4.0
     hysteresis: float = 0.02
     widths: tuple[int, ...] = (3, 5, 9)
 
     def __post_init__(self):
         check_widths(self.widths)
         if not isinstance(self.costs, tuple) or len(self.costs) < 2 or not all(map(_positive, self.costs)):
-            raise InvalidConfig(f"costs must be two finite numbers above 0 or more, got {self.costs!r:.80}")
-        for name in ("hope", "memory", "weight"):
+            raise InvalidConfig(f"costs must be a tuple of at least two finite numbers above 0, got {self.costs!r:.80}")
+        for name in ("prior_acceptance", "decay_rounds", "prior_rounds"):
             if not _positive(getattr(self, name)):
                 raise InvalidConfig(f"{name} must be finite and above 0, got {getattr(self, name)!r}")
-        for name in ("resume", "credit", "share", "hysteresis"):
+        for name in ("resume", "loss_budget", "loss_per_token", "hysteresis"):
             if getattr(self, name) != 0 and not _positive(getattr(self, name)):
                 raise InvalidConfig(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
-            if getattr(self, name) >= 1 << 31:  # a whole number is an int32 on a device
+        for name in ("resume", "loss_budget", "loss_per_token", "hysteresis", "decay_rounds", "prior_rounds"):
+            if getattr(self, name) >= 1 << 31:  # a Python int becomes an int32 on the device
                 raise InvalidConfig(f"{name} must be below 2**31, got {getattr(self, name)!r}")
-        if self.weight >= 1 << 31 or self.memory >= 1 << 31:
-            raise InvalidConfig(f"memory and weight must be below 2**31, got {self.memory!r} and {self.weight!r}")
-        if self.hope > 1:
-            raise InvalidConfig(f"hope must be a probability, got {self.hope!r}")
+        if self.prior_acceptance > 1:
+            raise InvalidConfig(f"prior_acceptance must be at most 1, got {self.prior_acceptance!r}")
 
-    def extra(self, depth: int) -> np.ndarray:
-        """What rounds that draft to depths 0 to `depth` cost beyond a plain one, in plain ones; no depth less than one
-        before, whatever was measured."""
+    def extra_costs(self, depth: int) -> np.ndarray:
+        """Returns the costs of rounds to depths 0 to `depth` beyond a plain round, in plain rounds, `[depth + 1]`.
+
+        They are made non-decreasing, because measured costs are noisy.
+        """
         costs = np.asarray(self.costs, np.float64)
         more = np.maximum(np.arange(depth + 1) - (costs.size - 1), 0)
         at = np.minimum(np.arange(depth + 1), costs.size - 1)
         return np.maximum.accumulate(costs[at] + more * (costs[-1] - costs[-2])) / costs[0] - 1
 
-    def init(self, batch: int, shape: TreeShape) -> Account:
+    def init(self, batch: int, shape: TreeShape) -> AdaptiveState:
         counts, none = jnp.zeros((batch, shape.depth)), jnp.zeros((batch,))
-        return self._choose(Account(counts, counts, none + self.credit, none, none.astype(jnp.int32)))
+        return self._choose_depth(AdaptiveState(counts, counts, none + self.loss_budget, none, none.astype(jnp.int32)))
 
-    def limit(self, state: Account) -> Int[Array, "B"]:
+    def limit(self, state: AdaptiveState) -> Int[Array, "B"]:
         return state.depth
 
-    def _choose(self, state: Account) -> Account:
-        extra = jnp.asarray(self.extra(state.tried.shape[1]), jnp.float32)
-        tokens = jnp.cumsum(kept(chain(state.tried.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
-        score = tokens / (1 + extra)
-        afford = (self._bill(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
-        score = jnp.where(afford, score, 0.0)
-        now = jnp.take_along_axis(score, state.depth[:, None], 1)[:, 0]
-        depth = jnp.where(now * (1 + self.hysteresis) >= score.max(-1), state.depth, score.argmax(-1))
+    def _choose_depth(self, state: AdaptiveState) -> AdaptiveState:
+        extra = jnp.asarray(self.extra_costs(state.tested.shape[1]), jnp.float32)
+        tokens = jnp.cumsum(kept(chain(state.tested.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
+        speed = tokens / (1 + extra)
+        affordable = (self._extra_with_resume(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
+        speed = jnp.where(affordable, speed, 0.0)
+        current = jnp.take_along_axis(speed, state.depth[:, None], 1)[:, 0]
+        depth = jnp.where(current * (1 + self.hysteresis) >= speed.max(-1), state.depth, speed.argmax(-1))
         return state._replace(depth=depth.astype(jnp.int32))
 
-    def _bill(self, state: Account, extra: Float[Array, "D1"]) -> Float[Array, "B D1"]:
-        """What a round at each depth costs beyond a plain one."""
+    def _extra_with_resume(self, state: AdaptiveState, extra: Float[Array, "D1"]) -> Float[Array, "B D1"]:
+        """Returns each depth's cost beyond a plain round, with what the drafter must read first."""
         return extra + (state.behind * (self.resume / self.costs[0]))[:, None]
 
-    def acceptance(self, state: Account) -> Float[Array, "B D"]:
-        """The estimates, of each depth where the one before was accepted."""
+    def acceptance(self, state: AdaptiveState) -> Float[Array, "B D"]:
+        """Returns the estimated acceptance rate of each depth, given that the depth above was accepted."""
 
         def deeper(above: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-            tried, kept = counts
-            share = (kept + self.weight * above) / (tried + self.weight)
-            return share, share
+            tested, accepted = counts
+            rate = (accepted + self.prior_rounds * above) / (tested + self.prior_rounds)
+            return rate, rate
 
-        first = jnp.full(state.balance.shape, self.hope)
-        # Unrolled: a loop in the loop would cost a GPU more than all of it.
-        return lax.scan(deeper, first, (state.tried.T, state.kept.T), unroll=True)[1].T
+        first = jnp.full(state.balance.shape, self.prior_acceptance)
+        # Unrolled, because a loop nested in the decoding loop costs a GPU more than the computation itself.
+        return lax.scan(deeper, first, (state.tested.T, state.accepted.T), unroll=True)[1].T
 
-    def update(self, state: Account, played: Played) -> Account:
-        most = self.extra(state.tried.shape[1])
-        bill = jnp.take_along_axis(self._bill(state, jnp.asarray(most, jnp.float32)), played.drafted[:, None], 1)[:, 0]
-        lost = jnp.where(played.drafted > 0, bill, 0.0) - played.accepted
-        balance = state.balance - lost + self.share * (1 + played.accepted)
-        levels, accepted = jnp.arange(1, most.size), played.accepted[:, None]
-        tried = (levels <= played.drafted[:, None]) & (levels <= accepted + 1)
-        fade = math.exp(-1 / self.memory)
-        account = Account(
-            fade * state.tried + tried,
-            fade * state.kept + (tried & (levels <= accepted)),
-            jnp.minimum(balance, self.credit + RISKED * most[-1]),
+    def update(self, state: AdaptiveState, played: Played) -> AdaptiveState:
+        extra = self.extra_costs(state.tested.shape[1])
+        costs = self._extra_with_resume(state, jnp.asarray(extra, jnp.float32))
+        cost = jnp.take_along_axis(costs, played.drafted[:, None], 1)[:, 0]
+        loss = jnp.where(played.drafted > 0, cost, 0.0) - played.accepted
+        balance = state.balance - loss + self.loss_per_token * (1 + played.accepted)
+        levels, accepted = jnp.arange(1, extra.size), played.accepted[:, None]
+        tested = (levels <= played.drafted[:, None]) & (levels <= accepted + 1)
+        decay = math.exp(-1 / self.decay_rounds)
+        updated = AdaptiveState(
+            decay * state.tested + tested,
+            decay * state.accepted + (tested & (levels <= accepted)),
+            jnp.minimum(balance, self.loss_budget + SURPLUS_ROUNDS * extra[-1]),
             jnp.where(played.drafted > 0, 0.0, state.behind + 1),
             state.depth,
         )
-        return self._choose(account)
+        return self._choose_depth(updated)
 
     def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None

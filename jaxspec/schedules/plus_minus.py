@@ -1,6 +1,6 @@
-"""Two deeper after a draft that was accepted whole, one less deep after any other.
+"""The schedule "plus-minus": drafts two tokens deeper after a fully accepted draft, one less after any other.
 
-The "heuristic" schedule of Hugging Face's assisted generation; it knows no costs, and never stops drafting.
+This is the "heuristic" schedule of Hugging Face's assisted generation. It uses no costs and never stops drafting.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
 
-class Bounded(NamedTuple):
-    """The depth of the next draft, and the tree's."""
+class DepthState(NamedTuple):
+    """The depth of each row's next draft."""
 
     depth: Int[Array, "B"]
-    most: Int[Array, "B"]
+    deepest: Int[Array, "B"]  # the tree's depth
 
 
 @dataclasses.dataclass(frozen=True)
 class PlusMinus:
-    """The heuristic; see the module.
+    """Increases the depth after full acceptance and decreases it otherwise; see the module.
 
     Attributes:
         first: the depth of the first draft.
@@ -37,23 +37,24 @@ class PlusMinus:
     widths: tuple[int, ...] = (3, 5, 9)
 
     def __post_init__(self):
-        whole = all(type(value) is int for value in (self.first, self.least))
-        if not whole or not 1 <= self.least <= self.first:
+        integers = all(type(value) is int for value in (self.first, self.least))
+        if not integers or not 1 <= self.least <= self.first:
             raise InvalidConfig(
-                f"expected whole numbers with 1 <= least <= first, got least {self.least!r} and first {self.first!r}"
+                "first and least must be integers with 1 <= least <= first, got "
+                f"first={self.first!r} and least={self.least!r}"
             )
         check_widths(self.widths)
 
-    def init(self, batch: int, shape: TreeShape) -> Bounded:
-        most = jnp.full((batch,), shape.depth, jnp.int32)
-        return Bounded(jnp.minimum(most, self.first), most)
+    def init(self, batch: int, shape: TreeShape) -> DepthState:
+        deepest = jnp.full((batch,), shape.depth, jnp.int32)
+        return DepthState(jnp.minimum(deepest, self.first), deepest)
 
-    def limit(self, state: Bounded) -> Int[Array, "B"]:
+    def limit(self, state: DepthState) -> Int[Array, "B"]:
         return state.depth
 
-    def update(self, state: Bounded, played: Played) -> Bounded:
+    def update(self, state: DepthState, played: Played) -> DepthState:
         depth = jnp.where(played.accepted >= played.drafted, state.depth + 2, jnp.maximum(state.depth - 1, self.least))
-        return state._replace(depth=jnp.where(played.drafted > 0, jnp.minimum(depth, state.most), state.depth))
+        return state._replace(depth=jnp.where(played.drafted > 0, jnp.minimum(depth, state.deepest), state.depth))
 
     def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None

@@ -51,7 +51,7 @@ def test_conclusions_by_hand():
     stats = Stats(tested_at=(10, 8, 0, 4), accepted_at=(8, 4, 0, 1))
     tuned = conclude("model", chain(4), {}, seconds, [(10, 0.7), (10, 0.9)], stats)
     assert tuned.tree == chain(4)
-    assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, hope=0.8, widths=(2, 3))
+    assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, prior_acceptance=0.8, widths=(2, 3))
     assert tuned.measured["acceptance_by_depth"] == [0.8, 0.5, 0.5, 0.25]
     by_depth = [1.0, 1.8 / 1.25, 2.2 / 1.5, 2.4 / 1.875, 2.45 / 2.25]
     assert tuned.measured["speedup_by_depth"] == pytest.approx(by_depth, abs=1e-4)
@@ -64,7 +64,7 @@ def test_where_nothing_pays_the_draft_is_one_token():
     """Zero is the best depth; the schedule may still try one token now and then."""
     tuned = conclude("model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
     assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
-    assert (tuned.schedule.hope, tuned.schedule.resume) == (0.05, 0.0)
+    assert (tuned.schedule.prior_acceptance, tuned.schedule.resume) == (0.05, 0.0)
     wide = conclude("model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0)))
     assert wide.tree == branching(2, 2)
 
@@ -104,8 +104,8 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 3}, "version 2"),
-        ({"version": None}, "version 2"),
+        ({"version": 4}, "version 3"),
+        ({"version": None}, "version 3"),
         ({"drafter": "modle"}, "'model'"),
         ({"drafter": 3}, "drafter must be a name"),
         ({"tree": [-1, 5]}, "node 1"),
@@ -117,10 +117,10 @@ def test_what_is_written_is_read_again(tmp_path):
         ({"schedule": {"name": "adaptive", "price": 1}}, "no 'price'"),
         ({"schedule": {"name": "adaptive", "costs": [1.0, "dear"]}}, "costs"),
         ({"schedule": {"name": "adaptive", "costs": [1.0, -2.0]}}, "costs"),
-        ({"schedule": {"name": "plus-minus", "first": "two"}}, "whole numbers with 1 <= least"),
-        ({"schedule": {"name": "adaptive", "weight": 10**30}}, "weight must be below"),
-        ({"schedule": {"name": "adaptive", "credit": 10**30}}, "credit must be below"),
-        ({"schedule": {"name": "confidence", "entropy": []}}, "entropy must be true or false"),
+        ({"schedule": {"name": "plus-minus", "first": "two"}}, "integers with 1 <= least"),
+        ({"schedule": {"name": "adaptive", "prior_rounds": 10**30}}, "prior_rounds must be below"),
+        ({"schedule": {"name": "adaptive", "loss_budget": 10**30}}, "loss_budget must be below"),
+        ({"schedule": {"name": "confidence", "entropy": []}}, "entropy must be True or False"),
         ({"tree": [-1] + [0] * 20_000}, "at most 1024 nodes"),
         ({"schedule": ["adaptive"]}, "with a name"),
         ({"measured": 1}, "measured"),
@@ -134,6 +134,26 @@ def test_a_wrong_file_is_refused(tmp_path, change, said):
     with pytest.raises(TuningError, match=said) as error:
         jaxspec.Drafting.load(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_earlier_versions_are_read(tmp_path, version):
+    earlier = {"name": "adaptive", "costs": [1.0, 1.5], "hope": 0.8, "credit": 3.0, "share": 0.02, "memory": 16.0}
+    options = {"options": {"exit_layers": 2}} if version == 2 else {"exit_layers": 2}
+    record = {"version": version, "drafter": "early-exit", "tree": [-1, 0], "measured": {}} | options
+    (tmp_path / "t.json").write_text(json.dumps(record | {"schedule": earlier | {"weight": 2.0, "widths": [3]}}))
+    expected = Adaptive((1.0, 1.5), 0.0, 0.8, 3.0, 0.02, 16.0, 2.0, widths=(3,))
+    assert jaxspec.Drafting.load(tmp_path / "t.json") == jaxspec.Drafting(
+        "early-exit", tree=chain(1), schedule=expected, options={"exit_layers": 2}
+    )
+
+
+def test_earlier_names_are_unknown_in_a_file_of_this_version(tmp_path):
+    TUNED.save(tmp_path / "t.json")
+    record = json.loads((tmp_path / "t.json").read_text())
+    (tmp_path / "t.json").write_text(json.dumps(record | {"schedule": {"name": "adaptive", "hope": 0.8}}))
+    with pytest.raises(TuningError, match="no 'hope'"):
+        jaxspec.Drafting.load(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", "[" * 100_000, "\x00", '{"version": 1}', None])

@@ -382,8 +382,8 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Adaptive((1.0, 2.5, 2.5), hope=0.9, credit=3.0, widths=())),
-            ("prompt-lookup", 4, Adaptive((1.0, 1.4, 1.4), hope=0.9, widths=())),
+            ("prompt-lookup", None, Adaptive((1.0, 2.5, 2.5), prior_acceptance=0.9, loss_budget=3.0, widths=())),
+            ("prompt-lookup", 4, Adaptive((1.0, 1.4, 1.4), prior_acceptance=0.9, widths=())),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],

@@ -237,7 +237,7 @@ def test_looking_at_the_token_would_be_seen():
     "schedule",
     [
         pytest.param(Confidence(threshold=0.6), id="doubt", marks=pytest.mark.slow),  # enumerated above
-        pytest.param(Adaptive((1.0, 1.1), weight=1.0), id="past"),
+        pytest.param(Adaptive((1.0, 1.1), prior_rounds=1.0), id="past"),
     ],
 )
 def test_the_decoded_text_follows_the_law(schedule):
@@ -327,7 +327,7 @@ def simulated(schedule, acceptance, rounds):
 
 def speed(schedule, drafted, tokens):
     """Times plain decoding, all rows and rounds together."""
-    return tokens.sum() / (1 + schedule.extra(8)[drafted]).sum()
+    return tokens.sum() / (1 + schedule.extra_costs(8)[drafted]).sum()
 
 
 @pytest.mark.parametrize("costs", [(1.0, 1.05), (1.0, 1.25), (1.0, 1.6, 1.8, 2.1, 2.4, 2.5)], ids=str)
@@ -336,7 +336,7 @@ def test_adaptive_finds_the_best_depth(costs, acceptance):
     """Never below 0.97 of plain decoding, and within a few percent of the best constant depth."""
     schedule = Adaptive(costs)
     drafted, tokens = map(np.asarray, simulated(schedule, jnp.full((8,), acceptance), 400))
-    constant = np.cumsum(acceptance ** np.arange(9)) / (1 + schedule.extra(8))
+    constant = np.cumsum(acceptance ** np.arange(9)) / (1 + schedule.extra_costs(8))
     assert speed(schedule, drafted, tokens) >= max(0.97, 0.96 * constant.max())
     assert speed(schedule, drafted[200:], tokens[200:]) >= max(0.98, 0.97 * constant.max())
     assert abs(np.median(drafted[200:]) - constant.argmax()) <= 1
@@ -367,10 +367,10 @@ def test_adaptive_follows_a_change():
     assert drafted[500:600].mean() < 0.3
 
 
-@pytest.mark.parametrize(("weight", "deep"), [(4.0, True), (1.0, False)])
-def test_one_bad_guess_does_not_keep_drafts_short(weight, deep):
+@pytest.mark.parametrize(("prior_rounds", "deep"), [(4.0, True), (1.0, False)])
+def test_one_bad_guess_does_not_keep_drafts_short(prior_rounds, deep):
     """A first draft of which two tokens are kept, then all that is tried is: deep drafts are tried again."""
-    schedule = Adaptive((1.0, 1.3, 1.6, 1.9, 2.2, 2.4, *[2.6] * 10), hope=0.9, weight=weight)
+    schedule = Adaptive((1.0, 1.3, 1.6, 1.9, 2.2, 2.4, *[2.6] * 10), prior_acceptance=0.9, prior_rounds=prior_rounds)
     state = schedule.init(1, TreeShape(16, 15, 1))
     tried = []
     for i in range(8):
@@ -393,7 +393,7 @@ def test_copied_drafts_may_fail_twice(nodes):
 
 def test_what_adaptive_may_lose_is_bounded():
     """Whatever is accepted, also against all estimates: never behind plain decoding by more than it says."""
-    schedule = Adaptive((1.0, 1.5, 1.4, 2.5), resume=0.01, credit=3.0, share=0.03)
+    schedule = Adaptive((1.0, 1.5, 1.4, 2.5), resume=0.01, loss_budget=3.0, loss_per_token=0.03)
     state = schedule.init(ROWS, TreeShape(9, 8, 1))
     update = jax.jit(schedule.update)
     rng = np.random.default_rng(0)
@@ -403,7 +403,7 @@ def test_what_adaptive_may_lose_is_bounded():
         drafted = np.where(rng.random(ROWS) < 0.1, rng.integers(0, limit + 1), limit)
         luck = np.where(np.arange(ROWS) < 32, (i // 40) % 2, rng.random(ROWS) < 0.4)
         accepted = np.where(luck, drafted, 0)
-        spent += 1 + schedule.extra(8)[drafted] + np.where(drafted > 0, behind * 0.01, 0)
+        spent += 1 + schedule.extra_costs(8)[drafted] + np.where(drafted > 0, behind * 0.01, 0)
         behind = np.where(drafted > 0, 0, behind + 1)
         tokens += 1 + accepted
         assert (spent - tokens <= 3.0 + 0.03 * tokens + 1e-3).all()
@@ -452,10 +452,10 @@ def test_finished_rows_learn_nothing():
         lambda: Adaptive(costs=(1.0,)),
         lambda: Adaptive(costs=(1.0, 0.0)),
         lambda: Adaptive(costs=[1.0, 2.0]),
-        lambda: Adaptive(hope=0.0),
-        lambda: Adaptive(hope=1.5),
-        lambda: Adaptive(share=-0.1),
-        lambda: Adaptive(memory=float("inf")),
+        lambda: Adaptive(prior_acceptance=0.0),
+        lambda: Adaptive(prior_acceptance=1.5),
+        lambda: Adaptive(loss_per_token=-0.1),
+        lambda: Adaptive(decay_rounds=float("inf")),
     ],
 )
 def test_wrong_settings_are_refused(build):
