@@ -9,7 +9,7 @@ Neither a process of its own nor a timer is needed, and whether a template is re
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes, pass_context
