@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxspec.errors import FetchError
 from jaxspec.storage import scratch, writing
 
-# What the readers open, and nothing else: no code, and no pickles unless they are asked for.
+# What the readers of models open, and nothing else: no code and no pickles.
 _PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -20,13 +20,9 @@ _PATTERNS = [
     "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
-    "medusa_lm_head.safetensors",
-    "heads.json",
-    "heads.safetensors",
 ]
 STALLED = 600
 """Seconds without a byte after which an unlocked part of a file is taken for abandoned; some disks do not lock."""
-PICKLES = ("medusa_lm_head.pt",)
 
 
 def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[str] = ()) -> pathlib.Path:

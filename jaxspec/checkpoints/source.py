@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxspec.checkpoints import gguf, hf, hub, presets, saved
 from jaxspec.checkpoints.base import Checkpoint, Headers
@@ -43,11 +43,11 @@ def find_source(
     source: str | os.PathLike,
     revision: str | None = None,
     report: Callable[[str], object] | None = None,
-    pickles: bool = False,
+    more: Sequence[str] = (),
 ) -> str:
     """The path of what a user names, fetched first where it is not here; arguments and errors as `open_source`'s.
 
-    `pickles`: Medusa heads are also fetched as the pickles of torch.
+    `more`: files to fetch from a repository besides those of a model.
     """
     if revision is not None and not (isinstance(revision, str) and revision.isprintable() and revision.strip()):
         raise InvalidConfig(f"revision must be the name of a branch, tag or commit, got {revision!r:.80}")
@@ -60,8 +60,7 @@ def find_source(
     if name.endswith(".gguf") or name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
     if named := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
-        more = {"more": hub.PICKLES} if pickles else {}
-        return str(hub.fetch_repository(named[1], revision or named[2], **more))
+        return str(hub.fetch_repository(named[1], revision or named[2], more=more))
     raise UnknownName("model (a preset, a path or a Hub repository)", name, presets.PRESETS)
 
 

@@ -8,20 +8,20 @@ import argparse
 import pathlib
 
 from jaxspec.cli.options import DTYPES, SOURCES, Parser, one_of
-from jaxspec.heads.serving import WRITTEN
+from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 
 
 def add_options(parser: Parser) -> None:
     """All but --debug, which every command has."""
     add = parser.add_argument
+    layouts = (f"{name}: {LAYOUTS[name].summary} ({LAYOUTS[name].readers})" for name in EXPORTED)
     add("heads", metavar="HEADS", help="a directory, a file or a repository of the Hub, in any layout that is read")
     add(
         "--layout",
-        default=WRITTEN[0],
-        type=one_of("layout", WRITTEN),
-        metavar="|".join(WRITTEN),
-        help="Medusa's own with projections (Medusa 0.1, TensorRT-LLM, TGI), Medusa's without (the target's is shared: "
-        "Medusa's legacy trainer, TGI), or vLLM's, the only one for a reduced vocabulary (default: v0.1)",
+        default=EXPORTED[0],
+        type=one_of("layout", EXPORTED),
+        metavar="|".join(EXPORTED),
+        help=f"{'; '.join(layouts)} (default: {EXPORTED[0]})",
     )
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where to write them")
     add("--target", metavar="SOURCE", help=f"the model they draft for, whose projection is copied: {SOURCES}")
@@ -35,12 +35,13 @@ def run(args: argparse.Namespace) -> int:
     """Exports them."""
     from jaxspec.cli import show
     from jaxspec.heads.export import export_heads
-    from jaxspec.heads.files import load_heads, sizes_alone
+    from jaxspec.heads.files import load_heads
     from jaxspec.heads.headers import open_heads
     from jaxspec.heads.serving import check_layout
 
     # Before a target is loaded: it may be large.
-    check_layout(sizes_alone(open_heads(args.heads, allow_pickle=args.allow_pickle)), args.layout)
+    found = open_heads(args.heads, allow_pickle=args.allow_pickle)
+    check_layout(found.config_of_any_vocabulary(), LAYOUTS[args.layout])
     target = None if args.target is None else show.load(args.target, args.dtype or DTYPES[0])
     heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
     for note in heads.notes:

@@ -33,9 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """Shows it, then raises what would keep the model from being loaded, if anything would."""
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show
-    from jaxspec.heads.layouts import FILES, find_layout
+    from jaxspec.heads.headers import find_layout, hub_files
+    from jaxspec.heads.layouts import FILES, LAYOUTS
 
-    place = check_path(find_source(args.source, args.revision, show.say, args.allow_pickle))
+    place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
         raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"source": args.source, "path": str(place)}
     report |= {"files": len(files), "file_size_bytes": sum(file.stat().st_size for file in files)}
     refused: list[JaxspecError] = []
-    if layout in (None, "v1.0"):
+    if layout is None or (layout in LAYOUTS and LAYOUTS[layout].in_model):
         from jaxspec.cli.inspect_model import checkpoint_sections
 
         report |= checkpoint_sections(place, args, refused)

@@ -25,9 +25,10 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     """
     from jaxspec.checkpoints.base import beside
     from jaxspec.cli import show
-    from jaxspec.heads.files import load_heads, sizes_alone
+    from jaxspec.heads.files import load_heads
     from jaxspec.heads.headers import open_heads
-    from jaxspec.heads.serving import READERS, layouts_for
+    from jaxspec.heads.layouts import LAYOUTS
+    from jaxspec.heads.serving import layouts_for
 
     report: dict[str, Any] = {}
     try:
@@ -37,11 +38,12 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         stored = _stored(place)
         return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
     stored = found.stored.values()
-    heads = {"layout": found.layout, "read_by": READERS.get(found.layout, "this library")} | dict(found.sizes)
+    readers = LAYOUTS[found.layout].readers if found.layout in LAYOUTS else "this library"
+    heads = {"layout": found.layout, "read_by": readers} | dict(found.sizes)
     heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
     if isinstance(base := found.settings.get("base_model_name_or_path"), str):
         heads["made_for"] = brief(base)
-    heads["exported_to"] = ", ".join(layouts_for(sizes_alone(found))) or "none: only jaxspec serves them"
+    heads["exported_to"] = ", ".join(layouts_for(found.config_of_any_vocabulary())) or "none: only jaxspec serves them"
     report["heads"] = heads
     if args.target is None:
         return report

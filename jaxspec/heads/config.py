@@ -70,6 +70,11 @@ class HeadsConfig:
         return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
 
     @property
+    def has_single_projection(self) -> bool:
+        """Tells whether one projection of their own serves all heads."""
+        return self.projection == "single"
+
+    @property
     def max_depth(self) -> float:
         """Of a tree that they draft; one network with one projection is run on past the depth it was trained to."""
         again = self.inputs == "recurrent" and self.projection != "own"

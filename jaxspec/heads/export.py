@@ -7,24 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints import folder
 from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, UnknownName, shown
+from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.files import write
-from jaxspec.heads.layouts import FILES as HEADS
-from jaxspec.heads.layouts import Layout
-from jaxspec.heads.network import DraftHeads, HeadsConfig, check_heads, check_target, flatten
-from jaxspec.heads.serving import WRITTEN, check_layout
+from jaxspec.heads.layouts import CONFIG, EXPORTED, LAYOUTS, Layout, is_transposed
+from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
+from jaxspec.heads.serving import check_layout
 from jaxspec.models.model import Model
 from jaxspec.models.out_major import ByOutput
-
-FILES = dict.fromkeys(WRITTEN, HEADS[0]) | {"vllm": folder.WHOLE}
 
 
 def export_heads(
     heads: DraftHeads,
     directory: str | os.PathLike,
-    layout: str = "v0.1",
+    layout: str = EXPORTED[0],
     *,
     target: Any = None,
     base: str | None = None,
@@ -52,10 +49,10 @@ def export_heads(
         CheckpointError: the directory holds heads already, or cannot be written.
     """
     check_heads(heads)
-    if not isinstance(layout, str) or layout not in FILES:
-        raise UnknownName("layout", layout, FILES)
-    config = heads.config
-    check_layout(config, layout)
+    if not isinstance(layout, str) or layout not in EXPORTED:
+        raise UnknownName("layout", layout, EXPORTED)
+    config, row = heads.config, LAYOUTS[layout]
+    check_layout(config, row)
     if base is not None and not isinstance(base, str):
         raise InvalidConfig(f"base must be the target's name, got {shown(base)}")
     if target is not None:
@@ -63,33 +60,34 @@ def export_heads(
             raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
     params = flatten(heads.params)
-    config, params = _with_projections(config, params, layout, target)
+    config, params = _with_projections(config, params, row, target)
     tensors = {}
     for ours in config.param_shapes():
         array = np.asarray(params[ours])
-        array = array.T if ours.endswith("kernel") else array.astype(np.int64) if ours == "tokens" else array
-        tensors[Layout(layout).tensor(config, ours)] = array
+        array = array.T if is_transposed(ours) else array.astype(np.int64) if ours == "tokens" else array
+        tensors[row.tensor(config, ours)] = array
     base = base or (None if target is None else target.name)
-    return write(directory, FILES[layout], tensors, "config.json", Layout(layout).manifest(config, base))
+    return write(directory, row.files[0], tensors, CONFIG, row.config_json(config, base))
 
 
 def _with_projections(
-    config: HeadsConfig, params: dict[str, Any], layout: str, target: Any
+    config: HeadsConfig, params: dict[str, Any], layout: Layout, target: Any
 ) -> tuple[HeadsConfig, dict[str, Any]]:
-    """The heads with the projections that the layout needs."""
-    if layout == "legacy" or config.projection == "own" or (layout == "vllm" and config.projection == "single"):
+    """Returns the heads with projections of a kind that the layout holds."""
+    if config.projection in layout.projections:
         return config, params
     if config.projection == "single":
         one = params["projections.0"]
     elif target is None:
+        without = " or ".join(name for name in EXPORTED if "shared" in LAYOUTS[name].projections)
         raise InvalidConfig(
-            f"the layout {layout} holds projections, and these heads share the target's; give the target (target=..., "
-            "or --target) for a copy of it, or use the layout legacy"
+            f"the layout {layout.name} holds projections, and these heads share the target's; give the target "
+            f"(target=..., or --target) for a copy of it, or use the layout {without}"
         )
     else:
         need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
         one = target.lm.unembedding(target.params)
         one = one if config.draft_vocab_size is None else one[params["tokens"]]
         one = one.astype(np.float32) if isinstance(one, ByOutput) else one
-    config = dataclasses.replace(config, projection="single" if layout == "vllm" else "own")
+    config = dataclasses.replace(config, projection=layout.projections[0])
     return config, params | {f"projections.{i}": one for i in range(config.num_projections)}

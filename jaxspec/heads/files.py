@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,23 +17,10 @@ import numpy as np
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.heads.headers import TENSORS, VERSION, HeadFile, open_heads
-from jaxspec.heads.layouts import MANIFEST
-from jaxspec.heads.network import (
-    DraftHeads,
-    HeadsConfig,
-    check_heads,
-    flatten,
-    unflatten,
-)
+from jaxspec.heads.headers import MANIFEST, TENSORS, VERSION, open_heads
+from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
 from jaxspec.models.model import Model
 from jaxspec.storage.reading import check_path
-
-
-def sizes_alone(found: HeadFile) -> HeadsConfig:
-    """The sizes without a target; a vocabulary that the files do not tell is taken to be as large as can be."""
-    sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(found.sizes)
-    return HeadsConfig(**sizes)
 
 
 @named()
@@ -75,7 +61,7 @@ def load_heads(
         if dtype is not None and name != "tokens":
             array = array.astype(DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
-    name = found.place.name if found.place.is_dir() else found.place.parent.name
+    name = found.path.name if found.path.is_dir() else found.path.parent.name
     return DraftHeads(config, unflatten(params), found.tree, name, found.notes)
 
 

@@ -1,187 +1,227 @@
-"""How Medusa heads lie in the files of other systems: the names of their tensors, and what config.json says of them.
+"""The layouts in which other systems store draft heads: one row of `LAYOUTS` each. Nothing here imports JAX.
 
-    v0.1    Medusa 0.1, TensorRT-LLM, TGI    {i}.{j}.linear.weight and .bias, {i}.{num_layers}.weight [V, E]
-    legacy  Medusa's legacy trainer, TGI V2  {i}.0.linear.weight and .bias; the target's projection is shared
-    v1.0    Medusa 1.0, axolotl              v0.1's names after `medusa_head.`, in a model trained with its heads
-    vllm    vLLM                             blocks.{i}.layers.{j}.weight (and .bias), lm_heads.{i}.weight or one
-                                             lm_head.weight, and token_map where the vocabulary is reduced; with or
-                                             without `medusa_heads.` before them
+A row is all that this library knows of a layout. Reading, telling layouts apart, exporting, inspecting, the choices of
+`jaxspec export` and the files fetched from the Hub all come from it, so a new layout is a new row.
 
-Head i, block j. Torch's linear maps are stored [out, in], ours [in, out]; projections are [rows, E] in both.
+All of them store linear maps as torch does, [out, in]; a `kernel` of ours is [in, out]. Projections are [rows, E] in
+both.
 """
 
-import collections
 import dataclasses
-import os
-import pathlib
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxspec.checkpoints import folder
-from jaxspec.errors import CheckpointError
+from jaxspec.checkpoints.folder import WHOLE
+from jaxspec.heads.config import HeadsConfig
 
-if TYPE_CHECKING:
-    from jaxspec.checkpoints.base import StoredTensor
-    from jaxspec.heads.network import HeadsConfig
-
-MANIFEST = "heads.json"
+CONFIG = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
-FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLES))
-
-_N = r"(\d{1,4})"
-_BLOCK = {"vllm": rf"blocks\.{_N}\.layers\.{_N}\.(weight|bias)", "": rf"{_N}\.{_N}\.linear\.(weight|bias)"}
-_PROJECTION = {"vllm": rf"lm_heads\.{_N}\.weight", "": rf"{_N}\.{_N}\.weight"}
-TOKENS, SINGLE, FIRST = "token_map", "lm_head.weight", "lm_heads.0.weight"
+"""Suffixes of files that `torch.save` writes."""
+_MEDUSA_FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLES))
+_MEDUSA_NAMES = {
+    "blocks.{head}.{block}.kernel": "{head}.{block}.linear.weight",
+    "blocks.{head}.{block}.bias": "{head}.{block}.linear.bias",
+    "projections.{head}": "{head}.{num_layers}.weight",
+}
+_MEDUSA_SETTINGS = {
+    "medusa_num_heads": "num_heads",
+    "medusa_num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One of the four; `prefix` stands before every name."""
+    """How another system stores heads.
+
+    In `names` a field in braces stands for a number of up to four digits.
+
+    Attributes:
+        name: the name that users write.
+        summary: one line for the help of `jaxspec export`.
+        readers: the systems that read it.
+        files: the names that its file of tensors may have; `export_heads` writes the first.
+        mark: a regular expression for the names, after the prefix, of the tensors that identify the layout.
+        names: the name of a tensor for each of our parameters (`HeadsConfig.param_shapes`); `{num_layers}` is that of
+            the sizes.
+        settings: the attribute of `HeadsConfig` that each key of config.json states.
+        projections: the kinds of projection (`HeadsConfig.projection`) that it holds; heads that have another are
+            exported with the first.
+        prefix: what precedes every name.
+        other_prefixes: prefixes that files may have instead.
+        single: the name of the only projection, where all heads share one.
+        requires_bias: every block has a bias.
+        num_layers: the blocks of every head; None: any number.
+        aliases: a key of `settings` by a regular expression for the keys that mean the same.
+        constants: further entries of config.json, written but not read.
+        in_model: the tensors lie among those of the target, which was trained with the heads.
+        exported: `export_heads` writes it.
+    """
 
     name: str
+    summary: str
+    readers: str
+    files: tuple[str, ...]
+    mark: str
+    names: Mapping[str, str]
+    settings: Mapping[str, str]
+    projections: tuple[str, ...]
     prefix: str = ""
+    other_prefixes: tuple[str, ...] = ()
+    single: str = "lm_head.weight"
+    requires_bias: bool = True
+    num_layers: int | None = None
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_model: bool = False
+    exported: bool = True
 
     @property
-    def tokens(self) -> str:
-        """The name of the reduced vocabulary."""
-        return self.prefix + TOKENS
+    def tokens(self) -> str | None:
+        """The tensor with the ids of a reduced vocabulary; None: the layout has no place for one."""
+        return self.prefix + self.names["tokens"] if "tokens" in self.names else None
 
-    def tensor(self, config: "HeadsConfig", ours: str) -> str:
-        """The layout's name of a parameter that `HeadsConfig.param_shapes` names so."""
-        kind, *at, leaf = ours.split(".") if "." in ours else (ours, "")
-        vllm = self.name == "vllm"
-        match kind:
-            case "blocks":
-                part = "bias" if leaf == "bias" else "weight"
-                name = "blocks.{}.layers.{}.{}" if vllm else "{}.{}.linear.{}"
-                return self.prefix + name.format(*at, part)
-            case "projections" if config.projection == "single":
-                return self.prefix + SINGLE
-            case "projections":
-                return self.prefix + (f"lm_heads.{leaf}.weight" if vllm else f"{leaf}.{config.num_layers}.weight")
-        return self.tokens
+    def tensor(self, config: HeadsConfig, parameter: str) -> str:
+        """Names the tensor that holds a parameter of ours."""
+        if parameter.startswith("projections.") and config.projection == "single":
+            return self.prefix + self.single
+        for ours, theirs in self.names.items():
+            if match := _match(ours, parameter):
+                return self.prefix + theirs.format(**match.groupdict(), num_layers=config.num_layers)
+        raise KeyError(f"the layout {self.name} has no place for {parameter}")
 
-    def sizes(self, where: str, stored: Mapping[str, "StoredTensor"], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What the tensors say: keywords of `HeadsConfig` but the vocabulary, and the `rows` of a projection.
+    def parameter(self, tensor: str) -> str | None:
+        """Names our parameter that a tensor holds; None if its name is not one of the layout's."""
+        for ours, theirs in self.names.items():
+            if match := _match(theirs, tensor.removeprefix(self.prefix)):
+                return ours.format(**match.groupdict())
+        return None
 
-        Where they disagree it is most of them that count.
+    def key(self, attribute: str) -> str | None:
+        """Names the key of config.json that states an attribute of `HeadsConfig`, if one does."""
+        return next((key for key, stated in self.settings.items() if stated == attribute), None)
 
-        A name that is none of the layout's is passed over: comparing what is there with what should be finds it.
-
-        Raises:
-            CheckpointError: a head has a number that so few tensors cannot have.
-        """
-        blocks, projections = set(), set()
-        widths, rows = collections.Counter(), collections.Counter()
-        vllm, bias = "vllm" if self.name == "vllm" else "", False
-        for full, tensor in stored.items():
-            name = full.removeprefix(self.prefix)
-            block, projection = (re.fullmatch(p[vllm], name, re.ASCII) for p in (_BLOCK, _PROJECTION))
-            if block:
-                blocks.add((int(block[1]), int(block[2])))
-                bias = bias or block[3] == "bias"
-            if projection:
-                projections.add(int(projection[1]))
-            if tensor.shape and name != TOKENS:
-                widths[tensor.shape[-1]] += 1
-                rows.update(tensor.shape[:1] if projection or name == SINGLE else ())
-        heads = 1 + max({i for i, _ in blocks} | projections, default=0)
-        layers = max((j + 1 for _, j in blocks), default=0)
-        if heads * max(layers, 1) > len(stored):
-            raise CheckpointError(
-                f"{where}: {heads} heads of {layers} blocks and only {len(stored)} tensors, among them "
-                f"{max(stored, key=_numbers)}"
-            )
-        single = self.prefix + SINGLE in stored or (projections <= {0} and vllm and settings.get("original_lm_head"))
-        return {
-            "hidden_size": widths.most_common(1)[0][0] if widths else 0,
-            "rows": rows.most_common(1)[0][0] if rows else 0,
-            "num_heads": heads,
-            "num_layers": layers,
-            "projection": "single" if single else "own" if projections or vllm else "shared",
-            "bias": bias if vllm else True,
-        }
-
-    def settings(self, config: "HeadsConfig") -> dict[str, Any]:
-        """What config.json says of heads of these sizes."""
-        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        if self.name != "vllm":
-            return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **sizes}
-        return {
-            "num_heads": config.num_heads,
-            "num_hidden_layers": config.num_layers,
-            **sizes,
-            "truncated_vocab_size": config.rows,
-            "medusa_fc_bias": config.bias,
-            "original_lm_head": config.projection == "single",
-        }
-
-    def manifest(self, config: "HeadsConfig", base: str | None) -> dict[str, Any]:
-        """The config.json of heads that are written, for a target of this name."""
+    def config_json(self, config: HeadsConfig, base: str | None) -> dict[str, Any]:
+        """Returns the config.json of heads for a target called `base`."""
         named = {} if base is None else {"base_model_name_or_path": base}
-        if self.name == "vllm":
-            fixed = {"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10}
-        else:
-            fixed = {"version": "2"} if self.name == "legacy" else {}
-        return fixed | self.settings(config) | named
+        return {**self.constants, **self._stated(config), **named}
 
-    def differences(self, settings: Mapping[str, Any], config: "HeadsConfig") -> list[str]:
-        """What config.json says differently from the tensors, one sentence each."""
-        said = {self._settled(key): (key, value) for key, value in settings.items()}
+    def differences(self, settings: Mapping[str, Any], config: HeadsConfig) -> list[str]:
+        """Lists what config.json says differently from the tensors, a sentence each."""
+        said = {self._canonical(key): (key, value) for key, value in settings.items()}
         return [
-            f"config.json says {said[key][0]} {said[key][1]!r:.40}, the tensors {value}"
-            for key, value in self.settings(config).items()
+            f"{CONFIG} says {said[key][0]} {said[key][1]!r:.40}, the tensors {value}"
+            for key, value in self._stated(config).items()
             if key in said and said[key][1] is not None and said[key][1] != value
         ]
 
-    def _settled(self, key: str) -> str:
-        """vLLM takes any key that names a number of heads or layers."""
-        if self.name != "vllm":
-            return key
-        renamed = {r"num\w*heads": "num_heads", r"num\w*layers": "num_hidden_layers"}
-        return next((name for pattern, name in renamed.items() if re.search(pattern, key)), key)
+    def _stated(self, config: HeadsConfig) -> dict[str, Any]:
+        return {key: getattr(config, attribute) for key, attribute in self.settings.items()}
+
+    def _canonical(self, key: str) -> str:
+        return next((name for pattern, name in self.aliases.items() if re.search(pattern, key)), key)
 
 
-def find_layout(place: pathlib.Path) -> str | None:
-    """The name of the layout in which a directory or a file holds heads, "pickle" of what is not looked into.
-
-    "v1.0" is that of a model that also has heads; None: there are none, or nothing can be read.
-    """
-    if place.is_dir():
-        if os.path.exists(place / MANIFEST):
-            return "jaxspec"
-        name = next((name for name in FILES if os.path.exists(place / name)), None)
-        place = place if name is None else place / name
-    if place.suffix in PICKLES:
-        return "pickle"
-    try:
-        if place.is_dir():
-            layout = recognise(folder.open_tensors(place))
-        else:
-            whole = place.suffix == ".safetensors"
-            layout = recognise(folder.open_shard(place.parent, place.name)) if whole else None
-    except CheckpointError:
-        return "v0.1" if place.name in FILES else None
-    return None if layout is None else layout.name
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            name="v0.1",
+            summary="a projection for each head",
+            readers="Medusa 0.1, TensorRT-LLM, TGI",
+            files=_MEDUSA_FILES,
+            mark=r"\d{1,4}\.\d{1,4}\.weight",
+            names=_MEDUSA_NAMES,
+            settings=_MEDUSA_SETTINGS,
+            projections=("own",),
+        ),
+        Layout(
+            name="legacy",
+            summary="no projections: the heads share the target's",
+            readers="Medusa's legacy trainer, TGI",
+            files=_MEDUSA_FILES,
+            mark=r"\d{1,4}\.\d{1,4}\.linear\.(weight|bias)",
+            names=_MEDUSA_NAMES,
+            settings=_MEDUSA_SETTINGS,
+            projections=("shared",),
+            num_layers=1,
+            constants={"version": "2"},
+        ),
+        Layout(
+            name="v1.0",
+            summary="the heads beside the target that was trained with them",
+            readers="Medusa 1.0, in the model they were trained with",
+            files=(WHOLE,),
+            mark=".*",
+            names=_MEDUSA_NAMES,
+            settings=_MEDUSA_SETTINGS,
+            projections=("own", "shared"),
+            prefix="medusa_head.",
+            in_model=True,
+            exported=False,
+        ),
+        Layout(
+            name="vllm",
+            summary="the only one with reduced vocabularies",
+            readers="vLLM",
+            files=(WHOLE,),
+            mark=r"blocks\.\d{1,4}\.layers\.\d{1,4}\.(weight|bias)|lm_heads\.\d{1,4}\.weight",
+            names={
+                "blocks.{head}.{block}.kernel": "blocks.{head}.layers.{block}.weight",
+                "blocks.{head}.{block}.bias": "blocks.{head}.layers.{block}.bias",
+                "projections.{head}": "lm_heads.{head}.weight",
+                "tokens": "token_map",
+            },
+            settings={
+                "num_heads": "num_heads",
+                "num_hidden_layers": "num_layers",
+                "hidden_size": "hidden_size",
+                "vocab_size": "vocab_size",
+                "truncated_vocab_size": "rows",
+                "medusa_fc_bias": "bias",
+                "original_lm_head": "has_single_projection",
+            },
+            projections=("single", "own"),
+            other_prefixes=("medusa_heads.",),
+            requires_bias=False,
+            aliases={r"num\w*heads": "num_heads", r"num\w*layers": "num_hidden_layers"},
+            constants={"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10},
+        ),
+    )
+}
+"""The layouts by name. Of the layouts that a file could have, it has the first."""
+EXPORTED = tuple(name for name, layout in LAYOUTS.items() if layout.exported)
+"""The layouts that `export_heads` writes; the first is the default."""
+FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.files if name != WHOLE))
+"""The file names by which a directory is known to hold heads."""
 
 
 def recognise(names: Iterable[str]) -> Layout | None:
-    """The layout that has tensors of these names; None: they are no heads. Several layouts need none: the first."""
+    """Returns the layout of a file with tensors of these names, with its prefix; None: it holds no heads."""
     names = list(names)
-    if any(name.startswith("medusa_head.") for name in names):
-        return Layout("v1.0", "medusa_head.")
-    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
-
-    def any_of(pattern: str) -> bool:
-        return any(re.fullmatch(pattern, name.removeprefix(prefix), re.ASCII) for name in names)
-
-    if any_of(_BLOCK["vllm"]) or any_of(_PROJECTION["vllm"]):
-        return Layout("vllm", prefix)
-    if any_of(_PROJECTION[""]):
-        return Layout("v0.1")
-    return Layout("legacy") if any_of(_BLOCK[""]) else None
+    for layout in LAYOUTS.values():
+        for prefix in (*layout.other_prefixes, layout.prefix):
+            after = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+            if any(re.fullmatch(layout.mark, name, re.ASCII | re.DOTALL) for name in after):
+                return dataclasses.replace(layout, prefix=prefix)
+    return None
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(part) for part in name.split(".") if re.fullmatch(_N, part, re.ASCII)]
+def is_transposed(parameter: str) -> bool:
+    """Tells whether other systems store a parameter of ours transposed."""
+    return parameter.endswith("kernel")
+
+
+@functools.cache
+def _pattern(template: str) -> re.Pattern[str]:
+    """Returns the regular expression of a template such as `{head}.{block}.linear.weight`."""
+    parts = re.split(r"\{(\w+)\}", template)
+    fields = (f"(?P<{part}>\\d{{1,4}})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    return re.compile("".join(fields), re.ASCII)
+
+
+def _match(template: str, name: str) -> re.Match[str] | None:
+    return _pattern(template).fullmatch(name)

@@ -2,36 +2,25 @@
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.config import HeadsConfig
-
-READERS = {
-    "v0.1": "Medusa 0.1, TensorRT-LLM, TGI",
-    "legacy": "Medusa's legacy trainer, TGI",
-    "v1.0": "Medusa 1.0, in the model they were trained with",
-    "vllm": "vLLM",
-}
-"""Who reads a layout."""
-WRITTEN = ("v0.1", "legacy", "vllm")
-"""The layouts that `jaxspec export` writes."""
+from jaxspec.heads.layouts import EXPORTED, LAYOUTS, Layout
 
 
-def obstacle(config: HeadsConfig, layout: str) -> str | None:
+def obstacle(config: HeadsConfig, layout: Layout) -> str | None:
     """Says why a layout cannot hold heads of these sizes; None if it can."""
     if config.reads_words:
-        return f"the layout {layout} has no place for heads that read the path (inputs {config.inputs!r})"
-    if layout == "vllm":
-        return None
-    if config.draft_vocab_size is not None:
-        return f"the layout {layout} has no place for a reduced vocabulary"
-    if not config.bias:
-        return f"the layout {layout} has a bias in every block, these heads have none"
-    if layout == "legacy" and config.projection != "shared":
-        return "the layout legacy shares the target's projection, these heads have their own"
-    if layout == "legacy" and config.num_layers != 1:
-        return f"the layout legacy has one block per head, these have {config.num_layers}"
+        return f"the layout {layout.name} has no place for heads that read the path (inputs {config.inputs!r})"
+    if config.draft_vocab_size is not None and layout.tokens is None:
+        return f"the layout {layout.name} has no place for a reduced vocabulary"
+    if not config.bias and layout.requires_bias:
+        return f"the layout {layout.name} has a bias in every block, these heads have none"
+    if config.projection != "shared" and layout.projections == ("shared",):
+        return f"the layout {layout.name} shares the target's projection, these heads have their own"
+    if layout.num_layers not in (None, config.num_layers):
+        return f"the layout {layout.name} has one block per head, these have {config.num_layers}"
     return None
 
 
-def check_layout(config: HeadsConfig, layout: str) -> None:
+def check_layout(config: HeadsConfig, layout: Layout) -> None:
     """Refuses a layout that cannot hold heads of these sizes.
 
     Raises:
@@ -40,7 +29,7 @@ def check_layout(config: HeadsConfig, layout: str) -> None:
     if (why := obstacle(config, layout)) is None:
         return
     if config.reads_words:
-        every = ", ".join(f"{one} ({READERS[one]})" for one in WRITTEN)
+        every = ", ".join(_with_readers(name) for name in EXPORTED)
         raise InvalidConfig(
             f"{why}, nor has any other: only jaxspec serves them. Heads trained with --inputs hidden can be exported, "
             f"to {every}"
@@ -60,11 +49,15 @@ def served_by(config: HeadsConfig, own_target: bool = False) -> str:
             f"Only jaxspec serves heads with inputs {config.inputs!r}: they cannot be exported; those with inputs "
             "'hidden' can, for vLLM, TGI and TensorRT-LLM."
         )
-    layouts = ", ".join(f"{name} ({READERS[name]})" for name in layouts_for(config))
+    layouts = ", ".join(_with_readers(name) for name in layouts_for(config))
     only = " The target trained with them is saved for jaxspec alone." if own_target else ""
     return f"jaxspec serves these heads, and 'jaxspec export' writes them in the layouts {layouts}.{only}"
 
 
 def layouts_for(config: HeadsConfig) -> list[str]:
     """Names the layouts that heads of these sizes can be exported to."""
-    return [name for name in WRITTEN if obstacle(config, name) is None]
+    return [name for name in EXPORTED if obstacle(config, LAYOUTS[name]) is None]
+
+
+def _with_readers(name: str) -> str:
+    return f"{name} ({LAYOUTS[name].readers})"

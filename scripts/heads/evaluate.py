@@ -50,7 +50,7 @@ def main() -> int:
     heads = jaxspec.load_heads(given.heads)
     tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
     if given.nodes:
-        figures = open_heads(given.heads).place / FIGURES
+        figures = open_heads(given.heads).path / FIGURES
         if not figures.exists():
             parser.error(f"--nodes needs {figures}, which training writes; give --tree")
         measured = json.loads(figures.read_text())["acceptance_by_rank"]

@@ -1,6 +1,7 @@
 """Medusa heads in files: every layout read and written to the bit, and every fault of one refused by name."""
 
 import contextlib
+import dataclasses
 import json
 
 import jax
@@ -12,13 +13,15 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from helpers import medusa_files as files
 from helpers import toys
+from jaxspec.checkpoints import hub
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads, save_heads
-from jaxspec.heads.headers import WHOLE_MODEL, open_heads
+from jaxspec.heads.headers import WHOLE_MODEL, find_layout, open_heads
+from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
 
-LAYOUTS = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")
+CASES = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
 MODEL = jaxspec.Model(TARGET, PARAMS)
@@ -35,7 +38,7 @@ def by_hand(layout: str, held: dict, head: int, x: np.ndarray) -> np.ndarray:
     return next((held[name] for name in names if name in held), np.asarray(TARGET.unembedding(PARAMS), float)) @ x
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_heads_are_those_of_the_file(tmp_path, layout):
     held = files.tensors(layout)
     heads = load_heads(files.write(tmp_path, layout), target=MODEL)
@@ -53,7 +56,7 @@ def test_heads_are_those_of_the_file(tmp_path, layout):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, files.BF16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_round_trips_to_the_bit(tmp_path, layout, dtype):
     """There and back, and through our own directory."""
     held = files.tensors(layout, dtype=dtype)
@@ -98,7 +101,7 @@ def damaged(held: dict):
     yield "more", held | {"more": np.zeros(3, np.float32)}, "more"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_every_tensor(tmp_path, layout):
     for what, held, word in damaged(files.tensors(layout)):
         if layout == "v1.0":  # what has another name is the model's
@@ -238,6 +241,50 @@ def test_prefixes(tmp_path):
     assert prefixed.config == plain.config
     for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(prefixed.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_layout_is_one_row(tmp_path, monkeypatch):
+    """Told apart, read and written by its row alone."""
+    row = dataclasses.replace(
+        LAYOUTS["vllm"],
+        name="other",
+        mark=r"guess\.\d+\.out",
+        names={
+            "blocks.{head}.{block}.kernel": "guess.{head}.layer{block}.w",
+            "blocks.{head}.{block}.bias": "guess.{head}.layer{block}.b",
+            "projections.{head}": "guess.{head}.out",
+            "tokens": "ids",
+        },
+        settings={"guesses": "num_heads"},
+        aliases={},
+        constants={"kind": "other"},
+    )
+    monkeypatch.setitem(LAYOUTS, "other", row)
+    monkeypatch.setattr("jaxspec.heads.export.EXPORTED", ("other",))
+    heads = load_heads(files.write(tmp_path / "in", "vllm-reduced"))
+    place = export_heads(heads, tmp_path / "out", "other")
+    assert json.loads((place / "config.json").read_text()) == {"kind": "other", "guesses": 3}
+    assert {"guess.2.layer1.w", "guess.0.out", "ids"} <= load_file(place / "model.safetensors").keys()
+    assert find_layout(place) == open_heads(place).layout == "other"
+    (place / "config.json").write_text('{"guesses": 4, "vocab_size": 61}')
+    with pytest.raises(InvalidConfig, match="give the target"):  # for the row has no key for the vocabulary
+        load_heads(place)
+    back = load_heads(place, target=MODEL)
+    assert back.config == heads.config
+    assert back.notes == ("config.json says guesses 4, the tensors 3",)
+    for a, b in zip(jax.tree.leaves(back.params), jax.tree.leaves(heads.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_files_fetched_from_the_hub(tmp_path, monkeypatch, allow_pickle):
+    """Those of heads in any layout; pickles only when they may be read."""
+    asked = []
+    monkeypatch.setattr(hub, "fetch_repository", lambda name, revision, more: asked.extend(more) or tmp_path)
+    with pytest.raises(CheckpointError, match="holds no heads"):
+        load_heads("some/heads", allow_pickle=allow_pickle)
+    assert asked[:3] == ["heads.json", "heads.safetensors", "medusa_lm_head.safetensors"]
+    assert ("medusa_lm_head.pt" in asked) == allow_pickle
 
 
 # --- our own directory ----------------------------------------------------------------------------------------------
