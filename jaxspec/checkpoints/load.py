@@ -1,4 +1,4 @@
-"""Loads a model: reads the parameters of a checkpoint one at a time, and puts them on a device."""
+"""Loading of models: reads the parameters of a checkpoint one at a time and places them on devices."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.backend.cpu import has_avx512
+from jaxspec.backend.cpu import default_weight_layout
 from jaxspec.checkpoints.base import DTYPES, WEIGHTS, Checkpoint, beside, check_shape, finite, refuse_difference
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
@@ -19,10 +19,12 @@ from jaxspec.errors import in_source
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import ByOutput
+from jaxspec.models.out_major import OutMajor
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
+
+WEIGHT_LAYOUTS = ("out_in", "in_out")
 
 
 @named()
@@ -33,55 +35,62 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
-    by_output: bool | None = None,
+    weight_layout: str | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
-    """A model from a preset name, a `.gguf` file, a Hugging Face directory or repository.
+    """Loads a model from a preset, a GGUF file, a Hugging Face directory or repository, or a saved model.
 
     Args:
-        source: which.
-        dtype: of the matrices, "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. With "int8" the
-            weights are rounded to a byte each, and all else is float32: another model, a quarter the size; see
+        source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
+        dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
+            quantizes the weights and keeps everything else in float32: a different model, a quarter of the size; see
             `jaxspec.models.out_major`.
-        context: the longest text that will be decoded, in tokens; None for what the model was made for. See
-            `jaxspec.checkpoints.source.open_source` on models with LongRoPE.
-        revision: of a Hub repository.
-        mesh: devices to lay it on, see `jaxspec.make_mesh`; each parameter goes there as it is read, to a device the
-            part that it needs. None for the default device.
-        by_output: whether float matrices stand an output a row; None for what is fastest: so on a CPU, in float32 with
-            AVX-512 alone (others were not measured); else not.
-        report: called with a line of text now and then while something is fetched.
-        progress: called with (parameters read, parameters in all, name).
+        context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
+            LongRoPE depend on it, see `jaxspec.checkpoints.source.open_source`.
+        revision: branch, tag or commit of a Hub repository.
+        mesh: devices to place the model on, see `jaxspec.make_mesh`. Each parameter is placed as soon as it is read,
+            and each device receives only its part. None for the default device.
+        weight_layout: layout of floating-point matrices: "out_in", "in_out", or None for the fastest on this backend.
+            The model is the same.
+        report: called with a line of text on each step of a download.
+        progress: called with (parameters read, total parameters, name of the parameter).
+
+    Returns:
+        A `Model` with its tokenizer and chat template, if the checkpoint has them.
 
     Raises:
-        UnknownName, FetchError, CheckpointError, InvalidConfig: what is wrong, and where.
+        UnknownName: there is no such preset, path or repository.
+        FetchError: the download failed.
+        CheckpointError: the checkpoint is malformed or not supported.
+        InvalidConfig: an argument is invalid.
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
+    if weight_layout is not None:
+        one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
     with in_source(checkpoint.source):
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
         template = ChatTemplate(written, checkpoint.special_tokens) if written else None
-    # Checkpoints pad the vocabulary; a padded id has no text, and is never proposed or emitted.
+    # Checkpoints pad the vocabulary; a padded id has no text and is never proposed or emitted.
     known = None if tokenizer is None else min(tokenizer.vocab_size, size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
-    if by_output is None:
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        by_output = platform == "cpu" and (dtype == "bfloat16" or has_avx512() is True)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    layout = weight_layout or (default_weight_layout(dtype) if platform == "cpu" else "in_out")
 
     def put(part: str, array: Any) -> Any:
-        if by_output and isinstance(array, np.ndarray) and array.ndim > 1 and not is_table(part):
-            array = ByOutput(np.ascontiguousarray(array.T))
+        if layout == "out_in" and isinstance(array, np.ndarray) and array.ndim > 1 and not is_table(part):
+            array = OutMajor(np.ascontiguousarray(array.T))
         if mesh is None:
             return jax.tree.map(jnp.asarray, array)
-        return sharding.place(part, array, checkpoint.config, mesh)
+        return sharding.place_param(part, array, checkpoint.config, mesh)
 
     if mesh is not None:
         check(mesh)
-        sharding.check_shares(checkpoint.config, mesh, name)
+        sharding.check_divisible(checkpoint.config, mesh, name)
     params = read_params(checkpoint, dtype, progress, put)
     params["layers"] = dict(enumerate(params["layers"]))
     return Model(
@@ -103,24 +112,23 @@ def read_params(
     progress: Callable[[int, int, str], object] | None = None,
     put: Callable[[str, Any], Any] = lambda name, array: array,
 ) -> dict:
-    """Reads all weights, one parameter at a time.
+    """Reads all parameters, one at a time.
 
     Args:
-        checkpoint: what `open_checkpoint` gave.
-        dtype: "float32", "bfloat16" or "int8" (see `jaxspec.models.out_major`), of the matrices; norms and biases are
-            float32 always.
+        checkpoint: an open checkpoint.
+        dtype: dtype of the matrices: "float32", "bfloat16" or "int8" (see `jaxspec.models.out_major`). Norms and biases
+            are always float32.
         progress: called as `progress(done, total, name)` after each parameter.
-        put: gets the last part of each parameter's name and the array (or the `ByOutput`) as soon as it is read, and
-            takes it to a device: so the host holds no more than one.
+        put: called as `put(name, array)` on each parameter as soon as it is read, with the last part of its name, to
+            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `OutMajor`.
 
     Returns:
-        A tree of what `put` gave, numpy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
-        "qkv": ..., ...}, ...], "norm": [E]}`, and `"head": [V, E]` unless the config ties it; see
-        `ModelConfig.param_shapes`.
+        A tree of the results of `put`, NumPy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
+        "qkv": ..., ...}, ...], "norm": [E]}`, and `"head": [V, E]` unless it is tied; see `ModelConfig.param_shapes`.
 
     Raises:
-        InvalidConfig: the dtype is none of these.
-        CheckpointError: a parameter is missing, unknown, of the wrong shape, or not finite.
+        InvalidConfig: the dtype is not supported.
+        CheckpointError: a parameter is missing, unexpected, of the wrong shape, or not finite.
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
     shapes = checkpoint.config.param_shapes()
@@ -133,7 +141,7 @@ def read_params(
         *layer, leaf = name.split(".")
         array = finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
-            array = ByOutput.rounded(array, is_table(leaf))
+            array = OutMajor.quantize(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)
         if progress is not None:
             progress(done, len(shapes), name)

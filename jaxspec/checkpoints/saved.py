@@ -56,7 +56,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
 
     from jaxspec.checkpoints import orbax
     from jaxspec.models.model import Model
-    from jaxspec.models.out_major import by_input
+    from jaxspec.models.out_major import to_in_out
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model, Model):
@@ -83,7 +83,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         try:
             if tokenizer is not None:
                 tokenizer.save(part)
-            orbax.write(part / PARAMS, _as_tree(by_input(model.params)))
+            orbax.write(part / PARAMS, _as_tree(to_in_out(model.params)))
             manifest["sha256"] = {name: _sha256(file) for name, file in _files(part / PARAMS).items()}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             os.replace(part, place)

@@ -23,7 +23,7 @@ from jax import lax
 from jaxspec.core import noise
 from jaxspec.core.draw import Noise
 from jaxspec.generation.job import Job
-from jaxspec.models.out_major import ByOutput
+from jaxspec.models.out_major import OutMajor
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -140,7 +140,7 @@ def weights(params: Any) -> list[list]:
     """
 
     def turned(leaf: Any) -> bool:
-        return isinstance(leaf, ByOutput) and leaf.scale is None
+        return isinstance(leaf, OutMajor) and leaf.scale is None
 
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=turned):

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer of the Llama family looks like, as data."""
+"""The configuration of a decoder-only transformer of the Llama family: sizes, constants, and parameter shapes."""
 
 import dataclasses
 import math
@@ -15,26 +15,27 @@ class ModelConfig:
     """Sizes and constants of one model; hashable, so that it can be a static argument.
 
     Attributes:
-        vocab_size: rows of the embedding and of the head (V).
-        hidden_size: width of the residual stream, and of the features (E).
-        intermediate_size: width of the gated unit (F).
-        num_layers: transformer blocks (L).
+        vocab_size: V, rows of the embedding and of the output head.
+        hidden_size: E, width of the residual stream and of the features.
+        intermediate_size: F, width of the gated MLP.
+        num_layers: L, transformer blocks.
         num_heads: query heads; a multiple of `num_kv_heads`.
-        num_kv_heads: key/value heads (H).
-        head_dim: width of a head (K), even, for RoPE.
+        num_kv_heads: H, key/value heads.
+        head_dim: K, width of a head; even, for rotary embeddings.
         norm_eps: epsilon of every RMSNorm.
-        tie_embeddings: the head is the embedding.
-        max_position: the longest text the model was made for, in tokens.
-        rope: rotary positions.
-        window: tokens that a layer of sliding attention sees, the token itself included; None without such.
-        windowed: which layers these are; empty for all, where there is a window.
-        window_rope: their rotary positions, where they differ.
-        activation: of the gated unit: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
-        embed_scale: factor of the embeddings.
-        query_scale: factor of the attention scores; None for `head_dim ** -0.5`.
-        qkv_bias, out_bias, mlp_bias: the projections have biases.
-        qk_norm: an RMSNorm on each head's queries and keys.
-        post_norms: an RMSNorm behind attention and behind the gated unit, before the residual.
+        tie_embeddings: whether the output head is the embedding.
+        max_position: context length in tokens.
+        rope: rotary position embeddings.
+        window: tokens that a layer with sliding-window attention sees, including the token itself; None if there is no
+            such layer.
+        windowed: for each layer, whether its attention is windowed; empty for all layers if `window` is set.
+        window_rope: rotary position embeddings of the windowed layers; None if they are those of the others.
+        activation: activation of the gated MLP: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
+        embed_scale: factor applied to the embeddings.
+        query_scale: factor applied to the attention scores; None for `head_dim ** -0.5`.
+        qkv_bias, out_bias, mlp_bias: whether these projections have biases.
+        qk_norm: whether an RMSNorm is applied to each head's queries and keys.
+        post_norms: whether an RMSNorm is applied to the outputs of attention and MLP, before the residual addition.
     """
 
     vocab_size: int
@@ -87,7 +88,7 @@ class ModelConfig:
             raise InvalidConfig(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if self.windowed and (self.window is None or len(self.windowed) != self.num_layers):
             raise InvalidConfig(
-                f"windowed must name each of the {self.num_layers} layers and needs a window, "
+                f"windowed must have one entry for each of the {self.num_layers} layers and needs a window, "
                 f"got {len(self.windowed)} entries and window {self.window}"
             )
         for rope in (self.rope, self.window_rope):
@@ -95,19 +96,19 @@ class ModelConfig:
                 rope.check(self.head_dim)
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens this layer sees, itself included; None for all."""
+        """Returns how many tokens this layer's attention sees, including the token itself; None for all."""
         return self.window if not self.windowed or self.windowed[layer] else None
 
     def rope_of(self, layer: int) -> Rope:
-        """The rotary positions of this layer."""
+        """Returns the rotary position embeddings of this layer."""
         return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The name and shape of every parameter, in this library's layout.
+        """Returns the name and shape of every parameter.
 
-        Matrices stand [in, out], except `embed` and `head`, which stand [V, E]. Query, key and value
-        projections are one matrix (`qkv`, in that order), gate and up projections another (`gate_up`).
-        Names are dotted paths into the parameter tree: `layers.3.qkv`.
+        Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
+        fused into one matrix (`qkv`, in that order), gate and up projections into another (`gate_up`). Names are
+        dotted paths into the parameter tree, such as `layers.3.qkv`.
         """
         e, f, k = self.hidden_size, self.intermediate_size, self.head_dim
         heads = (self.num_heads + 2 * self.num_kv_heads) * k
@@ -137,5 +138,5 @@ class ModelConfig:
 
 
 def is_table(name: str) -> bool:
-    """Whether the parameter of this name is a matrix with a row per token: those stand [V, E], the others [in, out]."""
+    """Returns whether the parameter of this name is `[V, E]`, with a row per token; other matrices are `[in, out]`."""
     return name in ("embed", "head")

@@ -1,7 +1,7 @@
-"""Any model that maps whole texts to logits, as target or draft: a plain function, an NNX or a Linen module.
+"""Language models made of functions that map whole texts to logits: plain functions, NNX modules, Linen modules.
 
-Such a model keeps no keys: what is cached are the tokens, and every node's path is a row of its own. Right for
-toys and for a first experiment; a model that is to be fast implements `LanguageModel` itself.
+Such a model has no keys and values: the cache holds tokens, and each node's path is evaluated as a row of its own. This
+suits toys and first experiments; a model that must be fast implements `LanguageModel` itself.
 """
 
 import dataclasses
@@ -22,12 +22,13 @@ Logits = Callable[[Params, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class FunctionLM:
-    """A `LanguageModel` made of a function of whole texts.
+    """A `LanguageModel` that calls a function of whole texts.
 
     Attributes:
-        function: hashable; tokens past a row's length are padding, and must not matter to it.
-        vocab: V.
-        context: the longest text it takes.
+        function: a hashable function, see `Logits`. Tokens past a row's length are padding and must not affect its
+            result.
+        vocab: V, size of the vocabulary.
+        context: context length in tokens.
     """
 
     function: Logits
@@ -35,7 +36,7 @@ class FunctionLM:
     context: int = 1 << 20
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Keys hold tokens, values their positions."""
+        """Makes an empty cache, whose keys hold tokens and whose values hold their positions."""
         return caches.empty_cache(1, batch, 1, capacity, 1, jnp.int32)
 
     def apply(
@@ -62,7 +63,7 @@ class FunctionLM:
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """A Flax module without its parameters, called on whole texts."""
+    """Calls a Flax module on whole texts and selects each row's last logits."""
 
     call: Callable[..., Any]
 
@@ -84,22 +85,25 @@ class _NNX:
 def from_flax(
     module: Any, vocab: int, *, variables: Params = None, context: int = 1 << 20
 ) -> tuple[FunctionLM, Params]:
-    """A causal Flax module `tokens [R, S] -> logits [R, S, V]` as a language model, and its parameters.
+    """Wraps a causal Flax module `tokens [R, S] -> logits [R, S, V]` as a language model.
 
     Args:
         module: an NNX module with its parameters, or a Linen module.
-        vocab: V.
-        variables: what `apply` of a Linen module takes.
-        context: the longest text it takes.
+        vocab: V, size of the vocabulary.
+        variables: the variables of a Linen module, as `module.init` returns them; None for an NNX module.
+        context: context length in tokens.
+
+    Returns:
+        The language model and its parameters.
 
     Raises:
-        InvalidConfig: it is neither, or the variables are missing or too many.
+        InvalidConfig: `module` is neither, a Linen module lacks `variables`, or an NNX module has them.
     """
     from flax import linen, nnx
 
     if isinstance(module, nnx.Module):
         if variables is not None:
-            raise InvalidConfig("an NNX module holds its parameters; do not give variables")
+            raise InvalidConfig("an NNX module holds its own parameters; leave out variables")
         graph, params = nnx.split(module)
         return FunctionLM(_Module(_NNX(graph)), vocab, context), params
     if isinstance(module, linen.Module):

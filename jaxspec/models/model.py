@@ -1,4 +1,4 @@
-"""A loaded model: network, parameters, tokenizer, and what it was told of chats and stops."""
+"""A loaded model: network, parameters, tokenizer, chat template and stop tokens."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from jaxspec.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """What `generate` takes as target or draft. Your own network: `Model(lm, params)`, see docs/own-model.md.
+    """A target or draft model for `generate`. For your own network: `Model(lm, params)`, see docs/own-model.md.
 
     Attributes:
         lm: the network: any hashable object with the methods of `LanguageModel`.
         params: its parameters, a pytree of arrays.
-        tokenizer: None for a model of token ids alone.
+        tokenizer: None for a model that only maps token ids.
         chat_template: None if the model has none.
-        stop_ids: ids that end a text.
-        name: for tables.
-        preset: the preset it was loaded from, by name, whose draft model and heads then draft for it; None for others.
+        stop_ids: token ids that end a text.
+        name: the name in tables and messages.
+        preset: name of the preset it was loaded from, whose draft model and heads are then the default; None otherwise.
 
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
@@ -51,33 +51,43 @@ class Model:
         except TypeError as error:
             raise InvalidConfig(
                 f"a model's network is a static argument and must be hashable, {type(self.lm).__name__} is not "
-                f"({error}); make it a frozen dataclass without arrays, and give the arrays as params"
+                f"({error}); make it a frozen dataclass without arrays, and pass the arrays as params"
             ) from None
 
     @property
     def bytes(self) -> int:
-        """Memory of the parameters."""
+        """Memory of the parameters, in bytes."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
     def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text.
+
+        Raises:
+            MissingTokenizer: the model has no tokenizer.
+        """
         return self._need_tokenizer().encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids.
+
+        Raises:
+            MissingTokenizer: the model has no tokenizer.
+        """
         return self._need_tokenizer().decode(tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation, up to where the assistant begins to write.
+        """Returns the token ids of a conversation, up to the start of the assistant's reply.
 
         Raises:
-            MissingTokenizer: no tokenizer, or no chat template.
+            MissingTokenizer: the model has no tokenizer or no chat template.
         """
         tokenizer = self._need_tokenizer()
         if self.chat_template is None:
-            raise MissingTokenizer(f"{self.name} has no chat template; give plain text (chat=False, --no-chat) instead")
+            raise MissingTokenizer(f"{self.name} has no chat template; pass plain text (chat=False, --no-chat) instead")
         with in_source(self.name):
             return tokenizer.encode(self.chat_template.render(messages))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise MissingTokenizer(f"{self.name} has no tokenizer; give token ids instead of text")
+            raise MissingTokenizer(f"{self.name} has no tokenizer; pass token ids instead of text")
         return self.tokenizer

@@ -1,8 +1,8 @@
-"""Rotary positions as data: every published way of scaling them comes down to divisors and one factor.
+"""Rotary position embeddings as data: every published context extension is a set of divisors and one factor.
 
-Angle of frequency `i` at position `t`: `t / (divisors[i] * theta ** (2 i / width))`; cosines and sines are
-multiplied by `scale` (Su et al. 2021, arXiv:2104.09864). The functions below make the two from the settings of
-published checkpoints. Plain numbers; no JAX.
+The angle of frequency `i` at position `t` is `t / (divisors[i] * theta ** (2 i / width))`; cosines and sines are
+multiplied by `scale` (Su et al. 2021, arXiv:2104.09864). The functions below compute divisors and scale from the
+settings of published checkpoints. No JAX.
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import numpy as np
 from jaxspec.errors import InvalidConfig
 
 MAX_WIDTH = 1 << 16
-"""Of a head that a file may name: the frequencies are made before its tensors are seen."""
+"""Maximum head width that a file may declare: frequencies are computed before any tensor is checked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotary positions of one kind of layer; hashable.
+    """Rotary position embeddings of one kind of layer; hashable.
 
     Attributes:
         theta: base of the frequencies.
-        width: how many of a head's entries are rotated, the first ones; None for all.
-        divisors: one per frequency; empty for none.
+        width: number of a head's leading entries that are rotated; None for all.
+        divisors: divisor of each frequency; empty for none.
         scale: factor of cosines and sines.
     """
 
@@ -40,12 +40,12 @@ class Rope:
             if not (math.isfinite(value) and value > 0):
                 raise InvalidConfig(f"rope_{name} must be positive and finite, got {value!r}")
         if self.width is not None and (type(self.width) is not int or self.width < 2 or self.width % 2):
-            raise InvalidConfig(f"rotary positions need an even width from 2, got {self.width!r}")
+            raise InvalidConfig(f"rotary positions need an even width of at least 2, got {self.width!r}")
         if not all(isinstance(d, (int, float)) and math.isfinite(d) and d > 0 for d in self.divisors):
             raise InvalidConfig("the divisors of the rotary frequencies must be positive and finite")
 
     def check(self, head_dim: int) -> None:
-        """Raises InvalidConfig unless it suits heads of this width."""
+        """Raises InvalidConfig unless it fits heads of this width."""
         width = head_dim if self.width is None else self.width
         if width > head_dim:
             raise InvalidConfig(f"rotary positions of width {width} do not fit a head of {head_dim}")
@@ -55,22 +55,25 @@ class Rope:
             )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """`[width / 2]`, float32, in radians per position."""
+        """Returns the frequencies in radians per position, `[width / 2]`, float32."""
         width = head_dim if self.width is None else self.width
         plain = self.theta ** (-np.arange(0, width, 2) / width)
         return (plain / np.asarray(self.divisors or 1.0)).astype(np.float32)
 
 
 def linear(factor: float, width: int) -> tuple[float, ...]:
-    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+    """Returns the divisors of linear position interpolation (Chen et al. 2023, arXiv:2306.15595)."""
     return (float(factor),) * (width // 2)
 
 
 def llama3(
     theta: float, width: int, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> tuple[float, ...]:
-    """Llama 3.1's: waves longer than `original / low_freq_factor` are stretched by `factor`, those shorter than
-    `original / high_freq_factor` are left, and between the two the frequencies are mixed."""
+    """Returns the divisors of Llama 3.1.
+
+    Wavelengths above `original / low_freq_factor` are stretched by `factor`, those below
+    `original / high_freq_factor` are unchanged, and frequencies in between are interpolated.
+    """
     turns = original * theta ** (-np.arange(0, width, 2) / width) / (2 * math.pi)  # in the original context
     mix = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return tuple((1 / ((1 - mix) / factor + mix)).tolist())
@@ -85,8 +88,11 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[float, ...]:
-    """YaRN's: stretched by `factor` below `beta_slow` turns in the original context, left above `beta_fast`, a
-    ramp over the index between (Peng et al. 2023, arXiv:2309.00071, section 3.2)."""
+    """Returns the divisors of YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    Frequencies with fewer than `beta_slow` turns in the original context are stretched by `factor`, those with more
+    than `beta_fast` are unchanged, with a linear ramp over the index in between.
+    """
 
     def index_of(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -101,7 +107,7 @@ def yarn(
 
 
 def yarn_scale(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """YaRN's factor of cosines and sines (section 3.4; DeepSeek's ratio of two where both are given)."""
+    """Returns YaRN's factor of cosines and sines (section 3.4), or DeepSeek's ratio if both `mscale`s are set."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -110,5 +116,5 @@ def yarn_scale(factor: float, mscale: float | None = None, mscale_all_dim: float
 
 
 def longrope_scale(factor: float, original: int) -> float:
-    """LongRoPE's factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753, as Phi-3 uses it)."""
+    """Returns LongRoPE's factor of cosines and sines (Ding et al. 2024, arXiv:2402.13753, as used by Phi-3)."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

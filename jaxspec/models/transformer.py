@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family in Flax NNX, and its adapter to `LanguageModel`.
 
-RMSNorm, rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer
-2020), and what its relatives add: see `ModelConfig`. The module holds parameters only; caches are arguments, and
-it is split once into plain arrays.
+RMSNorm, rotary position embeddings (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer
+2020), and the variations of related families; see `ModelConfig`. The module holds parameters only, as plain arrays;
+caches are arguments.
 """
 
 import dataclasses
@@ -22,24 +22,23 @@ from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.attention import attend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.out_major import ByOutput
+from jaxspec.models.out_major import OutMajor
 from jaxspec.models.rope import Rope
 
 
-def matmul(x: Float[Array, "B T I"], weight: Array | ByOutput, transposed: bool = False) -> Float[Array, "B T O"]:
-    """`x @ weight` in the weight's dtype with float32 sums; of an array that is `transposed`, and of a `ByOutput`,
-    with its transpose.
+def matmul(x: Float[Array, "B T I"], weight: Array | OutMajor, transposed: bool = False) -> Float[Array, "B T O"]:
+    """Returns `x @ weight` in the weight's dtype, accumulated in float32.
 
-    XLA:CPU multiplies one row of bfloat16 in a naive loop that costs eight times as much as two rows.
+    A `transposed` array and an `OutMajor` are `[O, I]`; other weights are `[I, O]`.
     """
     batch, tokens, width = x.shape
-    if transposed and not isinstance(weight, ByOutput):
-        weight = ByOutput(weight)
-    if isinstance(weight, ByOutput):
+    if transposed and not isinstance(weight, OutMajor):
+        weight = OutMajor(weight)
+    if isinstance(weight, OutMajor):
         return weight.product(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
     rows = x.astype(weight.dtype).reshape(batch * tokens, width)
     count = rows.shape[0]
-    if count == 1 and weight.dtype == jnp.bfloat16:
+    if count == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU's naive loop for one row takes 8 times as long as two
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = lax.dot_general(
         rows,
@@ -51,18 +50,18 @@ def matmul(x: Float[Array, "B T I"], weight: Array | ByOutput, transposed: bool 
     return out[:count].reshape(batch, tokens, -1)
 
 
-def look_up(table: Float[Array, "V E"] | ByOutput, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Rows of an embedding, in float32.
+def look_up(table: Float[Array, "V E"] | OutMajor, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Returns the embeddings of the tokens, in float32.
 
-    XLA:CPU converts a bfloat16 table before it gathers, and would hoist that out of the decode loop, a copy of
-    the table at every call. Behind the barrier the table depends on the tokens, and only rows are converted.
+    XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies
+    the table on every call. With the barrier the table depends on the tokens, and only the gathered rows are converted.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
-    return table[tokens].astype(jnp.float32)  # of a ByOutput, too
+    return table[tokens].astype(jnp.float32)
 
 
 def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
-    """Rotary positions in the half-split form of the Hugging Face checkpoints."""
+    """Applies rotary position embeddings, in the half-split form of Hugging Face checkpoints."""
     frequencies = rope.frequencies(x.shape[-1])
     half = frequencies.size
     angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
@@ -72,19 +71,21 @@ def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope)
 
 
 def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
+    """Applies RMSNorm over the last axis."""
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return x * lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
 
 
 def project(x: Float[Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
+    """Applies a linear layer."""
     out = matmul(x, weight[...])
     return out if bias is None else out + bias[...]
 
 
 class Block(nnx.Module):
-    """Attention and gated unit, each behind a norm and a residual. Activations are float32 between matmuls.
+    """A pre-norm transformer block: attention and gated MLP, each with a residual connection.
 
-    Matrices have the model's dtype; norms and biases, small as they are, are float32.
+    Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
@@ -114,7 +115,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T E"], layer: int, window: Window, cache: Cache, past: KV | None, shards: int
     ) -> tuple[Float[Array, "B T E"], KV]:
-        """The residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
+        """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         c = self.config
         batch, tokens, _ = x.shape
         projected = row_major(project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias))
@@ -128,7 +129,7 @@ class Block(nnx.Module):
         new = KV(rotate(keys, window.positions, rope).astype(dtype), values.astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         queries = queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim)
-        mask, first_seen = within_reach(window, c.window_of(layer))
+        mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen)
         mixed = mixed.reshape(batch, c.num_heads, tokens, c.head_dim).swapaxes(1, 2)
@@ -140,28 +141,35 @@ class Block(nnx.Module):
         return x + self._norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
 
 
-def within_reach(window: Window, reach: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
-    """The mask of the window under sliding attention, and the first position each of its tokens sees.
+def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
+    """Restricts the window's mask to sliding-window attention.
+
+    Args:
+        window: the tokens to read.
+        size: tokens that each token sees, including itself; None for all.
+
+    Returns:
+        The mask, and the first position that each token sees; None for all.
 
     Raises:
-        InvalidConfig: the window of earlier and new tokens may be longer than the attention reaches.
+        InvalidConfig: the window has earlier tokens and is longer than `size`.
     """
-    if reach is None:
+    if size is None:
         return window.mask, None
     tokens, width = window.mask.shape[1:]
-    first = window.positions - reach + 1
-    if width <= reach:  # no two tokens of the window can be too far apart
+    first = window.positions - size + 1
+    if width <= size:  # no two tokens of the window can be too far apart
         return window.mask, first
     if width > tokens:
         raise InvalidConfig(
-            f"a draft tree that is read in windows of {width} tokens needs sliding attention of at least as many, "
-            f"the model's is {reach}; take a smaller tree"
+            f"the draft tree is read in windows of {width} tokens, but the model's sliding attention sees only "
+            f"{size}; use a smaller tree"
         )
     return window.mask & (window.positions[:, None, :] >= first[:, :, None]), first
 
 
 class Transformer(nnx.Module):
-    """The whole model: embedding, blocks, norm, and a head that may be the embedding."""
+    """A decoder-only transformer: embedding, blocks, final norm, and an output head that may be the embedding."""
 
     def __init__(self, config: ModelConfig, dtype: Any = jnp.float32, *, rngs: nnx.Rngs):
         def table() -> nnx.Param:
@@ -178,7 +186,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None, shards: int = 1
     ) -> tuple[Float[Array, "B T E"], KV]:
-        """Final normed features, and keys and values of the window in the first `layers` layers."""
+        """Returns the features after the final norm, and the window's keys and values in the first `layers` layers."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
         entries = []
         for i, block in enumerate(self.layers[:layers]):
@@ -187,40 +195,42 @@ class Transformer(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.norm_eps), KV(*(jnp.stack(a) for a in zip(*entries)))
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Applies the output head."""
         table = self.embed if self.head is None else self.head
         return matmul(features, table[...], transposed=True)
 
 
-def joined(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
-    """The columns of a joined matrix (or bias) in `shards` parts, each with its share of what is joined.
+def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
+    """Reorders the columns of a fused matrix (or bias) into `shards` parts, each with a share of every projection.
 
-    So every device that shares a layer has heads of its own, and both halves of its gated units. A numpy array
-    stays one.
+    Each device of a layer thereby has whole heads, and both gate and up projections of its MLP units. NumPy arrays
+    stay NumPy arrays.
     """
-    own = np if isinstance(leaf, np.ndarray) else jnp
+    xp = np if isinstance(leaf, np.ndarray) else jnp
     sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
     share = sizes[name.removesuffix("_bias")]
     unit = leaf.shape[-1] // sum(share)
-    parts = own.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
-    return own.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
+    parts = xp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
+    return xp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
 
 
 @functools.lru_cache
 def graph(config: ModelConfig) -> nnx.GraphDef:
-    """The structure of the module without its parameters, for `nnx.merge`."""
+    """Returns the structure of the module without its parameters, for `nnx.merge`."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerLM:
-    """A `LanguageModel` of this family; parameters are the pure dict of the module's state.
+    """A `LanguageModel` of the Llama family, whose parameters are the pure dict of the module's state.
 
     Attributes:
         config: sizes and constants.
-        dtype: of the cache.
-        layers: how many layers to run before the norm and the head; None for all (fewer: early exit).
-        known: how many of the vocabulary's ids have a meaning, the first ones; the rest are padding. None for all.
-        shards: parts that the columns of joined matrices stand in, see `joined`: devices that share a layer.
+        dtype: dtype of the cache.
+        layers: number of layers before the final norm and the head, for early exit; None for all.
+        known: number of ids at the start of the vocabulary that stand for tokens, the rest being padding; None for all.
+        shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
+            `group_by_shard`.
     """
 
     config: ModelConfig
@@ -242,7 +252,7 @@ class TransformerLM:
         return self.config.num_layers if self.layers is None else self.layers
 
     def init_params(self, key: Array) -> Params:
-        """Random parameters, for tests and training."""
+        """Draws random parameters."""
         model = Transformer(self.config, self.dtype, rngs=nnx.Rngs(params=key))
         return nnx.to_pure_dict(nnx.state(model))
 
@@ -260,14 +270,14 @@ class TransformerLM:
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features)
-        if self.shards > 1:  # what comes after looks at whole laws
+        if self.shards > 1:  # sampling needs every row's whole law
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 
-    def embedding(self, params: Params) -> Float[Array, "V E"] | ByOutput:
-        """The table of the tokens' embeddings, unscaled."""
+    def embedding(self, params: Params) -> Float[Array, "V E"] | OutMajor:
+        """Returns the table of token embeddings, unscaled."""
         return params["embed"]
 
-    def unembedding(self, params: Params) -> Float[Array, "V E"] | ByOutput:
-        """The table whose rows `head` multiplies features with; padded tokens included."""
+    def unembedding(self, params: Params) -> Float[Array, "V E"] | OutMajor:
+        """Returns the output head's table; it includes padded ids."""
         return params["embed"] if self.config.tie_embeddings else params["head"]

@@ -21,7 +21,7 @@ from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.heads.serving import served_by
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import ByOutput, by_input
+from jaxspec.models.out_major import OutMajor, to_in_out
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
 from jaxspec.train import losses, manifest, packing
@@ -85,7 +85,7 @@ def train(
     config = sizes_for(target, settings)
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{settings.devices} devices are wanted, there are {jax.device_count()}")
-    if settings.medusa2 and isinstance(lm.unembedding(target.params), ByOutput):
+    if settings.medusa2 and isinstance(lm.unembedding(target.params), OutMajor):
         raise InvalidConfig("medusa2 trains the target, whose weights have no gradient in int8; use another dtype")
     if settings.medusa2 and settings.draft_vocab:
         raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
@@ -94,7 +94,7 @@ def train(
     paths = [check_path(path, "a file of prompts", TrainingError) for path in files]
     read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
     watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
-    print_of_target = fingerprint(by_input(target.params))
+    print_of_target = fingerprint(to_in_out(target.params))
     about = {"target": print_of_target, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
     about |= manifest.of_run(settings)
     manifest.match_run(folder, shelf, about)

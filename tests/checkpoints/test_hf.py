@@ -94,7 +94,7 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
         ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor is .1.0., expected a list of 8"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5, expected 0 to 1"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "even width from 2, got 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "even width of at least 2, got 1"),
         ({"rope_interleaved": True}, "rope_interleaved is True, expected False"),
         ({"attention_bias": True}, "tensors missing: model.layers.0.self_attn.k_proj.bias"),
         ({"mlp_bias": "x"}, "mlp_bias is 'x', expected true or false"),

@@ -40,12 +40,12 @@ def assert_same(got, expected):
 def test_a_model_comes_back(tmp_path):
     model = Model(LM, LM.init_params(jax.random.key(0)), stop_ids=(3, 5))
     path = save(model, tmp_path / "model")
-    back = load(path, dtype="bfloat16", by_output=False)
+    back = load(path, dtype="bfloat16", weight_layout="in_out")
     assert back.lm == LM
     assert back.stop_ids == (3, 5)
     assert_same(back.params, model.params)
     fast = load(path, dtype="bfloat16")  # whatever way round the matrices stand, it is the same model
-    assert_same(load(save(fast, tmp_path / "fast"), dtype="bfloat16", by_output=False).params, model.params)
+    assert_same(load(save(fast, tmp_path / "fast"), dtype="bfloat16", weight_layout="in_out").params, model.params)
 
 
 def test_text_comes_back(tmp_path):
@@ -71,7 +71,7 @@ def test_relative_places_are_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = Model(LM, LM.init_params(jax.random.key(0)))
     save(model, "model")
-    assert_same(load("model", dtype="bfloat16", by_output=False).params, model.params)
+    assert_same(load("model", dtype="bfloat16", weight_layout="in_out").params, model.params)
 
 
 def test_a_full_disk_is_an_error_in_one_line(tmp_path):
@@ -91,7 +91,7 @@ def assert_mutants_end_in_a_line(folder, mutants):
     place, refused = save(model, folder / "model"), []
     for what in damaged(place, mutants, seed=0):
         try:
-            load(place, dtype="bfloat16", by_output=False)
+            load(place, dtype="bfloat16", weight_layout="in_out")
         except JaxspecError as error:
             refused.append(f"{what}: {error}")
     assert len(refused) > mutants // 4

@@ -266,7 +266,7 @@ def test_trees():
     ("words", "said"),
     [
         (["--top-p", "nan"], "top_p must be above 0 and at most 1"),
-        (["--chat"], "has no chat template; give plain text (chat=False, --no-chat)"),
+        (["--chat"], "has no chat template; pass plain text (chat=False, --no-chat)"),
         (["--max-new-tokens", "100000"], "the model's context is 4096"),
         (["--drafter", "early-exit", "--drafter-option", "exit_layers=9"], "the target has 2"),
         (["--target", "smollm2-135m-instrukt"], "Did you mean 'smollm2-135m-instruct'?"),

@@ -25,7 +25,7 @@ from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.generation import fingerprint, results_file
 from jaxspec.generation.output import Generation
 from jaxspec.generation.results_file import Journal
-from jaxspec.models.out_major import ByOutput
+from jaxspec.models.out_major import OutMajor
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.storage import writing
@@ -247,8 +247,8 @@ def test_one_number_among_many_is_seen(dtype):
         assert fingerprint.weights({"a": array.at[place].set(array[place] == 0)}) != [one]
     assert dtype == "bool" or fingerprint.weights({"a": array[::-1]}) != [one]
     if dtype in ("float32", "bfloat16"):
-        assert fingerprint.weights({"a": ByOutput(array.T)}) == [one]
-        assert fingerprint.weights({"a": ByOutput(array.T[::-1])}) != [one]
+        assert fingerprint.weights({"a": OutMajor(array.T)}) == [one]
+        assert fingerprint.weights({"a": OutMajor(array.T[::-1])}) != [one]
 
 
 # Damage.

@@ -94,8 +94,8 @@ def loaded(target) -> dict:
     mesh = jaxspec.make_mesh(2, 4)
     with tempfile.TemporaryDirectory() as folder:
         path = jaxspec.save(target, pathlib.Path(folder) / "model")
-        read = jaxspec.load(path, mesh=mesh, by_output=False)
-        turned = jaxspec.load(path, mesh=mesh, by_output=True)
+        read = jaxspec.load(path, mesh=mesh, weight_layout="in_out")
+        turned = jaxspec.load(path, mesh=mesh, weight_layout="out_in")
     one, other = jaxspec.shard(target, mesh), jaxspec.shard(read, mesh)
     pairs = list(zip(jax.tree.leaves(one.params), jax.tree.leaves(read.params), strict=True))
     held = turned.params["layers"][0]

@@ -1,7 +1,4 @@
-"""Weights of one byte: what is rounded, what is multiplied, and that every promise holds of the model that results.
-
-And matrices of floats that stand an output a row: the same model.
-"""
+"""Int8 weights: quantization, products, and every guarantee for a quantized model; matrices stored `[out, in]`."""
 
 import dataclasses
 
@@ -22,7 +19,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.fingerprint import weights
 from jaxspec.models import out_major
-from jaxspec.models.out_major import ByOutput, by_input, quantize
+from jaxspec.models.out_major import OutMajor, quantize, to_in_out
 from jaxspec.models.transformer import look_up, matmul
 
 RNG = np.random.default_rng(0)
@@ -37,39 +34,41 @@ def floats(params):
     """The rounded weights as a float model has them."""
 
     def of(path, leaf):
-        matrix = leaf.astype(jnp.float32) if isinstance(leaf, ByOutput) else leaf
-        turned = isinstance(leaf, ByOutput) and path[-1].key not in ("embed", "head")
+        matrix = leaf.astype(jnp.float32) if isinstance(leaf, OutMajor) else leaf
+        turned = isinstance(leaf, OutMajor) and path[-1].key not in ("embed", "head")
         return matrix.T if turned else matrix
 
-    return jax.tree_util.tree_map_with_path(of, params, is_leaf=lambda leaf: isinstance(leaf, ByOutput))
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=lambda leaf: isinstance(leaf, OutMajor))
 
 
 def test_every_output_is_rounded_to_127_steps_of_its_largest():
-    got = ByOutput.rounded(MATRIX)
+    got = OutMajor.quantize(MATRIX)
     assert got.values.dtype == np.int8
     assert got.shape == (80, 48)
     np.testing.assert_allclose(got.scale, abs(MATRIX).max(0) / 127, rtol=1e-6)
     assert (abs(got.values).max(1) == 127).all()
     assert (abs(np.asarray(got.astype(jnp.float32)).T - MATRIX) <= got.scale / 2 * 1.001).all()
-    table = ByOutput.rounded(MATRIX, transposed=True)  # an output a row already
+    table = OutMajor.quantize(MATRIX, transposed=True)  # an output a row already
     assert table.shape == MATRIX.shape
     assert (abs(table.values).max(1) == 127).all()
 
 
 def test_host_and_device_round_alike():
-    for a, b in zip(jax.tree.leaves(ByOutput.rounded(MATRIX)), jax.tree.leaves(ByOutput.rounded(jnp.asarray(MATRIX)))):
+    for a, b in zip(
+        jax.tree.leaves(OutMajor.quantize(MATRIX)), jax.tree.leaves(OutMajor.quantize(jnp.asarray(MATRIX)))
+    ):
         np.testing.assert_array_equal(a, b)
 
 
 def test_an_output_of_zeros_stays_zero():
-    got = ByOutput.rounded(np.zeros((8, 3), np.float32))
+    got = OutMajor.quantize(np.zeros((8, 3), np.float32))
     assert not got.values.any()
     assert not np.asarray(got.astype(jnp.float32)).any()
 
 
 @pytest.mark.parametrize("rows", [1, 2, STREAMED_ROWS["int8"], STREAMED_ROWS["int8"] + 1])
 def test_a_product_is_that_of_the_rounded_matrix(rows):
-    weight = jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX))
+    weight = jax.tree.map(jnp.asarray, OutMajor.quantize(MATRIX))
     x = RNG.normal(size=(1, rows, 48)).astype(np.float32)
     rounded = np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
     exact = x.astype(np.float64) @ rounded.T
@@ -77,14 +76,14 @@ def test_a_product_is_that_of_the_rounded_matrix(rows):
 
 
 def test_off_the_cpu_only_the_activations_are_bfloat16():
-    weight, x = ByOutput.rounded(MATRIX), RNG.normal(size=(3, 48)).astype(ml_dtypes.bfloat16)
+    weight, x = OutMajor.quantize(MATRIX), RNG.normal(size=(3, 48)).astype(ml_dtypes.bfloat16)
     exact = x.astype(np.float64) @ weight.values.T.astype(np.float64)
     np.testing.assert_allclose(out_major._elsewhere(x, weight.values), exact, rtol=1e-5, atol=1e-3)
 
 
 def test_a_row_has_the_same_bits_at_every_width():
     weight, x = (
-        jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX)),
+        jax.tree.map(jnp.asarray, OutMajor.quantize(MATRIX)),
         RNG.normal(size=(1, STREAMED_ROWS["int8"], 48)).astype(np.float32),
     )
     all_at_once = np.asarray(jax.jit(matmul)(x, weight))
@@ -100,17 +99,17 @@ def test_a_product_of_floats_is_that_of_the_matrix(dtype):
     exact = np.asarray(jnp.asarray(x, dtype), np.float64) @ np.asarray(held, np.float64)
     few = STREAMED_ROWS[held.dtype.name]
     for rows in (1, 2, 3, 5, 9, 17, WEIGHTS_FIRST_ROWS, WEIGHTS_FIRST_ROWS + 1):
-        got = jax.jit(matmul)(x[:, :rows], ByOutput(held.T))
+        got = jax.jit(matmul)(x[:, :rows], OutMajor(held.T))
         np.testing.assert_allclose(got, exact[:, :rows], rtol=2e-6, atol=2e-4)
         np.testing.assert_array_equal(jax.jit(matmul, static_argnums=2)(x[:, :rows], held.T, True), got)
         if rows <= few:
-            np.testing.assert_array_equal(got, jax.jit(matmul)(x[:, :few], ByOutput(held.T))[:, :rows])
+            np.testing.assert_array_equal(got, jax.jit(matmul)(x[:, :few], OutMajor(held.T))[:, :rows])
 
 
 def test_some_rows_of_float32_are_the_second_factor():
     """Padded to what the libraries have kernels for; XLA:CPU would lay the weights anew, were they the second."""
     for rows, full in ((3, 4), (9, 16), (33, 48)):
-        text = jax.jit(matmul).lower(jnp.ones((1, rows, 96)), ByOutput(jnp.ones((320, 96)))).compile().as_text()
+        text = jax.jit(matmul).lower(jnp.ones((1, rows, 96)), OutMajor(jnp.ones((320, 96)))).compile().as_text()
         products = [line for line in text.splitlines() if " dot(" in line]
         assert products
         assert all(f"f32[320,{full}]" in line for line in products)
@@ -119,7 +118,7 @@ def test_some_rows_of_float32_are_the_second_factor():
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_the_rows_of_a_vmap_are_rows_like_others(kind):
     """The bits are those of one call with all of them; matrices may be mapped, too."""
-    weight = ByOutput.rounded(MATRIX) if kind == "int8" else ByOutput(jnp.asarray(MATRIX.T, kind))
+    weight = OutMajor.quantize(MATRIX) if kind == "int8" else OutMajor(jnp.asarray(MATRIX.T, kind))
     weight = jax.tree.map(jnp.asarray, weight)
     x = RNG.normal(size=(2, 3, 1, 2, 48)).astype(np.float32)
     at_once = jax.jit(matmul)(x.reshape(1, 12, 48), weight)
@@ -136,7 +135,7 @@ def test_the_rows_of_a_vmap_are_rows_like_others(kind):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_product_has_a_gradient(kind, rows):
     """That of the product of the two matrices, by the floats among them."""
-    weight = ByOutput.rounded(MATRIX) if kind == "int8" else ByOutput(jnp.asarray(MATRIX.T, kind))
+    weight = OutMajor.quantize(MATRIX) if kind == "int8" else OutMajor(jnp.asarray(MATRIX.T, kind))
     weight = jax.tree.map(jnp.asarray, weight)
     x = jnp.asarray(RNG.normal(size=(1, rows, 48)), "bfloat16").astype(jnp.float32)
     pull = jax.jit(jax.grad(lambda x: (matmul(x, weight) ** 2).sum()))
@@ -145,18 +144,18 @@ def test_a_product_has_a_gradient(kind, rows):
     close = {"rtol": 2e-2 if kind == "bfloat16" else 1e-4, "atol": 2 if kind == "bfloat16" else 1e-2}
     np.testing.assert_allclose(pull(x), exact[0], **close)
     if kind != "int8":
-        got = jax.grad(lambda w: (matmul(x, ByOutput(w)) ** 2).sum())(weight.values)
+        got = jax.grad(lambda w: (matmul(x, OutMajor(w)) ** 2).sum())(weight.values)
         np.testing.assert_allclose(got.astype(jnp.float32), exact[1], **close)
 
 
-def test_a_model_is_the_same_by_output(tmp_path, monkeypatch):
+def test_a_model_is_the_same_in_either_layout(tmp_path, monkeypatch):
     path = jaxspec.save(jaxspec.Model(LM, FLOATS), tmp_path / "model")
     for dtype, avx512, default in (("float32", None, False), ("float32", True, True), ("bfloat16", False, True)):
-        monkeypatch.setattr("jaxspec.checkpoints.load.has_avx512", lambda avx512=avx512: avx512)
-        turned, plain = (jaxspec.load(path, dtype=dtype, by_output=way) for way in (True, False))
-        assert isinstance(turned.params["layers"][0]["qkv"], ByOutput)
-        jax.tree.map(np.testing.assert_array_equal, by_input(turned.params), plain.params)
-        assert isinstance(jaxspec.load(path, dtype=dtype).params["layers"][0]["qkv"], ByOutput) == default
+        monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda avx512=avx512: avx512)
+        turned, plain = (jaxspec.load(path, dtype=dtype, weight_layout=layout) for layout in ("out_in", "in_out"))
+        assert isinstance(turned.params["layers"][0]["qkv"], OutMajor)
+        jax.tree.map(np.testing.assert_array_equal, to_in_out(turned.params), plain.params)
+        assert isinstance(jaxspec.load(path, dtype=dtype).params["layers"][0]["qkv"], OutMajor) == default
         assert turned.bytes == plain.bytes
         assert weights(turned.params) == weights(plain.params)  # a file of texts is resumed
         assert weights(noisy(turned.params, 1, 1e-3)) != weights(plain.params)
@@ -174,7 +173,7 @@ def test_a_model_is_the_same_by_output(tmp_path, monkeypatch):
 
 
 def test_an_embedding_is_looked_up_in_bytes():
-    table = jax.tree.map(jnp.asarray, ByOutput.rounded(MATRIX, transposed=True))
+    table = jax.tree.map(jnp.asarray, OutMajor.quantize(MATRIX, transposed=True))
     tokens = jnp.asarray([[3, 0], [47, 3]])
     np.testing.assert_array_equal(look_up(table, tokens), table.astype(jnp.float32)[tokens])
 
@@ -185,7 +184,7 @@ def test_a_long_row_is_multiplied_in_parts(kind, rows):
     """XLA:CPU would write the whole matrix anew, in float32 and turned, for a row of 16 KB and more."""
     inputs = 2 * FUSED_COLUMNS + 100
     matrix = RNG.normal(size=(inputs, 512)).astype(np.float32)
-    weight = ByOutput.rounded(matrix) if kind == "int8" else ByOutput(jnp.asarray(matrix.T, kind))
+    weight = OutMajor.quantize(matrix) if kind == "int8" else OutMajor(jnp.asarray(matrix.T, kind))
     weight = jax.tree.map(jnp.asarray, weight)
     x = np.asarray(jnp.asarray(RNG.normal(size=(1, rows, inputs)), "bfloat16"), np.float32)
     exact = x.astype(np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64).T
@@ -201,7 +200,7 @@ def test_a_long_row_is_multiplied_in_parts(kind, rows):
 @pytest.mark.parametrize("few", [True, False])
 def test_a_loop_keeps_no_copy_of_the_weights(kind, few):
     """A matrix of 16 MB in float32 is read as the 4 or 8 MB it is: the loop's own memory is a fraction of that."""
-    weight = ByOutput(jnp.ones((8192, 512), kind), jnp.ones(8192) if kind == "int8" else None)
+    weight = OutMajor(jnp.ones((8192, 512), kind), jnp.ones(8192) if kind == "int8" else None)
     rows = 1 if few else STREAMED_ROWS[kind] + 1
 
     def loop(x, weight):
@@ -214,7 +213,7 @@ def test_a_loop_keeps_no_copy_of_the_weights(kind, few):
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 def test_what_is_multiplied_is_made_once(kind):
     """Not anew for every output, inside the product."""
-    weight = ByOutput(jnp.ones((512, 512), kind), jnp.ones(512) if kind == "int8" else None)
+    weight = OutMajor(jnp.ones((512, 512), kind), jnp.ones(512) if kind == "int8" else None)
 
     def loop(x, weight):
         return jax.lax.fori_loop(0, 9, lambda _, x: matmul(jnp.sin(x), weight) * 1e-3, x)
