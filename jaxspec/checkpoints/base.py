@@ -1,7 +1,7 @@
-"""One neutral view of a checkpoint, whatever format it lies in.
+"""The format-independent view of a checkpoint, and the checks that all formats share.
 
-A format module (`gguf`, `hf`) reads the headers and hands back a `Checkpoint`: its config and, for every
-parameter of `ModelConfig.param_shapes`, a function that reads it. No weight is read before it is asked for.
+A format module (`gguf`, `hf`, `saved`) reads the headers and returns a `Checkpoint`: its config and, for every
+parameter of `ModelConfig.param_shapes`, a function that reads it. Weights are read lazily.
 """
 
 import dataclasses
@@ -12,21 +12,21 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, is_table
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 WEIGHTS = (*DTYPES, "int8")
-"""What a model's matrices may be kept in."""
+"""Supported dtypes of a model's matrices."""
 
 
-def beside(dtype: str) -> str:
-    """What caches and heads are kept in beside such matrices."""
+def activation_dtype(dtype: str) -> str:
+    """Returns the dtype of caches and draft heads for a model with matrices of this dtype."""
     return "float32" if dtype == "int8" else dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerSource:
-    """Where a checkpoint keeps its tokenizer; exactly one of the two is given.
+    """The location of a checkpoint's tokenizer; exactly one of the two attributes is set.
 
     Attributes:
         json_path: path of a `tokenizer.json`.
@@ -44,12 +44,12 @@ class TokenizerSource:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """How a file holds one tensor.
+    """The type, shape and size of a tensor in a file.
 
     Attributes:
         type: the file's name of the number format, such as "Q4_1" or "BF16".
-        shape: rows first, as the file has it.
-        bytes: in the file; 0 where the type is not known.
+        shape: shape in the file, rows first.
+        bytes: size in the file; 0 if the type is not known.
     """
 
     type: str
@@ -59,11 +59,11 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Headers:
-    """What a checkpoint says of itself, whether or not its model is read.
+    """The headers of a checkpoint, of a supported model or any other.
 
     Attributes:
-        settings: the metadata of a GGUF file, or what config.json holds.
-        stored: the file's tensors.
+        settings: metadata of a GGUF file, or the content of config.json.
+        stored: the file's tensors, by name.
     """
 
     settings: Mapping[str, Any]
@@ -72,20 +72,20 @@ class Headers:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with its headers read and its weights not yet.
+    """An open checkpoint: its headers, and functions that read its weights.
 
     Attributes:
         config: sizes and constants of the model.
-        source: what the user named.
-        tensors: canonical parameter name -> a function that reads it, float32, in the canonical layout.
+        source: the preset, path or repository that it was opened from.
+        tensors: maps each canonical parameter name to a function that reads it, in float32 and in the canonical layout.
         stop_ids: ids that end a text (end of sequence, end of turn).
-        bos_id: id of the beginning-of-sequence token, if there is one.
-        add_bos: the model expects `bos_id` in front of a text.
-        tokenizer: where the tokenizer is, or None.
+        bos_id: id of the beginning-of-sequence token; None if there is none.
+        add_bos: whether the model expects `bos_id` at the beginning of a text.
+        tokenizer: location of the tokenizer, or None.
         chat_template: Jinja source of the chat template, or None.
-        special_tokens: the spelling of `bos_token`, `eos_token`, ... as chat templates use them.
-        architecture: the file's own name of the kind of model.
-        stored: the file's tensors, under its own names.
+        special_tokens: spelling of `bos_token`, `eos_token`, ..., as used by chat templates.
+        architecture: the file's own name of the architecture.
+        stored: the file's tensors, by their names in the file.
     """
 
     config: ModelConfig
@@ -108,20 +108,20 @@ class Checkpoint:
                 raise CheckpointError(f"{self.source}: special token id {token!r:.80}, expected 0 .. {last}")
         template = self.chat_template
         if template is not None and not isinstance(template, str):
-            raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a text")
+            raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a string")
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
-                raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a text")
+                raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
 
 
 # --- for the format modules ---------------------------------------------------------------------------------
 
 
 def make_config(where: str, **values: Any) -> ModelConfig:
-    """`ModelConfig(**values)`, where floats may stand as whole numbers and a bad value is the file's.
+    """Makes a `ModelConfig` from a file's values; `norm_eps` may be a whole number.
 
     Raises:
-        CheckpointError: a size or constant has a value it cannot have.
+        CheckpointError: a value is invalid; the message names the file.
     """
     try:
         if type(values["norm_eps"]) is int:
@@ -138,37 +138,40 @@ def canonical_tensors(
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Maps a file's tensors to canonical parameters, and refuses the file unless they match one to one.
+    """Maps a file's tensors to canonical parameters, which they must match one to one.
 
     Args:
         where: the file, for messages.
-        config: what the model should be.
-        names: parameter kind ("embed", "qkv", ...) -> the file's tensors it is made of, in order, with `{}`
-            for the number of the layer.
-        found: the file's tensors and their shapes; matrices stand [out, in].
-        read: gives one tensor of the file, float32.
+        config: sizes and constants of the model.
+        names: maps each kind of parameter ("embed", "qkv", ...) to the file's tensors that it consists of, in order,
+            with `{}` for the index of the layer.
+        found: the file's tensors and their shapes; matrices are `[out, in]`.
+        read: reads one tensor of the file, in float32.
+
+    Returns:
+        A function for each canonical parameter that reads it.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, or has another shape than the config says.
+        CheckpointError: a tensor is missing, unexpected, or its shape does not match the config.
     """
-    if config.num_layers > len(found):  # before anything is made per layer
+    if config.num_layers > len(found):  # before anything is allocated per layer
         raise CheckpointError(f"{where}: {config.num_layers} layers and only {len(found)} tensors")
     expected: dict[str, tuple[int, ...]] = {}
     readers = {}
     for canonical, shape in config.param_shapes().items():
         *layer, kind = canonical.split(".")
         parts = [name.format(*layer[1:]) for name in names[kind]]
-        stands_out_in = kind not in ("embed", "head") and len(shape) == 2
+        out_in = not is_table(kind) and len(shape) == 2
         expected |= zip(parts, _file_shapes(config, kind, shape, len(parts)), strict=True)
-        readers[canonical] = _reader(read, parts, stands_out_in)
-    refuse_difference(where, expected, found)
+        readers[canonical] = _reader(read, parts, transpose=out_in)
+    check_names(where, expected, found)
     for name, shape in expected.items():
         check_shape(where, name, found[name], shape)
     return readers
 
 
-def refuse_difference(where: str, expected: Iterable[str], found: Iterable[str]) -> None:
-    """Raises CheckpointError, naming them, when tensors are missing or left over."""
+def check_names(where: str, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raises CheckpointError if tensors are missing or unexpected; the message names them."""
     missing = sorted(set(expected) - set(found))
     extra = sorted(set(found) - set(expected))
     for names, problem in ((missing, "missing"), (extra, "not expected")):
@@ -178,22 +181,22 @@ def refuse_difference(where: str, expected: Iterable[str], found: Iterable[str])
 
 
 def check_shape(where: str, name: str, got: Iterable[int], expected: Iterable[int]) -> None:
-    """Raises CheckpointError when the shape of tensor `name` is not the expected one."""
+    """Raises CheckpointError if tensor `name` does not have the expected shape."""
     if tuple(got) != tuple(expected):
         raise CheckpointError(f"{where}: tensor {name} has shape {list(got)}, expected {list(expected)}")
 
 
-def finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
-    """Gives the array back; raises CheckpointError when it holds a NaN or an infinity."""
+def check_finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Returns the array; raises CheckpointError if it contains a NaN or an infinity."""
     if not np.isfinite(array).all():
         raise CheckpointError(f"{where}: tensor {name} has weights that are not finite")
     return array
 
 
 def _file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    """The shapes of the file's tensors that make one parameter: matrices stand [out, in], fused ones may be apart."""
+    """Returns the file's shapes of a parameter's tensors: matrices are `[out, in]`, fused ones may be separate."""
     if parts == 1:
-        return [shape if kind in ("embed", "head") else shape[::-1]]
+        return [shape if is_table(kind) else shape[::-1]]
     *inputs, outputs = shape
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = (query, key, key) if kind.startswith("qkv") else (outputs // parts,) * parts

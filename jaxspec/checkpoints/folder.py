@@ -1,7 +1,7 @@
-"""The files of a checkpoint's directory: JSON, and tensors in one safetensors file or the shards of an index.
+"""Readers of a checkpoint directory's files: JSON, text, and safetensors, in one file or in the shards of an index.
 
-Nothing here executes anything. Every file must lie in the directory itself, or in the blobs of the Hub cache the
-directory belongs to.
+No file's content is ever executed. Every file must be in the directory itself, or in the blobs of the Hub cache that
+the directory belongs to.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints.base import StoredTensor, refuse_difference
+from jaxspec.checkpoints.base import StoredTensor, check_names
 from jaxspec.errors import CheckpointError
 from jaxspec.storage import reading
 
@@ -24,13 +24,13 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldTensor:
-    """One tensor of a file, unread.
+class LazyTensor:
+    """A tensor of a file that is read on demand.
 
     Attributes:
         where: the file, for messages.
-        stored: its type and shape.
-        read: gives it in the file's own dtype.
+        stored: its type, shape and size.
+        read: reads it, in the file's own dtype.
     """
 
     where: str
@@ -38,8 +38,8 @@ class HeldTensor:
     read: Callable[[], np.ndarray]
 
 
-def open_tensors(directory: pathlib.Path) -> dict[str, HeldTensor]:
-    """The tensors of `model.safetensors`, or of the shards of its index, by name.
+def open_tensors(directory: pathlib.Path) -> dict[str, LazyTensor]:
+    """Opens the tensors of `model.safetensors`, or of the shards of its index, by name.
 
     Raises:
         CheckpointError: a file is missing or malformed, or index and shards differ.
@@ -49,50 +49,56 @@ def open_tensors(directory: pathlib.Path) -> dict[str, HeldTensor]:
     index, tensors = _index(directory), {}
     for name in sorted(set(index.values())):
         shard = open_shard(directory, name)
-        refuse_difference(str(directory / name), {key for key, holder in index.items() if holder == name}, shard)
+        check_names(str(directory / name), {key for key, holder in index.items() if holder == name}, shard)
         tensors |= shard
     return tensors
 
 
-def open_shard(directory: pathlib.Path, name: str) -> dict[str, HeldTensor]:
-    """The tensors of one safetensors file, by name."""
+def open_shard(directory: pathlib.Path, name: str) -> dict[str, LazyTensor]:
+    """Opens the tensors of one safetensors file, by name.
+
+    Raises:
+        CheckpointError: the file is missing or malformed.
+    """
     from safetensors import SafetensorError, safe_open
 
     file, where = inside(directory, name), str(directory / name)
     if file is None:
-        raise CheckpointError(f"{where}: the index names this shard, and there is no such file")
+        raise CheckpointError(f"{where}: the index names this shard, but there is no such file")
     try:
         shard: Any = safe_open(file, framework="np")
         parts = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{where}: not a safetensors file that can be read: {error}") from None
+        raise CheckpointError(f"{where}: not a valid safetensors file: {error}") from None
     return {
-        key: HeldTensor(where, _stored(part), functools.partial(shard.get_tensor, key)) for key, part in parts.items()
+        key: LazyTensor(where, _stored(part), functools.partial(shard.get_tensor, key)) for key, part in parts.items()
     }
 
 
-def check_types(tensors: Mapping[str, HeldTensor], types: Iterable[str] = FLOATS) -> None:
-    """Raises CheckpointError, naming it, when a tensor is of another type."""
-    for name, held in tensors.items():
-        if held.stored.type not in types:
-            raise CheckpointError(f"{held.where}: tensor {name} has type {held.stored.type}, expected one of {types}")
+def check_types(tensors: Mapping[str, LazyTensor], types: Iterable[str] = FLOATS) -> None:
+    """Raises CheckpointError if a tensor is of another type; the message names it."""
+    for name, tensor in tensors.items():
+        if tensor.stored.type not in types:
+            raise CheckpointError(
+                f"{tensor.where}: tensor {name} has type {tensor.stored.type}, expected one of {types}"
+            )
 
 
 def _stored(part: Any) -> StoredTensor:
-    """Of a slice of safetensors; its type names the bits of a number: BF16, F8_E4M3, I64."""
-    dtype, shape = part.get_dtype(), tuple(part.get_shape())
+    """Describes a slice of safetensors."""
+    dtype, shape = part.get_dtype(), tuple(part.get_shape())  # the type's name has its bits: BF16, F8_E4M3, I64
     bits = re.search(r"\d+", dtype)
     return StoredTensor(dtype, shape, math.prod(shape) * int(bits[0] if bits else 8) // 8)
 
 
 def _index(directory: pathlib.Path) -> dict[str, str]:
-    """Tensor -> name of its shard, from the index; every shard name is checked to be a plain file name."""
+    """Reads the index: the shard of each tensor. Shard names must be plain file names."""
     index = read_json(directory, INDEX)
     if index is None:
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         why = f"expected {WHOLE}, or {INDEX} and its shards"
         if pickles:
-            why = f"{', '.join(pickles[:3])} may hold code and are never opened; convert them to safetensors"
+            why = f"{', '.join(pickles[:3])} may contain code and are never opened; convert them to safetensors"
         raise CheckpointError(f"{directory}: has no safetensors weights: {why}")
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -107,7 +113,11 @@ def _index(directory: pathlib.Path) -> dict[str, str]:
 
 
 def inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Path of a file of the directory, or None; a link may only lead to the blobs of the same Hub cache."""
+    """Returns the path of a directory's file, or None if there is none.
+
+    Raises:
+        CheckpointError: it is a link out of the directory and not to the blobs of the same Hub cache.
+    """
     file, home = directory / name, directory.resolve()
     if not os.path.exists(file):
         return None
@@ -118,13 +128,13 @@ def inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 def read_text(directory: pathlib.Path, name: str) -> str | None:
-    """A file's text; None where there is none."""
+    """Reads a file's text; returns None if there is no such file."""
     if (file := inside(directory, name)) is None:
         return None
     return reading.read_text(file)
 
 
 def read_json(directory: pathlib.Path, name: str, limit: int = reading.MAX_BYTES) -> dict | None:
-    """The object of a JSON file; None where there is none."""
+    """Reads the object of a JSON file; returns None if there is no such file."""
     file = inside(directory, name)
     return None if file is None else reading.read_json(file, limit=limit)

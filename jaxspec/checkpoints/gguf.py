@@ -1,4 +1,4 @@
-"""Opens GGUF files: their metadata as a `ModelConfig`, their tensors by canonical name."""
+"""The GGUF format: reads metadata as a `ModelConfig` and maps tensors to canonical parameters."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, finite, make_config
+from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
 from jaxspec.checkpoints.gguf_header import Tensor, decode, map_file, parse_header, parse_tables, stored
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
@@ -38,16 +38,16 @@ _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a `general.architecture` has besides Llama's parts.
+    """The differences of a `general.architecture` from Llama.
 
     Attributes:
-        parts: fields of `ModelConfig` that the metadata does not name.
-        names: tensors that are called otherwise.
-        interleaved: queries and keys rotate neighbours, not halves.
-        full_every: with a sliding window, every how-many-th layer has none; 0: all layers slide.
-        rope_theta: where the metadata names none.
-        window_theta: of the layers with a sliding window, where the metadata names none.
-        embed_scaled: embeddings are multiplied by the root of their width.
+        parts: fields of `ModelConfig` that are not in the metadata.
+        names: file tensors of the parameters that are named differently.
+        interleaved: whether rotary embeddings rotate adjacent entries instead of halves.
+        full_every: with a sliding window, every n-th layer has full attention; 0 if no layer has.
+        rope_theta: default of the rotary base.
+        window_theta: default of the rotary base of layers with a sliding window; None if it is that of the others.
+        embed_scaled: whether embeddings are multiplied by the square root of their width.
     """
 
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -81,24 +81,26 @@ _PLAIN = {
     "rope.scale_linear": 1.0,
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-# Tokenizers whose models expect the beginning-of-sequence token although their file need not say so.
+# Tokenizers whose models expect the beginning-of-sequence token even if the file does not say so.
 _ADDS_BOS = ("llama-bpe", "llama3", "llama-v3")
 
 
 def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
-    """Opens a GGUF file; the weights are read from its memory map when asked for.
+    """Opens a GGUF file; weights are read lazily from its memory map.
 
-    `context` is the longest text that will be decoded; see `open_source`.
+    Args:
+        path: the file.
+        context: length of the longest text to decode; see `open_source`.
 
     Raises:
-        CheckpointError: the file is malformed, or of a model that is not read.
+        CheckpointError: the file is malformed, or its model is not supported.
     """
     where = os.fspath(path)
     data = map_file(where)
     metadata, tensors = parse_header(data, where)
 
     def read_file(name: str) -> np.ndarray:
-        return finite(where, name, decode(data, tensors[name]))
+        return check_finite(where, name, decode(data, tensors[name]))
 
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
@@ -117,7 +119,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     if tokens and len(tokens) != config.vocab_size:
         raise CheckpointError(
             f"{where}: tokenizer.ggml.tokens has {len(tokens)} items, token_embd.weight {config.vocab_size} "
-            "rows; expected as many"
+            "rows; expected the same number"
         )
     ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     ends: list[Any] = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
@@ -144,7 +146,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """The metadata and the tensor table, also of a file that is cut short or of a model that is not read.
+    """Reads the metadata and the tensor table, also of a truncated file or an unsupported model.
 
     Raises:
         CheckpointError: the header is malformed.
@@ -167,7 +169,9 @@ class _ConfigReader:
     ):
         name = metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise CheckpointError(f"{where}: architecture {name!r} is not read; read: {', '.join(ARCHITECTURES)}")
+            raise CheckpointError(
+                f"{where}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
         for required in ("token_embd.weight", "output_norm.weight"):
             if required not in tensors:
                 raise CheckpointError(f"{where}: tensors missing: {required}")
@@ -180,7 +184,7 @@ class _ConfigReader:
         if type(value) not in (int, float):
             problem = "is missing" if value is None else f"is {str(value)[:80]!r}, expected one number"
             raise CheckpointError(f"{self._where}: metadata {self._name}.{key} {problem}")
-        with np.errstate(over="ignore"):  # taken as the shortest decimal: 1e-05, not 9.999999747378752e-06
+        with np.errstate(over="ignore"):  # the shortest decimal: 1e-05, not 9.999999747378752e-06
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def _whole(self, key: str, default: int | None = None) -> int:
@@ -189,11 +193,12 @@ class _ConfigReader:
         return value
 
     def config(self) -> ModelConfig:
+        """Makes the model's config."""
         kind, tensors = self.architecture, self._tensors
         rows = tensors["token_embd.weight"].shape[0]
         hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
         layers = self._whole("block_count")
-        if layers > len(tensors):  # before anything is made per layer
+        if layers > len(tensors):  # before anything is allocated per layer
             raise CheckpointError(f"{self._where}: {layers} layers and only {len(tensors)} tensors")
         head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
         if head_dim > ropes.MAX_WIDTH:
@@ -204,7 +209,7 @@ class _ConfigReader:
             if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
                 raise CheckpointError(
                     f"{self._where}: metadata {self._name}.{key} is {value!r}, expected {plain!r}; "
-                    "no other is supported"
+                    "no other value is supported"
                 )
         window, windowed = self._windows(layers)
         rope, longest = self._rope(head_dim)
@@ -229,11 +234,12 @@ class _ConfigReader:
             values["window_rope"] = self._checked(Rope, self._get("rope.freq_base_swa", kind.window_theta))
         if kind.embed_scaled:
             values["embed_scale"] = hidden**0.5
-            if layers == 62:  # Gemma 3 27B scales by the width per head, which its heads do not have
+            if layers == 62:  # Gemma 3 27B scales by hidden_size / num_heads, which is not its head_dim
                 values["query_scale"] = (hidden // heads) ** -0.5
         return make_config(self._where, **values | dict(kind.parts))
 
     def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+        """Returns `window` and `windowed` of the config."""
         reach, every = self._whole("attention.sliding_window", 0), self.architecture.full_every
         if not reach:
             return None, ()
@@ -242,7 +248,7 @@ class _ConfigReader:
         return reach, () if all(slides) else slides
 
     def _rope(self, head_dim: int) -> tuple[Rope, int]:
-        """Rotary positions, and the longest text they are for."""
+        """Returns the rotary embeddings and the context length."""
         theta, longest = self._get("rope.freq_base", self.architecture.rope_theta), self._whole("context_length")
         width = self._whole("rope.dimension_count", head_dim)
         if width > head_dim or (self.architecture.interleaved and width != head_dim):
@@ -276,7 +282,7 @@ class _ConfigReader:
     def _factor(self) -> float:
         if not 1 <= (factor := self._get("rope.scaling.factor")) < float("inf"):
             raise CheckpointError(
-                f"{self._where}: metadata {self._name}.rope.scaling.factor is {factor}, expected from 1"
+                f"{self._where}: metadata {self._name}.rope.scaling.factor is {factor}, expected at least 1"
             )
         return float(factor)
 
@@ -288,8 +294,8 @@ class _ConfigReader:
 
 
 def _rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of a query or key matrix, from pairs (0, 1), (2, 3), ... of each head to its two halves.
+    """Reorders the rows of a query or key matrix from adjacent pairs (0, 1), (2, 3), ... of each head to halves.
 
-    Conversion to GGUF interleaves them because llama.cpp rotates neighbours; this library rotates halves.
+    Conversion to GGUF interleaves them because llama.cpp rotates adjacent entries; this library rotates halves.
     """
     return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)

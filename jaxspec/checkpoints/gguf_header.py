@@ -1,7 +1,7 @@
-"""Parses the header of GGUF files (versions 2 and 3, little endian), over a memory map.
+"""A parser of the header of GGUF files (versions 2 and 3, little-endian), over a memory map.
 
-Nothing in it is believed: every count, length, dimension and offset is held against the bytes that are left
-before anything is made from it. Only the blocks of quantised tensors are decoded by the `gguf` package.
+Input is not trusted: every count, length, dimension and offset is checked against the remaining bytes before anything
+is allocated. Only the blocks of quantized tensors are decoded by the `gguf` package.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One entry of the tensor table: type, numpy shape (rows first), and its bytes [start, stop)."""
+    """One entry of the tensor table: type, NumPy shape (rows first), and its bytes [start, stop)."""
 
     kind: int
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Tensor:
 
 
 class _Cursor:
-    """Reads the header in order, and never past the end."""
+    """Reads the header sequentially, never past the end."""
 
     def __init__(self, data, where: str):
         self.data, self.where, self.at = data, where, 0
@@ -44,7 +44,7 @@ class _Cursor:
         return CheckpointError(f"{self.where}: {problem} (at byte {self.at})")
 
     def skip(self, size: int, what: str) -> int:
-        """Moves past `size` bytes; gives where they begin."""
+        """Skips `size` bytes and returns the offset of the first."""
         left = len(self.data) - self.at
         if size > left:
             raise self.fail(f"{what} takes {size} bytes, {left} are left: truncated or malformed")
@@ -56,7 +56,7 @@ class _Cursor:
         return reader.unpack_from(self.data, self.skip(reader.size, what))[0]
 
     def count(self, smallest: int, what: str) -> int:
-        """A count of items of at least `smallest` bytes each, which must still fit the file."""
+        """Reads a number of items of at least `smallest` bytes each, which must fit in the rest of the file."""
         count, left = self.scalar(10, what), len(self.data) - self.at
         if count > left // smallest:
             raise self.fail(f"{what} is {count}, {left} bytes are left: truncated or malformed")
@@ -89,7 +89,7 @@ class _Cursor:
     def array(self, key: str) -> list:
         kind = self.scalar(4, f"the item type of {key}")
         if kind not in _SCALARS and kind != _STRING:
-            raise self.fail(f"{key} is an array of type {kind}; arrays of numbers and of strings are read")
+            raise self.fail(f"{key} is an array of type {kind}, expected an array of numbers or of strings")
         size = 8 if kind == _STRING else _SCALARS[kind].size
         count = self.count(size, f"the number of items of {key}")
         if count > _MAX_ITEMS:
@@ -100,7 +100,7 @@ class _Cursor:
         return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self.data, start))
 
     def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
-        """Type, numpy shape and offset of one entry of the tensor table."""
+        """Reads one entry of the tensor table: type, NumPy shape and offset."""
         dimensions = self.scalar(4, f"the number of dimensions of {name}")
         if not 1 <= dimensions <= 4:
             raise self.fail(f"tensor {name} has {dimensions} dimensions, expected 1 .. 4")
@@ -111,8 +111,10 @@ class _Cursor:
 
 
 def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], int]], int]:
-    """The metadata, every tensor's type, shape and offset, and where the header ends; as `parse_header`, which
-    also holds the tensors against the file.
+    """Parses the metadata and the tensor table, without checking the tensors against the file as `parse_header` does.
+
+    Returns:
+        The metadata; type, shape and offset of each tensor by name; and the size of the header in bytes.
     """
     cursor = _Cursor(data, where)
     start = cursor.skip(4, "the magic number")
@@ -120,7 +122,7 @@ def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int,
         raise CheckpointError(f"{where}: begins with {magic!r}, expected b'GGUF': not a GGUF file")
     version = cursor.scalar(4, "the version")
     if version in (2 << 24, 3 << 24):
-        raise CheckpointError(f"{where}: a big-endian GGUF file; only little-endian ones are read")
+        raise CheckpointError(f"{where}: a big-endian GGUF file; only little-endian files are supported")
     if version not in (2, 3):
         raise CheckpointError(f"{where}: GGUF version {version}, expected 2 or 3; convert the model again")
     num_tensors = cursor.count(_SMALLEST_TENSOR, "the number of tensors")
@@ -147,7 +149,7 @@ def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         The metadata (arrays as lists) and the tensors by name.
 
     Raises:
-        CheckpointError: anything is malformed, truncated, overlapping, given twice, or of a type not read.
+        CheckpointError: an entry is malformed, truncated, overlapping, duplicated, or of an unsupported type.
     """
     metadata, entries, size = parse_tables(data, where)
     alignment = metadata.get("general.alignment", 32)
@@ -171,7 +173,7 @@ def _locate(where: str, name: str, entry: tuple, base: int, alignment: int) -> T
     kind, shape, offset = entry
     type_name, block, size = _layout(kind)
     if not block:
-        raise CheckpointError(f"{where}: tensor {name} has type {type_name}, which is not read")
+        raise CheckpointError(f"{where}: tensor {name} has type {type_name}, which is not supported")
     if shape[-1] % block:
         raise CheckpointError(
             f"{where}: tensor {name} has rows of {shape[-1]}, expected a multiple of {block} for {type_name}"
@@ -183,7 +185,7 @@ def _locate(where: str, name: str, entry: tuple, base: int, alignment: int) -> T
 
 @functools.cache
 def _layout(kind: int) -> tuple[str, int, int]:
-    """Name of a tensor type, weights and bytes of one block; 0 weights when it cannot be decoded."""
+    """Returns the name of a tensor type, and the weights and bytes of one block; 0 weights if it cannot be decoded."""
     import gguf
 
     try:
@@ -196,18 +198,22 @@ def _layout(kind: int) -> tuple[str, int, int]:
 
 
 def decode(data, tensor: Tensor) -> np.ndarray:
-    """The float32 array of one tensor."""
+    """Decodes one tensor to float32."""
     import gguf
 
     raw = np.frombuffer(data, np.uint8, tensor.stop - tensor.start, tensor.start)
     raw = raw.reshape(*tensor.shape[:-1], -1)
-    with np.errstate(all="ignore"):  # what overflows is found as not finite, and named
+    with np.errstate(all="ignore"):  # overflow is reported by `check_finite`, with the tensor's name
         array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
     return np.asarray(array, np.float32).reshape(tensor.shape)
 
 
 def map_file(where: str) -> mmap.mmap:
-    """A memory map of the whole file."""
+    """Maps the whole file into memory.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
         with open(where, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -216,12 +222,12 @@ def map_file(where: str) -> mmap.mmap:
 
 
 def stored(kind: int, shape: tuple[int, ...]) -> StoredTensor:
-    """How the file holds a tensor of this type and shape."""
+    """Describes a stored tensor of this type and shape."""
     import gguf
 
     try:
         known = gguf.GGMLQuantizationType(kind)
         block, size = gguf.GGML_QUANT_SIZES[known]
-    except (ValueError, KeyError):  # newer than the package, or no type at all
+    except (ValueError, KeyError):  # newer than the package, or invalid
         return StoredTensor(f"type {kind}", shape, 0)
     return StoredTensor(known.name, shape, math.prod(shape) // block * size)

@@ -1,6 +1,6 @@
-"""Reads Hugging Face directories: config.json (see `families`), safetensors weights, tokenizer.json.
+"""The Hugging Face format: config.json (see `hf_families`), safetensors weights, tokenizer.json.
 
-Nothing of a directory is ever executed: no pickle is opened and no code of the repository is imported.
+Nothing in a directory is ever executed: no pickle is opened, and no code of the repository is imported.
 """
 
 import contextlib
@@ -20,18 +20,20 @@ from jaxspec.models.config import ModelConfig
 
 
 def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
-    """Opens a Hugging Face directory; the weights are read from memory maps when asked for.
+    """Opens a Hugging Face directory; weights are read lazily from memory maps.
 
-    `context` is the longest text that will be decoded; see `open_source`.
+    Args:
+        path: the directory.
+        context: length of the longest text to decode; see `open_source`.
 
     Raises:
-        CheckpointError: a file is missing, malformed, outside the directory, or of a model that is not read.
+        CheckpointError: a file is missing, malformed, or outside the directory, or the model is not supported.
     """
     directory = pathlib.Path(path)
     settings = folder.read_json(directory, "config.json")
     if settings is None:
         files = sorted(directory.glob("*.gguf"))
-        hint = f"; to open its GGUF file, name it: {files[0]}" if files else ""
+        hint = f"; to open its GGUF file, give its path: {files[0]}" if files else ""
         raise CheckpointError(f"{directory}: has no config.json{hint}")
     config, family = read_config(str(directory / "config.json"), settings, context)
     generation = folder.read_json(directory, "generation_config.json") or {}
@@ -61,57 +63,57 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """What config.json says and which tensors lie in the safetensors files; what cannot be read is left out."""
+    """Reads config.json and the headers of the safetensors files; skips what cannot be read."""
     directory = pathlib.Path(path)
     settings, stored = {}, {}
     with contextlib.suppress(CheckpointError):
         settings = folder.read_json(directory, "config.json") or {}
     for file in sorted(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
-            stored |= {key: held.stored for key, held in folder.open_shard(directory, file.name).items()}
+            stored |= {key: tensor.stored for key, tensor in folder.open_shard(directory, file.name).items()}
     return Headers(settings, stored)
 
 
 def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tuple[dict, dict[str, StoredTensor]]:
-    """Canonical readers over the one safetensors file or the shards of the index, and how it holds its tensors."""
+    """Returns the readers of the canonical parameters, and the stored tensors."""
     tensors = folder.open_tensors(directory)
     folder.check_types(tensors)
 
     def read(name: str) -> np.ndarray:
-        held = tensors[name]
-        array = common.finite(held.where, name, held.read().astype(np.float32, copy=False))
+        tensor = tensors[name]
+        array = common.check_finite(tensor.where, name, tensor.read().astype(np.float32, copy=False))
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
-    # Rotary frequencies some old files carry, which follow from rope_theta, and Medusa heads (`jaxspec.heads`).
-    stored = {key: held.stored for key, held in tensors.items()}
-    passed = re.compile(r"medusa_head\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
-    shapes = {key: one.shape for key, one in stored.items() if not passed.fullmatch(key)}
-    copied = config.tie_embeddings and shapes.pop("lm_head.weight", None)
+    # Ignore the rotary frequencies in some old files, which follow from rope_theta, and Medusa heads (`jaxspec.heads`).
+    stored = {key: tensor.stored for key, tensor in tensors.items()}
+    ignored = re.compile(r"medusa_head\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
+    shapes = {key: one.shape for key, one in stored.items() if not ignored.fullmatch(key)}
+    duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
     readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
-    return (readers | {"embed": lambda: _tied(directory, read)} if copied else readers), stored
+    return (readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers), stored
 
 
-def _tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The embedding, when the file holds the head as well although the config ties the two."""
+def _read_tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Reads the embedding of a file that also has the output head although the config ties the two."""
     embed = read("model.embed_tokens.weight")
     if not np.array_equal(embed, read("lm_head.weight")):
         raise CheckpointError(
-            f"{directory}: tensor lm_head.weight differs from model.embed_tokens.weight, expected the same: "
-            "config.json says tie_word_embeddings"
+            f"{directory}: tensor lm_head.weight differs from model.embed_tokens.weight, expected equal tensors: "
+            "config.json sets tie_word_embeddings"
         )
     return embed
 
 
 def _chat_template(directory: pathlib.Path, text: Mapping) -> str | None:
     template = folder.read_text(directory, "chat_template.jinja") or text.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = entries[0].get("template") if entries else None
     return template if isinstance(template, str) else None
 
 
 def _begins_with_special(processor: object) -> bool:
-    """Whether a `post_processor` of tokenizer.json puts a special token in front of a single text."""
+    """Returns whether a `post_processor` of tokenizer.json begins a text with a special token."""
     if not isinstance(processor, dict):
         return False
     if isinstance(steps := processor.get("processors"), list):

@@ -1,6 +1,6 @@
-"""The model types of Hugging Face checkpoints: how each config.json becomes a `ModelConfig`, and its tensor names.
+"""The model types of Hugging Face checkpoints: maps each config.json to a `ModelConfig`, and its tensor names.
 
-A new type is a row of `FAMILIES`: what it has besides Llama's parts, what its config leaves out, its names.
+A new type is a row of `FAMILIES`: its differences from Llama, its config's defaults, and its tensor names.
 """
 
 import dataclasses
@@ -35,15 +35,16 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a model type does otherwise than Llama.
+    """The differences of a model type from Llama.
 
     Attributes:
-        defaults: entries that its config.json may leave out.
-        parts: fields of `ModelConfig` that its config.json does not name.
-        names: tensors that are called otherwise.
-        slides: `slides(settings, layer)`: the layer has sliding attention, where the config does not list it.
-        norm_offset: added to the norms' weights.
-        embed_scaled: embeddings are multiplied by the root of their width.
+        defaults: defaults of config.json.
+        parts: fields of `ModelConfig` that are not in config.json.
+        names: file tensors of the parameters that are named differently.
+        slides: `slides(settings, layer)` returns whether the layer has sliding-window attention, for a config.json
+            without `layer_types`.
+        norm_offset: offset added to the weights of norms.
+        embed_scaled: whether embeddings are multiplied by the square root of their width.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,7 +55,7 @@ class Family:
     embed_scaled: bool = False
 
     def all_names(self) -> dict[str, tuple[str, ...]]:
-        """Parameter kind -> the file's tensors it is made of."""
+        """Returns the file's tensors of each kind of parameter."""
         return _NAMES | dict(self.names)
 
 
@@ -119,27 +120,27 @@ _MAX_LAYERS = 4096
 
 
 def read_config(where: str, settings: Mapping, context: int | None = None) -> tuple[ModelConfig, Family]:
-    """The model that a config.json describes.
+    """Reads a config.json as a `ModelConfig` and its family.
 
     Args:
         where: the file, for messages.
         settings: its content.
-        context: the longest text that will be decoded; see `open_source`.
+        context: length of the longest text to decode; see `open_source`.
 
     Raises:
-        CheckpointError: a type or a setting that is not read, or a bad value.
+        CheckpointError: the model type or a setting is not supported, or a value is invalid.
     """
     family = FAMILIES.get(str(settings.get("model_type")))
     if family is None:
         raise CheckpointError(
-            f"{where}: model_type {settings.get('model_type')!r} is not read; read: {', '.join(FAMILIES)}"
+            f"{where}: model_type {settings.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     given = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
         given["sliding_window"] = None
     for key, plain in _ONLY.items():
         if (got := given.get(key, plain)) != plain:
-            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other is supported")
+            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other value is supported")
 
     def whole(key: str, default: int | None = None) -> int:
         value = given.get(key, default)
@@ -199,7 +200,7 @@ def _activation(where: str, given: Mapping) -> str:
 
 
 def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """Size of the sliding window, and which layers have one."""
+    """Returns `window` and `windowed` of the config."""
     reach, types = given.get("sliding_window"), given.get("layer_types")
     if types is not None:
         known = isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)

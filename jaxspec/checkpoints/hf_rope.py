@@ -1,4 +1,4 @@
-"""The rotary settings of a config.json as a `Rope`."""
+"""Reads the rotary settings of a config.json as a `Rope`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,18 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class RopeReader:
-    """Reads the rotary settings, which older files keep beside the sizes and newer ones in `rope_parameters`."""
+    """Reads the rotary settings of each layer type, from top-level entries or from `rope_parameters` (newer files).
+
+    Attributes:
+        longest: context length, which `read` may lower.
+    """
 
     def __init__(self, where: str, given: Mapping, head_dim: int, longest: int, context: int | None):
         self._where, self._given, self._head_dim, self._context = where, given, head_dim, context
         self.longest = longest
 
     def read(self, layer_type: str) -> Rope:
-        """The rotary positions of one type of layer; may lower `longest`."""
+        """Returns the rotary embeddings of one layer type; may lower `longest`."""
         given, found = self._given, {}
         for key in ("rope_scaling", "rope_parameters"):
             value = given.get(key) or {}
@@ -29,7 +33,7 @@ class RopeReader:
             if any(isinstance(value.get(kind), dict) for kind in LAYER_TYPES):
                 value = value.get(layer_type) or {}
             elif "rope_local_base_freq" in given and layer_type == "sliding_attention":
-                value = {}  # the one that is given is of the other layers
+                value = {}  # this entry belongs to the other layers
             found |= value
         local = layer_type == "sliding_attention"
         theta = found.get("rope_theta") or given.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
@@ -40,19 +44,19 @@ class RopeReader:
             raise CheckpointError(f"{self._where}: partial_rotary_factor is {share!r:.80}, expected 0 to 1")
         width = int(self._head_dim * share)
         try:
-            with np.errstate(all="ignore"):  # what overflows is refused by name
+            with np.errstate(all="ignore"):  # `Rope` rejects non-finite values with a message
                 divisors, scale = self._scaling(theta, width)
             return Rope(theta, None if width == self._head_dim else width, divisors, scale)
         except CheckpointError:
             raise
-        except (ValueError, ArithmeticError) as error:  # a base of 1 or less allows no logarithm
+        except (ValueError, ArithmeticError) as error:  # a base of at most 1 has no logarithm
             raise CheckpointError(f"{self._where}: rotary positions: {error}") from None
 
     def _scaling(self, theta: float, width: int) -> tuple[tuple[float, ...], float]:
         kind = self._settings.get("rope_type", self._settings.get("type", "default"))
         number = self._number
         if kind in ("su", "yarn") and self._given.get("model_type") == "phi3":
-            kind = "longrope"  # their first names
+            kind = "longrope"  # former names
         if kind == "default":
             return (), 1.0
         if kind == "linear":
@@ -77,8 +81,11 @@ class RopeReader:
         )
 
     def _longrope(self, width: int) -> tuple[tuple[float, ...], float]:
-        """One of the two sets of divisors. Which, follows from the context that is asked for, not from how long
-        a text has become: keys that are cached cannot be rotated anew."""
+        """Returns one of the two sets of divisors, and the scale.
+
+        The requested context decides which set, and not the current length of a text: cached keys cannot be rotated
+        again.
+        """
         original = self._original()
         factor = self._number("factor", self.longest / original)
         scale = self._number("attention_factor", ropes.longrope_scale(factor, original))

@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face Hub, through the `huggingface_hub` package and its own cache.
+"""Downloads repositories of the Hugging Face Hub, with the `huggingface_hub` package and its cache.
 
-The package keeps every file that has arrived, shows its progress, and takes its settings from the environment:
-`HF_TOKEN` for what is not public, `HF_HUB_OFFLINE=1` to use the cache alone, `HF_HOME` for where that is.
+The package keeps completed files, shows progress, and is configured by the environment: `HF_TOKEN` for private
+repositories, `HF_HUB_OFFLINE=1` to use only the cache, `HF_HOME` for the cache's location.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxspec.errors import FetchError
 from jaxspec.storage import scratch, writing
 
-# What the readers of models open, and nothing else: no code and no pickles.
+# The files that the readers of models open: no code, and no pickles.
 _PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -22,21 +22,21 @@ _PATTERNS = [
     "model.safetensors.index.json",
 ]
 STALLED = 600
-"""Seconds without a byte after which an unlocked part of a file is taken for abandoned; some disks do not lock."""
+"""Seconds without progress after which an unlocked partial file counts as abandoned; some disks do not lock."""
 
 
 def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[str] = ()) -> pathlib.Path:
-    """Gives the directory of a Hub repository, downloading what is not in the Hub's own cache.
+    """Returns the directory of a Hub repository, after downloading the files that are not in the Hub's cache.
 
-    What a killed download left of a file is removed; the package itself never would.
+    Removes partial files of killed downloads, which the package itself keeps forever.
 
     Args:
         repo_id: `organization/name`.
-        revision: branch, tag or commit; the default branch when None.
-        more: files to fetch besides what is read of a model.
+        revision: branch, tag or commit; None for the default branch.
+        more: patterns of files to download besides a model's.
 
     Raises:
-        FetchError: the repository could not be fetched.
+        FetchError: the download failed, or the disk is full.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -45,20 +45,20 @@ def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[s
     try:
         _remove_abandoned(cache, repo_id)
         return pathlib.Path(huggingface_hub.snapshot_download(repo_id, **settings))
-    except Exception as error:  # its errors, and those of the HTTP library beneath, share no base class
+    except Exception as error:  # the errors of the package and of its HTTP library share no base class
         if writing.is_full(error):
             why = writing.full(cache, _missing(repo_id, settings))
             raise FetchError(
-                f"{repo_id} cannot be stored: {why}; free some, or set HF_HOME to a folder on another disk"
+                f"{repo_id} cannot be stored: {why}; free some space, or set HF_HOME to a directory on another disk"
             ) from error
         raise FetchError(
-            f"{repo_id}: no preset, no path here, and it could not be fetched from the Hugging Face Hub: "
+            f"{repo_id}: neither a preset nor an existing path, and the download from the Hugging Face Hub failed: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
         ) from error
 
 
 def _missing(repo_id: str, settings: dict) -> int | None:
-    """The bytes that are still to be downloaded; None if the Hub does not say."""
+    """Returns the number of bytes still to download; None if the Hub does not say."""
     import huggingface_hub
 
     with contextlib.suppress(Exception):
@@ -68,7 +68,7 @@ def _missing(repo_id: str, settings: dict) -> int | None:
 
 
 def _remove_abandoned(cache: pathlib.Path, repo_id: str) -> None:
-    """Removes the parts of files that no process is downloading. Each process names its own, so none is resumed."""
+    """Removes partial files that no process is downloading. Their names are random, so none would be resumed."""
     name = f"models--{repo_id.replace('/', '--')}"
     for part in (cache / name / "blobs").glob("*.????????.incomplete"):
         lock = cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock"

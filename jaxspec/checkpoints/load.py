@@ -10,7 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.backend.cpu import default_weight_layout
-from jaxspec.checkpoints.base import DTYPES, WEIGHTS, Checkpoint, beside, check_shape, finite, refuse_difference
+from jaxspec.checkpoints.base import (
+    DTYPES,
+    WEIGHTS,
+    Checkpoint,
+    activation_dtype,
+    check_finite,
+    check_names,
+    check_shape,
+)
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.core.checks import named, one_of
@@ -95,7 +103,7 @@ def load(
     params["layers"] = dict(enumerate(params["layers"]))
     return Model(
         lm=TransformerLM(
-            checkpoint.config, beside(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]
+            checkpoint.config, activation_dtype(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]
         ),
         params=params,
         tokenizer=tokenizer,
@@ -132,14 +140,14 @@ def read_params(
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
     shapes = checkpoint.config.param_shapes()
-    refuse_difference(checkpoint.source, shapes, checkpoint.tensors)
+    check_names(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         array = checkpoint.tensors[name]()
         check_shape(checkpoint.source, name, array.shape, shape)
         array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype != "int8" else "float32"])
         *layer, leaf = name.split(".")
-        array = finite(checkpoint.source, name, array)
+        array = check_finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
             array = OutMajor.quantize(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)

@@ -1,7 +1,7 @@
-"""Trees of arrays in directories, by Orbax: paths are made absolute, as it wants them, and an error is one line.
+"""Reads and writes trees of arrays with Orbax; an error is one exception with a one-line message.
 
-Orbax works in threads of its own. They log tracebacks through absl and asyncio, and reads that are under way when a
-call fails come back to an event loop that is closed by then. Nothing of that is shown: the caller gets one exception.
+Orbax works in its own threads, which log tracebacks through absl and asyncio. Reads in progress when a call fails end
+on a closed event loop. All of that is silenced.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class OrbaxError(Exception):
-    """What kept Orbax from reading or writing, in one line."""
+    """Orbax could not read or write; the message is one line."""
 
 
 def write(folder: pathlib.Path, tree: Any) -> None:
-    """Writes nested dicts of arrays into a directory that does not exist yet.
+    """Writes nested dicts of arrays to a directory that does not exist yet.
 
     Raises:
-        OrbaxError: they cannot be written.
+        OrbaxError: the arrays cannot be written.
     """
 
     def save() -> None:
@@ -39,10 +39,10 @@ def write(folder: pathlib.Path, tree: Any) -> None:
 
 
 def read(folder: pathlib.Path, like: Any) -> Any:
-    """Reads the arrays that `like` has, with its shapes and dtypes.
+    """Reads all arrays of a directory, with the structure, shapes and dtypes of `like`.
 
     Raises:
-        OrbaxError: they cannot be read.
+        OrbaxError: the arrays cannot be read.
     """
 
     def restore() -> Any:
@@ -55,10 +55,10 @@ def read(folder: pathlib.Path, like: Any) -> Any:
 
 
 def stored(folder: pathlib.Path) -> Any:
-    """Reads which arrays a directory holds: a tree of their shapes and dtypes.
+    """Returns the tree of shapes and dtypes of a directory's arrays.
 
     Raises:
-        OrbaxError: that cannot be read.
+        OrbaxError: the metadata cannot be read.
     """
 
     def metadata() -> Any:
@@ -71,10 +71,10 @@ def stored(folder: pathlib.Path) -> Any:
 
 
 def read_part(folder: pathlib.Path, like: Any) -> Any:
-    """Reads some of a directory's arrays as NumPy's: those of the tree `like`, whose leaves are shapes and dtypes.
+    """Reads part of a directory's arrays as NumPy arrays: those in the tree `like` of shapes and dtypes.
 
     Raises:
-        OrbaxError: they cannot be read.
+        OrbaxError: the arrays cannot be read.
     """
 
     def restore() -> Any:
@@ -93,14 +93,14 @@ def _quietly(do: Callable[[], T]) -> T:
     with _silence():
         try:
             return do()
-        except Exception as error:  # Orbax raises whatever its storage does
+        except Exception as error:  # Orbax raises whatever its storage raises
             why = _cause(error)
-        gc.collect()  # a task that failed unseen logs that when it is collected
+        gc.collect()  # a failed task whose exception was never retrieved logs it on collection
     raise OrbaxError(why)
 
 
 def _cause(error: Exception) -> str:
-    """The operating system's reason where there is one, else the message in one line."""
+    """Returns the operating system's reason if there is one, otherwise the message in one line."""
     text = " ".join(str(error).split())
     if code := re.search(r"os_error_code='(\d+)'", text):
         return os.strerror(int(code[1]))
@@ -108,29 +108,29 @@ def _cause(error: Exception) -> str:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""What `_silence` changes belongs to the process."""
+"""`_silence` changes global state of the process."""
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    loggers, nobody = [logging.getLogger(name) for name in ("absl", "asyncio")], logging.NullHandler()
+    loggers, null = [logging.getLogger(name) for name in ("absl", "asyncio")], logging.NullHandler()
     with _ONE_AT_A_TIME:
         before = [logger.disabled for logger in loggers]
         if not getattr(sys.unraisablehook, "drops_late_reads", False):
             sys.unraisablehook = _dropping_late_reads(sys.unraisablehook)
         try:
-            logging.root.addHandler(nobody)  # absl would else give the root logger a handler, for good
+            logging.root.addHandler(null)  # otherwise absl installs a permanent handler on the root logger
             for logger in loggers:
                 logger.disabled = True
             yield
         finally:
             for logger, disabled in zip(loggers, before):
                 logger.disabled = disabled
-            logging.root.removeHandler(nobody)
+            logging.root.removeHandler(null)
 
 
 def _dropping_late_reads(shown: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A hook for exceptions that nobody can catch. It stays, since reads may end long after the call that failed."""
+    """Makes a hook for unraisable exceptions. It stays installed, since reads may end long after the failed call."""
 
     def hook(raised: Any) -> None:
         closed = isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"

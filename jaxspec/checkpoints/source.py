@@ -1,4 +1,4 @@
-"""Finds what a user names, a preset, a path or a repository of the Hub, and opens it, whatever its format."""
+"""Resolves a preset, a path or a Hub repository, and opens the checkpoint in any supported format."""
 
 import dataclasses
 import os
@@ -17,21 +17,22 @@ def open_source(
     report: Callable[[str], object] | None = None,
     context: int | None = None,
 ) -> Checkpoint:
-    """Opens what a user names: a preset, a path, or a repository of the Hugging Face Hub, `organization/name`.
+    """Opens the checkpoint of a preset, a path, or a repository of the Hugging Face Hub, `organization/name`.
 
     Args:
-        source: the name; a preset comes before a path of the same name (write `./name` for the path).
-        revision: branch, tag or commit of a Hub repository; `organization/name@revision` says the same.
+        source: the preset, path or repository. A preset takes precedence over a path of the same name (write `./name`
+            for the path).
+        revision: branch, tag or commit of a Hub repository; equivalent to `organization/name@revision`.
         report: called with one line of text per step of a download.
-        context: the longest text that will be decoded, in tokens; None for what the model was made for. Models
-            with LongRoPE (Phi-3) rotate otherwise beyond their original context: without a context theirs is the
-            original one, with more all texts use the long rotation, short ones too.
+        context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
+            LongRoPE (Phi-3) have two sets of rotary frequencies: by default those of their original context, which is
+            then the limit; with a larger `context` the long ones, for short texts too.
 
     Raises:
-        InvalidConfig: a context that the model does not have, or a name that cannot be one.
-        UnknownName: it is none of the three.
+        InvalidConfig: the context exceeds the model's, or the source or revision is not a valid name.
+        UnknownName: there is no such preset, path or repository.
         FetchError: the download failed.
-        CheckpointError: what was found is not a checkpoint that can be read.
+        CheckpointError: the checkpoint is malformed or not supported.
     """
     place = find_source(source, revision, report)
     name = os.fspath(source)
@@ -45,9 +46,10 @@ def find_source(
     report: Callable[[str], object] | None = None,
     more: Sequence[str] = (),
 ) -> str:
-    """The path of what a user names, fetched first where it is not here; arguments and errors as `open_source`'s.
+    """Returns the path of a preset, path or repository, after downloading it if necessary.
 
-    `more`: files to fetch from a repository besides those of a model.
+    Args and errors are those of `open_source`, except for `more`: patterns of files to download from a repository,
+    besides those of a model.
     """
     if revision is not None and not (isinstance(revision, str) and revision.isprintable() and revision.strip()):
         raise InvalidConfig(f"revision must be the name of a branch, tag or commit, got {revision!r:.80}")
@@ -65,39 +67,43 @@ def find_source(
 
 
 def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
-    """Opens a GGUF file, a Hugging Face directory or what `jaxspec.save` wrote; `context` as in `open_source`.
+    """Opens a GGUF file, a Hugging Face directory, or a directory that `jaxspec.save` wrote.
+
+    Args:
+        path: the file or directory.
+        context: length of the longest text to decode; see `open_source`.
 
     Raises:
-        CheckpointError: it does not exist, is neither, is malformed, or is of a model that is not read.
+        CheckpointError: it does not exist, is malformed, or its format or model is not supported.
     """
     if context is not None and (type(context) is not int or context < 1):
         raise InvalidConfig(f"context must be a whole number of tokens from 1, got {context!r}")
     place = check_path(path, "the checkpoint's path", CheckpointError)
     if os.path.isfile(place / saved.MANIFEST):
-        return _within(saved.open_saved(place), context)
+        return _with_context(saved.open_saved(place), context)
     if os.path.isdir(place):
-        return _within(hf.open_hf(place, context), context)
+        return _with_context(hf.open_hf(place, context), context)
     if place.suffix.lower() == ".gguf" and os.path.isfile(place):
-        return _within(gguf.open_gguf(place, context), context)
+        return _with_context(gguf.open_gguf(place, context), context)
     if not os.path.exists(place):
         raise CheckpointError(f"{place}: no such file or directory")
     raise CheckpointError(
-        f"{place}: not a checkpoint that is read; give a .gguf file, or a directory with config.json and "
+        f"{place}: not a supported checkpoint; give a .gguf file, or a directory with config.json and "
         "safetensors weights (for a .safetensors file, give its directory)"
     )
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """What can be seen of a GGUF file or a Hugging Face directory, of whatever model it is.
+    """Reads the headers of a GGUF file or a Hugging Face directory, of a supported model or any other.
 
     Raises:
-        CheckpointError: not even the header of the file can be read.
+        CheckpointError: the header of the file cannot be read.
     """
     place = check_path(path, "the checkpoint's path", CheckpointError)
     return hf.read_headers(place) if place.is_dir() else gguf.read_headers(place)
 
 
-def _within(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
+def _with_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
     longest = checkpoint.config.max_position
     if context is None:
         return checkpoint

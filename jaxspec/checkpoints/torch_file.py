@@ -1,7 +1,7 @@
-"""Tensors of a file that torch.save wrote, without torch: a zip of raw storages, and a pickle saying what is in them.
+"""Reads the tensors of a `torch.save` file without PyTorch: a zip of raw storages and a pickle that describes them.
 
-The pickle is not run. A machine that knows two dozen opcodes and five names reads it; it calls nothing and imports
-nothing, and refuses a file that asks for anything else, by its name.
+The pickle is never unpickled. An interpreter of two dozen opcodes and five names parses it; it calls and imports
+nothing, and rejects a file that contains anything else.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.checkpoints.folder import HeldTensor
+from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.errors import CheckpointError
 
 _STORAGES = {
@@ -54,69 +54,69 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-class _Refused(Exception):
-    """What is wrong with the file; becomes a CheckpointError that names it."""
+class _Malformed(Exception):
+    """The file is malformed or not supported; becomes a CheckpointError that names it."""
 
 
-def open_torch(path: pathlib.Path) -> dict[str, HeldTensor]:
-    """The tensors of a state dict, by name; read when asked for.
+def open_torch(path: pathlib.Path) -> dict[str, LazyTensor]:
+    """Opens the tensors of a state dict, by name; they are read lazily.
 
     Raises:
-        CheckpointError: it is not a zip as torch.save writes, or holds anything but tensors of float32, float16 and
-            bfloat16, or a tensor does not lie within its storage.
+        CheckpointError: the file is not a zip that torch.save wrote, contains anything but tensors of float32, float16
+            and bfloat16, or a tensor exceeds its storage.
     """
     try:
         with path.open("rb") as file:
             if file.read(4) != b"PK\x03\x04":
-                raise _Refused(
-                    "not the zip that torch.save has written since torch 1.6; load it with torch and save it again, "
-                    "or convert it to safetensors"
+                raise _Malformed(
+                    "not the zip format that torch.save writes since PyTorch 1.6; load it with PyTorch and save it "
+                    "again, or convert it to safetensors"
                 )
         with zipfile.ZipFile(path) as archive:
             root, entries = _entries(archive, path.stat().st_size)
             if "byteorder" in entries and archive.read(entries["byteorder"])[:16] != b"little":
-                raise _Refused("its numbers are not little-endian")
+                raise _Malformed("its numbers are not little-endian")
             if "data.pkl" not in entries or entries["data.pkl"].file_size > _MAX_PICKLE:
-                raise _Refused(f"expected a data.pkl of at most {_MAX_PICKLE} bytes")
+                raise _Malformed(f"expected a data.pkl of at most {_MAX_PICKLE} bytes")
             tensors = _tensors(_run(archive.read(entries["data.pkl"])))
         total = sum(_check(name, tensor, entries) for name, tensor in tensors.items())
         if total > _MAX_SHARED * path.stat().st_size:
-            raise _Refused(f"its tensors take {total} bytes, the file {path.stat().st_size}")
-    except _Refused as error:
+            raise _Malformed(f"its tensors take {total} bytes, the file {path.stat().st_size}")
+    except _Malformed as error:
         raise CheckpointError(f"{path}: {error}") from None
-    # What malformed zips and pickles raise in the standard library.
+    # The standard library's errors for malformed zips and pickles.
     except (zipfile.BadZipFile, OSError, ValueError, LookupError, RuntimeError, EOFError, struct.error) as error:
-        raise CheckpointError(f"{path}: not a file of torch.save that can be read: {error!s:.200}") from None
-    return {name: _held(path, f"{root}/data/{tensor.storage.key}", tensor) for name, tensor in tensors.items()}
+        raise CheckpointError(f"{path}: not a valid torch.save file: {error!s:.200}") from None
+    return {name: _lazy(path, f"{root}/data/{tensor.storage.key}", tensor) for name, tensor in tensors.items()}
 
 
 def _entries(archive: zipfile.ZipFile, size: int) -> tuple[str, dict[str, zipfile.ZipInfo]]:
-    """The folder that all entries lie in, and the entries by their path below it."""
+    """Returns the archive's root directory, and its entries by their path below it."""
     entries: dict[str, zipfile.ZipInfo] = {}
     root = None
     for info in archive.infolist():
         parts = info.filename.split("/")
         root = root or parts[0]
         if parts[0] != root or len(parts) < 2 or {"", ".", ".."} & set(parts) or re.search(r"[\\\0:]", info.filename):
-            raise _Refused(f"entry {info.filename!r:.80}, expected all in one folder")
+            raise _Malformed(f"entry {info.filename!r:.80} is outside the archive's one root directory")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise _Refused(f"entry {info.filename!r:.80} is compressed, which torch.save does not do")
+            raise _Malformed(f"entry {info.filename!r:.80} is compressed, which torch.save does not do")
         if info.header_offset + info.file_size > size:
-            raise _Refused(f"entry {info.filename!r:.80} claims more bytes than the file has")
+            raise _Malformed(f"entry {info.filename!r:.80} claims more bytes than the file has")
         name = "/".join(parts[1:])
         if name in entries:
-            raise _Refused(f"entry {info.filename!r:.80} stands there twice")
+            raise _Malformed(f"entry {info.filename!r:.80} is duplicated")
         entries[name] = info
     return root or "", entries
 
 
 def _run(data: bytes) -> Any:
-    """What the pickle stands for, of dicts, tuples, lists, texts, numbers, names, storages and tensors."""
+    """Evaluates a pickle of dicts, tuples, lists, strings, numbers, names, storages and tensors."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
 
-    def above() -> list[Any]:
+    def pop_mark() -> list[Any]:
         at = marks.pop()
         items = stack[at:]
         del stack[at:]
@@ -145,10 +145,10 @@ def _run(data: bytes) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[arg])  # pyright: ignore[reportArgumentType]
             case "TUPLE":
-                stack.append(tuple(above()))
+                stack.append(tuple(pop_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
                 marks.append(len(stack) - int(name[-1]))
-                stack.append(tuple(above()))
+                stack.append(tuple(pop_mark()))
             case "GLOBAL":
                 stack.append(_name(*str(arg).rsplit(" ", 1)))
             case "STACK_GLOBAL":
@@ -161,33 +161,33 @@ def _run(data: bytes) -> Any:
                 stack.append(_reduce(stack.pop(), arguments))
             case "SETITEM":
                 marks.append(len(stack) - 2)
-                _fill(above(), stack[-1])
+                _fill(pop_mark(), stack[-1])
             case "SETITEMS":
-                _fill(above(), stack[-1])
+                _fill(pop_mark(), stack[-1])
             case "BUILD":  # the metadata that a state dict carries as an attribute
                 stack.pop()
                 if type(stack[-1]) is not dict:
-                    raise _Refused("sets the state of something that is no dict")
+                    raise _Malformed("its pickle sets the state of something other than a dict")
             case other:
-                raise _Refused(f"asks for {other} {arg!r:.80}, expected tensors alone")
-    raise _Refused("its pickle has no end")
+                raise _Malformed(f"its pickle uses {other} {arg!r:.80}, expected only tensors")
+    raise _Malformed("its pickle has no end")
 
 
 def _name(module: Any, name: Any) -> _Name:
     if type(module) is not str or type(name) is not str or (module, name) not in _KNOWN:
-        shown = f"{module}.{name}" if type(module) is str and type(name) is str else "a name that is no text"
-        raise _Refused(f"asks for {shown!r:.80}, expected tensors of float32, float16 or bfloat16 alone")
+        shown = f"{module}.{name}" if type(module) is str and type(name) is str else "a name that is not a string"
+        raise _Malformed(f"its pickle uses {shown!r:.80}, expected only tensors of float32, float16 or bfloat16")
     return _Name(module, name)
 
 
 def _storage(given: Any) -> _Storage:
     if type(given) is not tuple or len(given) != 5:
-        raise _Refused("a storage is a tuple of five")
+        raise _Malformed("a storage is not a tuple of five entries")
     tag, kind, key, _, size = given
     if not (type(tag) is str and tag == "storage" and isinstance(kind, _Name) and kind.name in _STORAGES):
-        raise _Refused("a storage is of a known type")
+        raise _Malformed("a storage has an unknown type")
     if not (type(key) is str and re.fullmatch(r"\d{1,9}", key, re.ASCII) and type(size) is int and size >= 0):
-        raise _Refused("a storage has a number and a size from 0")
+        raise _Malformed("a storage has an invalid key or size")
     return _Storage(kind.name, key, size)
 
 
@@ -196,55 +196,55 @@ def _reduce(function: Any, given: Any) -> Any:
     if known == _ORDERED and type(given) is tuple and not given:
         return {}
     if known != _REBUILD or type(given) is not tuple or len(given) not in (6, 7):
-        raise _Refused("calls something that makes no tensor")
+        raise _Malformed("its pickle calls something that does not make a tensor")
     storage, offset, shape, strides = given[:4]
     if not isinstance(storage, _Storage) or type(shape) is not tuple or type(strides) is not tuple:
-        raise _Refused("a tensor has a storage, a shape and strides")
+        raise _Malformed("a tensor has an invalid storage, shape or strides")
     numbers = (offset, *shape, *strides)
     if not len(shape) == len(strides) <= 8 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise _Refused("offset, shape and strides of a tensor are whole numbers from 0")
+        raise _Malformed("offset, shape and strides of a tensor must be whole numbers from 0")
     return _Tensor(storage, offset, shape, strides)
 
 
 def _fill(items: list[Any], target: Any) -> None:
     if type(target) is not dict or len(items) % 2:
-        raise _Refused("fills something that is no dict")
+        raise _Malformed("its pickle sets items of something other than a dict")
     for key, value in zip(items[::2], items[1::2]):
         if type(key) is not str or key in target:
-            raise _Refused(f"key {key!r:.80} stands there twice" if type(key) is str else "a key is no text")
+            raise _Malformed(f"key {key!r:.80} is duplicated" if type(key) is str else "a key is not a string")
         target[key] = value
 
 
 def _tensors(found: Any) -> dict[str, _Tensor]:
     if type(found) is not dict:
-        raise _Refused("holds no dict of tensors")
+        raise _Malformed("its content is not a dict of tensors")
     for name, tensor in found.items():
         if not isinstance(tensor, _Tensor):
-            raise _Refused(f"{name!r:.80} is no tensor")
+            raise _Malformed(f"{name!r:.80} is not a tensor")
     return found
 
 
 def _check(name: str, tensor: _Tensor, entries: dict[str, zipfile.ZipInfo]) -> int:
-    """The bytes of a tensor that lies within its storage, and the storage within the file; else it is refused."""
+    """Checks that a tensor fits in its storage and the storage in the file; returns the tensor's bytes."""
     _, dtype = _STORAGES[tensor.storage.kind]
     entry, size = entries.get(f"data/{tensor.storage.key}"), tensor.storage.size
     if entry is None or entry.file_size != size * dtype.itemsize:
         got = "no" if entry is None else entry.file_size
-        raise _Refused(f"tensor {name!r:.80}: its storage has {got} bytes, expected {size * dtype.itemsize}")
+        raise _Malformed(f"tensor {name!r:.80}: its storage has {got} bytes, expected {size * dtype.itemsize}")
     count = math.prod(tensor.shape)
     last = tensor.offset + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides))
     if count and (count > size or last >= size):
-        raise _Refused(
+        raise _Malformed(
             f"tensor {name!r:.80} of shape {list(tensor.shape)}, strides {list(tensor.strides)} and offset "
-            f"{tensor.offset} does not lie within its storage of {size} numbers"
+            f"{tensor.offset} exceeds its storage of {size} numbers"
         )
     return count * dtype.itemsize
 
 
-def _held(path: pathlib.Path, entry: str, tensor: _Tensor) -> HeldTensor:
+def _lazy(path: pathlib.Path, entry: str, tensor: _Tensor) -> LazyTensor:
     kind, dtype = _STORAGES[tensor.storage.kind]
     stored = StoredTensor(kind, tensor.shape, math.prod(tensor.shape) * dtype.itemsize)
-    return HeldTensor(str(path), stored, functools.partial(_read, path, entry, tensor, dtype))
+    return LazyTensor(str(path), stored, functools.partial(_read, path, entry, tensor, dtype))
 
 
 def _read(path: pathlib.Path, entry: str, tensor: _Tensor, dtype: np.dtype) -> np.ndarray:

@@ -129,7 +129,7 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
     """Sets the options that `--tuned` stands for, and gives its tree.
 
     Raises:
-        UsageError: they are given beside it.
+        UsageError: they are given activation_dtype it.
         TuningError: the file is none.
     """
     from jaxspec.core.tree import Topology
@@ -180,11 +180,11 @@ def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None"
     """The heads that `--heads` names, if it names some; what one should know of them is told."""
     if args.heads is None:
         return None
-    from jaxspec.checkpoints.base import beside
+    from jaxspec.checkpoints.base import activation_dtype
     from jaxspec.cli import show
     from jaxspec.heads.files import load_heads
 
-    heads = load_heads(args.heads, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
+    heads = load_heads(args.heads, target=target, dtype=activation_dtype(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
         show.say(f"{args.heads}: {note}", answer=True)
     return heads

@@ -23,7 +23,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 
     What would keep them from being loaded goes to `refused`.
     """
-    from jaxspec.checkpoints.base import beside
+    from jaxspec.checkpoints.base import activation_dtype
     from jaxspec.cli import show
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.headers import open_heads
@@ -49,7 +49,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         return report
     try:
         target = show.load(args.target, args.dtype)
-        loaded = load_heads(place, target=target, dtype=beside(args.dtype), allow_pickle=args.allow_pickle)
+        loaded = load_heads(place, target=target, dtype=activation_dtype(args.dtype), allow_pickle=args.allow_pickle)
         report["probe"] = probe(target, loaded, args.prompt or PROMPTS, not args.quiet)
     except JaxspecError as error:
         refused.append(error)

@@ -94,10 +94,10 @@ def spelt(tokenizer: "Tokenizer", token: int | None) -> str | None:
 
 def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
     """What decoding takes; the cache as for drafts of up to 64 tokens."""
-    from jaxspec.checkpoints.base import DTYPES, beside
+    from jaxspec.checkpoints.base import DTYPES, activation_dtype
     from jaxspec.models.config import is_table
 
-    size = DTYPES[beside(dtype)].itemsize
+    size = DTYPES[activation_dtype(dtype)].itemsize
     slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
     parameters = 0
     for name, shape in config.param_shapes().items():

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import folder, torch_file
-from jaxspec.checkpoints.base import StoredTensor, check_shape, finite, refuse_difference
-from jaxspec.checkpoints.folder import HeldTensor
+from jaxspec.checkpoints.base import StoredTensor, check_finite, check_names, check_shape
+from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.checkpoints.presets import PRESETS, SHIPPED
 from jaxspec.checkpoints.source import find_source
 from jaxspec.core.tree import Topology, read_parents
@@ -149,7 +149,7 @@ def _file(directory: pathlib.Path) -> str:
     return folder.WHOLE
 
 
-def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dict[str, HeldTensor]:
+def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dict[str, LazyTensor]:
     """Opens a file of tensors, whatever its format; of `model.safetensors` also the shards."""
     where = str(directory / name)
     if pathlib.Path(name).suffix in PICKLES:
@@ -202,7 +202,7 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
 
 
 def _open_theirs(
-    path: pathlib.Path, where: str, layout: Layout, tensors: Mapping[str, HeldTensor], settings: Mapping[str, Any]
+    path: pathlib.Path, where: str, layout: Layout, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
 ) -> HeadFile:
     if layout.in_model:
         tensors = {name: held for name, held in tensors.items() if name.startswith(layout.prefix)}
@@ -252,15 +252,15 @@ def _open_theirs(
     return HeadFile(path, layout.name, kept, readers, stored, settings, None, tuple(notes))
 
 
-def _reader(name: str, held: HeldTensor) -> Callable[[], np.ndarray]:
-    return lambda: finite(held.where, name, held.read())
+def _reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
+    return lambda: check_finite(held.where, name, held.read())
 
 
 def _check(
-    where: str, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, HeldTensor], tokens: str | None
+    where: str, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor], tokens: str | None
 ) -> None:
     """Refuses the file unless it has exactly these tensors, each of its shape and of a type that is read."""
-    refuse_difference(where, shapes, tensors)
+    check_names(where, shapes, tensors)
     for name, shape in shapes.items():
         check_shape(tensors[name].where, name, tensors[name].stored.shape, shape)
         folder.check_types({name: tensors[name]}, IDS if name == tokens else folder.FLOATS)

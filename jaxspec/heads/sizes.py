@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.checkpoints.folder import HeldTensor
+from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.layouts import Layout
 
@@ -79,7 +79,7 @@ def infer_sizes(
 
 
 def find_rows(
-    layout: Layout, tensors: Mapping[str, HeldTensor], stored: int, settings: Mapping[str, Any]
+    layout: Layout, tensors: Mapping[str, LazyTensor], stored: int, settings: Mapping[str, Any]
 ) -> tuple[int | None, Rows]:
     """Returns the size of the vocabulary, None if the file does not tell it, and the rows of a projection.
 
@@ -111,7 +111,7 @@ def find_rows(
     return vocab, Rows(tokens.size, None if (np.diff(order) > 0).all() else order, tokens[order])
 
 
-def read_tokens(name: str, held: HeldTensor, vocab: int | None) -> np.ndarray:
+def read_tokens(name: str, held: LazyTensor, vocab: int | None) -> np.ndarray:
     """Reads the ids of a reduced vocabulary, in the file's order.
 
     Raises:

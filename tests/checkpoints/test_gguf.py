@@ -146,7 +146,7 @@ def test_the_readers_do_not_import_jax():
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, expected 16"),
         ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type is 'dynamic', expected none, linear or yarn"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.5}, "factor is 0.5, expected from 1"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.5}, "factor is 0.5, expected at least 1"),
         ({"llama.rope.freq_base": float("nan")}, "rope_theta must be positive and finite"),
         ({"llama.expert_count": 8}, "expert_count is 8, expected 0"),
         ({"llama.vocab_size": 95}, "vocab_size is 95, expected 96"),
@@ -197,7 +197,7 @@ def test_weights_that_are_not_finite(tmp_path, bad):
 
 
 def test_other_architectures(tmp_path):
-    with pytest.raises(CheckpointError, match="'gpt2' is not read; read: llama"):
+    with pytest.raises(CheckpointError, match="'gpt2' is not supported; supported: llama"):
         open_checkpoint(write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS, architecture="gpt2"))
 
 
@@ -277,9 +277,9 @@ MALFORMED = {
     "dimension 0": (header([], [tensor(shape=(4, 0))]), r"shape \[0, 4\]: empty or too large"),
     "elements overflow": (header([], [tensor(shape=(2**32, 2**32))]), "empty or too large"),
     "bytes overflow": (header([], [tensor(shape=(2**61,))]), "ends at byte 92233.*truncated"),
-    "type unknown": (header([], [tensor(kind=9999)]), "x has type 9999, which is not read"),
-    "type removed": (header([], [tensor(kind=4)]), "x has type 4, which is not read"),
-    "type of integers": (header([], [tensor(kind=26)]), "x has type 26, which is not read"),
+    "type unknown": (header([], [tensor(kind=9999)]), "x has type 9999, which is not supported"),
+    "type removed": (header([], [tensor(kind=4)]), "x has type 4, which is not supported"),
+    "type of integers": (header([], [tensor(kind=26)]), "x has type 26, which is not supported"),
     "row not whole blocks": (
         header([], [tensor(shape=(16,), kind=8)]),
         "rows of 16, expected a multiple of 32",

@@ -79,8 +79,8 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3' is not read; read: llama, mistral"),
-        ({"model_type": None}, "model_type None is not read"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: llama, mistral"),
+        ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic' are not supported; supported: def"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing, expected a positive number"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4', expected a positive number"),
@@ -241,14 +241,14 @@ def test_every_truncation_is_refused(tmp_path):
     raw = (tmp_path / "model.safetensors").read_bytes()
     for size in (0, 1, 8, 100, len(raw) // 2, len(raw) - 1):
         (tmp_path / "model.safetensors").write_bytes(raw[:size])
-        with pytest.raises(CheckpointError, match=r"model.safetensors: not a safetensors file that can be read"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors: not a valid safetensors file"):
             open_checkpoint(tmp_path)
 
 
 def test_pickles_are_never_opened(tmp_path):
     write_hf(tmp_path, CONFIG, PARAMS)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin may hold code and are never opened"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin may contain code and are never opened"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has no safetensors weights: expected model.safetensors"):
@@ -374,7 +374,7 @@ def test_other_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"to open its GGUF file, name it: .*x.gguf"):
+    with pytest.raises(CheckpointError, match=r"to open its GGUF file, give its path: .*x.gguf"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be used: File name too long"):
         open_checkpoint("x" * 5000)
@@ -388,5 +388,5 @@ def test_a_repository_that_cannot_be_fetched(monkeypatch):
         raise ConnectionError("no network\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(FetchError, match=r"a/b: no preset, no path here, .*: ConnectionError: no network$"):
+    with pytest.raises(FetchError, match=r"a/b: neither a preset nor .*: ConnectionError: no network$"):
         open_source("a/b")

@@ -131,12 +131,12 @@ def test_what_is_damaged_is_refused(tmp_path):
     with_manifest(good | {"version": 2}, "expected format jaxspec, version 1")
     with_manifest(good | {"config": good["config"] | {"hidden_size": 32}}, "has shape .* expected")
     with_manifest(good | {"config": good["config"] | {"num_layers": 1, "windowed": [True]}}, "not expected: layers.1")
-    with_manifest(good | {"config": {"hidden_size": 32}}, "not a manifest that can be read: KeyError")
+    with_manifest(good | {"config": {"hidden_size": 32}}, "not a valid manifest: KeyError")
     with_manifest(good | {"stop_ids": [96]}, "special token id 96")
     (place / "jaxspec.json").write_text(json.dumps(good))
     for name in ("manifest.ocdbt", "_METADATA"):
         (place / "params" / name).rename(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"has no file {name}: not an Orbax checkpoint"):
+        with pytest.raises(CheckpointError, match=f"has no file {name}: not a valid Orbax checkpoint"):
             load(place)
         (tmp_path / name).rename(place / "params" / name)
     assert load(place).lm.config == CONFIG
@@ -158,7 +158,7 @@ def test_every_file_of_the_parameters_has_a_checksum(tmp_path):
             load(place)
         file.write_bytes(good)
     assert load(place).lm.config == CONFIG
-    for value, words in ((5, "sha256 is 5, expected"), ({"no": "x"}, "has no file no, which was saved with it")):
+    for value, words in ((5, "sha256 is 5, expected"), ({"no": "x"}, "has no file no, which the manifest lists")):
         (place / "jaxspec.json").write_text(json.dumps(manifest | {"sha256": value}))
         with pytest.raises(CheckpointError, match=words):
             load(place)

@@ -98,38 +98,38 @@ CALLS = {
     "OBJ": b"\x80\x02(o.",
     "NEWOBJ": b"\x80\x02" + name("collections", "OrderedDict") + b")\x81.",
     "EXT1": b"\x80\x02\x82\x01.",
-    "BYTEARRAY8": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "cannot be read|can be read"),
-    "BINUNICODE8": (b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", "can be read"),
+    "BYTEARRAY8": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "cannot be read|not a valid torch.save file"),
+    "BINUNICODE8": (b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", "not a valid torch.save file"),
     "a far memo": (b"\x80\x02}r\xff\xff\xff\x7f.", None),
-    "a memo that is not there": (b"\x80\x02h\x07.", "can be read"),
-    "an empty stack": (b"\x80\x02.", "can be read"),
-    "no end": (b"\x80\x02}", "can be read"),
-    "nothing": (b"", "can be read"),
-    "noise": (b"\xff\xfe\xfd", "can be read"),
-    "a decimal": (b"\x80\x02L" + b"9" * 100_000 + b"L\n.", "can be read"),
-    "tuples of tuples": (DEEP, "no dict"),
-    "tuples of tuples as a key": (b"\x80\x02}" + DEEP[2:-1] + b"Ns.", "no text"),
+    "a memo that is not there": (b"\x80\x02h\x07.", "not a valid torch.save file"),
+    "an empty stack": (b"\x80\x02.", "not a valid torch.save file"),
+    "no end": (b"\x80\x02}", "not a valid torch.save file"),
+    "nothing": (b"", "not a valid torch.save file"),
+    "noise": (b"\xff\xfe\xfd", "not a valid torch.save file"),
+    "a decimal": (b"\x80\x02L" + b"9" * 100_000 + b"L\n.", "not a valid torch.save file"),
+    "tuples of tuples": (DEEP, "not a dict"),
+    "tuples of tuples as a key": (b"\x80\x02}" + DEEP[2:-1] + b"Ns.", "a key is not a string"),
     "tuples of tuples as a shape": (put(PLAIN.replace(pair((3, 4)), DEEP[2:-1])), "whole numbers from 0"),
-    "a list": (b"\x80\x02].", "no dict"),
-    "a number for a tensor": (put(whole(3)), "'w' is no tensor"),
-    "a name twice": (state_dict({"w": PLAIN}).replace(b"u}", text("w") + PLAIN + b"u}"), "twice"),
-    "a state for a tuple": (b"\x80\x02)}b.", "no dict"),
-    "a call of a tensor": (put(PLAIN + b")R"), "makes no tensor"),
-    "a tensor without strides": (put(name("torch._utils", "_rebuild_tensor_v2") + b")R"), "makes no tensor"),
-    "a storage of text": (put(text("storage") + b"Q"), "tuple of five"),
-    "a path for a storage": (put(tensor("FloatStorage", "../../etc/passwd", 12, (3, 4), (4, 1))), "number and a size"),
+    "a list": (b"\x80\x02].", "not a dict"),
+    "a number for a tensor": (put(whole(3)), "'w' is not a tensor"),
+    "a name twice": (state_dict({"w": PLAIN}).replace(b"u}", text("w") + PLAIN + b"u}"), "duplicated"),
+    "a state for a tuple": (b"\x80\x02)}b.", "other than a dict"),
+    "a call of a tensor": (put(PLAIN + b")R"), "does not make a tensor"),
+    "a tensor without strides": (put(name("torch._utils", "_rebuild_tensor_v2") + b")R"), "does not make a tensor"),
+    "a storage of text": (put(text("storage") + b"Q"), "not a tuple of five"),
+    "a path for a storage": (put(tensor("FloatStorage", "../../etc/passwd", 12, (3, 4), (4, 1))), "invalid key"),
     "a storage that is not there": (put(tensor("FloatStorage", "7", 12, (3, 4), (4, 1))), "has no bytes, expected 48"),
     "a longer storage": (put(tensor("FloatStorage", "0", 1 << 40, (3, 4), (4, 1))), "48 bytes, expected 4398"),
     "a shorter storage": (put(tensor("FloatStorage", "0", 11, (3, 3), (3, 1))), "has 48 bytes, expected 44"),
     "another width": (put(tensor("HalfStorage", "0", 12, (3, 4), (4, 1))), "has 48 bytes, expected 24"),
-    "a negative size": (put(tensor("FloatStorage", "0", -12, (3, 4), (4, 1))), "number and a size"),
+    "a negative size": (put(tensor("FloatStorage", "0", -12, (3, 4), (4, 1))), "invalid key or size"),
     "a negative shape": (put(tensor("FloatStorage", "0", 12, (-3, -4), (4, 1))), "whole numbers from 0"),
     "a negative stride": (put(tensor("FloatStorage", "0", 12, (3, 4), (-4, 1))), "whole numbers from 0"),
     "a negative offset": (put(tensor("FloatStorage", "0", 12, (3, 4), (4, 1), -1)), "whole numbers from 0"),
-    "an offset": (put(tensor("FloatStorage", "0", 12, (3, 4), (4, 1), 1)), "does not lie within"),
-    "a stride": (put(tensor("FloatStorage", "0", 12, (3, 4), (5, 1))), "does not lie within"),
-    "a huge shape": (put(tensor("FloatStorage", "0", 12, (1 << 40, 1 << 40), (0, 0))), "does not lie within"),
-    "a huge stride": (put(tensor("FloatStorage", "0", 12, (3, 4), (1 << 61, 1))), "does not lie within"),
+    "an offset": (put(tensor("FloatStorage", "0", 12, (3, 4), (4, 1), 1)), "exceeds its storage"),
+    "a stride": (put(tensor("FloatStorage", "0", 12, (3, 4), (5, 1))), "exceeds its storage"),
+    "a huge shape": (put(tensor("FloatStorage", "0", 12, (1 << 40, 1 << 40), (0, 0))), "exceeds its storage"),
+    "a huge stride": (put(tensor("FloatStorage", "0", 12, (3, 4), (1 << 61, 1))), "exceeds its storage"),
     "more axes than strides": (put(tensor("FloatStorage", "0", 12, (3, 4), (1,))), "whole numbers from 0"),
     "many axes": (put(tensor("FloatStorage", "0", 12, (1,) * 99, (1,) * 99)), "whole numbers from 0"),
     "a long one": (b"\x80\x02" + b"N" * (1 << 21) + b".", "at most 1048576 bytes"),
@@ -167,21 +167,21 @@ def test_zips(tmp_path):
         path.write_bytes(raw[:size])
         refused(path, "torch")
     path.write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + raw)  # torch before 1.6
-    refused(path, "since torch 1.6")
+    refused(path, "since PyTorch 1.6")
     refused(write_zip(path, GOOD, {"0": RAW}, compression=zipfile.ZIP_DEFLATED), "is compressed")
     refused(write_zip(path, GOOD, {"0": b"\0" * (1 << 26)}, compression=zipfile.ZIP_BZIP2), "is compressed")
-    refused(write_zip(path, GOOD, {"0": RAW}, root=".."), "expected all in one folder")
-    refused(write_zip(path, GOOD, {"../../0": RAW}), "expected all in one folder")
-    refused(write_zip(path, GOOD, {"0": RAW}, root="/abs"), "expected all in one folder")
+    refused(write_zip(path, GOOD, {"0": RAW}, root=".."), "outside the archive")
+    refused(write_zip(path, GOOD, {"../../0": RAW}), "outside the archive")
+    refused(write_zip(path, GOOD, {"0": RAW}, root="/abs"), "outside the archive")
     for odd in ("other/data/0", "alone", "medusa_lm_head/C:x", "medusa_lm_head/..\\x"):
         write_zip(path, GOOD, {"0": RAW})
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr(odd, b"")
-        refused(path, "expected all in one folder")
+        refused(path, "outside the archive")
     write_zip(path, GOOD, {"0": RAW})
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("medusa_lm_head/data/0", RAW)
-    refused(path, "stands there twice")
+    refused(path, "is duplicated")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", GOOD)
         archive.writestr("a/byteorder", b"big")
