@@ -143,7 +143,7 @@ def _prompts(path: str, split: str | None) -> list:
     from jaxspec.text.conversations import read
 
     found = []
-    for one in read([path], refuse=True, split=split or SPLITS[0])[0]:
+    for one in read([path], strict=True, split=split or SPLITS[0])[0]:
         asked = itertools.takewhile(lambda message: message["role"] != "assistant", one.messages)
         found.append(list(asked) if one.text is None else one.text)
     show.say(f"{path}: {len(found)} prompt{'s' * (len(found) > 1)}")

@@ -30,7 +30,7 @@ from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
-from jaxspec.text.tokenizer import refuse_difference
+from jaxspec.text.tokenizer import check_same_vocab
 
 DRAFTER = "prompt-lookup"
 """Where a user names none."""
@@ -137,7 +137,7 @@ class Drafting:
             if draft_params is not None:
                 raise InvalidConfig(f"draft_params are of a drafter object; the drafter {drafter!r} brings its own")
             if inputs.draft is not None and inputs.draft.tokenizer is not None and target.tokenizer is not None:
-                refuse_difference(target.tokenizer, inputs.draft.tokenizer)
+                check_same_vocab(target.tokenizer, inputs.draft.tokenizer)
             return member.build(inputs)
         if isinstance(drafter, type) or not isinstance(drafter, Drafter):
             raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")

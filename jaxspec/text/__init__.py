@@ -1,4 +1,4 @@
-"""Text in and out: tokenizers, chat templates, incremental decoding, stop strings."""
+"""Text processing: tokenizers, chat templates, incremental decoding, stop strings, and files of prompts."""
 
 from jaxspec.text.chat import ChatTemplate as ChatTemplate
 from jaxspec.text.incremental import IncrementalDecoder as IncrementalDecoder

@@ -1,7 +1,7 @@
-"""What a chat template may spend: units of about ten nanoseconds or one byte, charged before the work is done.
+"""The budget of a chat template: units of about ten nanoseconds or one byte, charged before the work is done.
 
-Nothing here runs longer, or makes more, than what was charged for it. Values that share parts (`[x, x]` in a loop)
-cost as much as if nothing was shared, since printing, comparing and hashing them takes as long.
+No operation takes more time or memory than its charge. Values that share parts (`[x, x]` in a loop) cost as much as
+copies would, since printing, comparing and hashing them takes as long.
 """
 
 import operator
@@ -13,16 +13,16 @@ from jinja2 import Undefined
 from jinja2.exceptions import SecurityError
 from markupsafe import Markup
 
-NODE = 16  # a step of the simplest kind
-PIECE = 64  # an element of a new list, or of one that is walked through
-ESCAPED = 6  # `&#34;` for a quote, the escape of a control character in JSON
-PRINTED = 10  # `\U000e0001` for a character, where a str is printed inside a list
-MAX_NESTED = 100  # values inside one another
-MAX_CALLS = 50  # macros that call one another
+NODE = 16  # units of a simple step
+PIECE = 64  # units of an element of a list that is created or iterated over
+ESCAPED = 6  # characters per escaped character: `&#34;` for a quote, a control character in JSON
+PRINTED = 10  # characters per printed character: `\U000e0001` in a str inside a printed list
+MAX_NESTED = 100  # levels of nested values
+MAX_CALLS = 50  # levels of nested macro calls
 MAX_INT = 1 << 64
 
 BUDGET: ContextVar["Budget"] = ContextVar("budget")
-"""Of the rendering under way in this thread."""
+"""The budget of this thread's current rendering."""
 
 _Views = type({}.keys()) | type({}.values()) | type({}.items())
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -38,7 +38,7 @@ _SEARCHES |= {"rstrip", "strip"}
 
 
 class Stream:
-    """Items that can be read once, where jinja2 has a generator: generators in generators can overflow the C stack."""
+    """Items to iterate over once. They replace jinja2's generators, which can overflow the C stack if nested."""
 
     def __init__(self, items: list[Any]):
         self.items = items
@@ -55,29 +55,30 @@ _Data = str | int | float | list | tuple | dict | range | Undefined | Stream | _
 
 
 class Budget:
-    """What is left for one rendering."""
+    """The remaining units of one rendering."""
 
     def __init__(self, units: int):
         self.left = units
         self._calls = 0
 
     def spend(self, units: int) -> None:
-        """Charges `units`, or raises SecurityError."""
+        """Charges `units`; raises SecurityError if the budget is exhausted."""
         self.left -= max(units, 0)
         if self.left < 0:
-            raise SecurityError("it takes more steps or memory than a chat template may")
+            raise SecurityError("it exceeds the time or memory limit of chat templates")
 
     def enter(self) -> None:
-        """Begins a call of a macro, which `leave` ends."""
+        """Begins a macro call, which `leave` ends."""
         self._calls += 1
         if self._calls > MAX_CALLS:
-            raise SecurityError(f"more than {MAX_CALLS} macros call one another")
+            raise SecurityError(f"macro calls nested more than {MAX_CALLS} levels deep")
 
     def leave(self) -> None:
+        """Ends a macro call."""
         self._calls -= 1
 
     def weigh(self, value: Any, factor: int = 1, margin: int = 0) -> None:
-        """Charges `value` with all that is in it: `factor` a character, `margin` a value for each level it is deep."""
+        """Charges a value with its contents: `factor` per character, `margin` per value and level of nesting."""
         stack = [(value, 0)]
         while stack:
             value, depth = stack.pop()
@@ -88,12 +89,12 @@ class Budget:
                 self.spend(len(value))
             elif parts := contents(data(value)):
                 if depth == MAX_NESTED:
-                    raise SecurityError(f"values more than {MAX_NESTED} deep inside one another")
+                    raise SecurityError(f"values nested more than {MAX_NESTED} levels deep")
                 self.spend(NODE * len(parts))
                 stack.extend((part, depth + 1) for part in parts)
 
     def text(self, value: Any) -> str:
-        """`str(value)`, charged; a str, or jinja2's Markup, as it is."""
+        """Charges and returns `str(value)`; a str and jinja2's Markup are returned unchanged."""
         if isinstance(value, str):
             self.spend(len(value))
             return value
@@ -101,19 +102,19 @@ class Budget:
         return str(value)
 
     def join(self, values: Iterable[Any], separator: str = "") -> None:
-        """Charges the text of `values` with `separator` between them."""
+        """Charges joining the text of `values` with `separator`."""
         for value in values:
             self.spend(PIECE + len(separator))
             self.weigh(value, 1 if isinstance(value, str) else PRINTED)
 
     def method(self, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Charges `text.name(*args, **kwargs)`, a method of str."""
+        """Charges `text.name(*args, **kwargs)`, a call of a str method."""
         before, given = self.left, [*args, *kwargs.values()]
         self.weigh(given)
         first = args[0] if args else kwargs.get("sep", kwargs.get("old", kwargs.get("chars")))
         part = first if isinstance(first, str) else ""
         self.spend(len(text) * (3 if name in _CASES else 1))  # 'ΐ'.upper() has three characters
-        if name in _SEARCHES:  # the worst case: each character of one against each of the other
+        if name in _SEARCHES:  # worst case: compares all pairs of characters
             self.spend(len(text) * len(part) // 8)
         if name == "replace":
             new = args[1] if len(args) > 1 else kwargs.get("new")
@@ -133,7 +134,7 @@ class Budget:
         self.spend((before - self.left) * length(value).bit_length())
 
     def compare(self, values: list[Any], operators: Iterable[str]) -> bool:
-        """`values[0] operators[0] values[1] ...`, as Python compares."""
+        """Charges and evaluates the comparison `values[0] operators[0] values[1] ...`."""
         return all(self._compare(*pair) for pair in zip(operators, values, values[1:]))
 
     def _compare(self, name: str, left: Any, right: Any) -> bool:
@@ -153,7 +154,7 @@ class Budget:
             self.spend(len(left) if len(left) == len(right) else 0)
             return left == right
         if depth > MAX_NESTED:
-            raise SecurityError(f"values more than {MAX_NESTED} deep inside one another")
+            raise SecurityError(f"values nested more than {MAX_NESTED} levels deep")
         if isinstance(left, list | tuple) and isinstance(right, list | tuple):
             return (
                 type(left) is type(right)
@@ -182,14 +183,14 @@ class Budget:
 
 
 def data(value: Any) -> Any:
-    """`value`, if it is data; for what jinja2 has for itself, such as `loop`, raises TypeError."""
+    """Returns the value if it is data; raises TypeError for jinja2's own objects, such as `loop`."""
     if value is None or isinstance(value, _Data):
         return value
     raise TypeError(f"{type(value).__name__!r} object cannot be looped over, compared or printed")
 
 
 def contents(value: Any) -> list[Any]:
-    """What stands inside a value, if anything."""
+    """Returns the values inside a value; [] if there are none."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, Stream):
@@ -198,21 +199,21 @@ def contents(value: Any) -> list[Any]:
 
 
 def length(value: Any) -> int:
-    """How many items `value` has; 0 if it has none."""
+    """Returns the number of items of a value; 0 for a value without items."""
     if isinstance(value, Stream):
         return len(value.items)
     return len(value) if isinstance(value, str | list | tuple | dict | range | _Views) else 0
 
 
 def bounded(value: Any) -> Any:
-    """`value`, if it is no integer of too many digits."""
+    """Returns the value; raises SecurityError if it is an integer above 2**64."""
     if isinstance(value, int) and abs(value) > MAX_INT:
         raise SecurityError("an integer above 2**64")
     return value
 
 
 def _occurrences(text: str, part: str) -> int:
-    """How often `part` may be in `text` at most."""
-    if isinstance(text, Markup) or not part:  # Markup looks for the escaped part; no part is white space, or everywhere
+    """Returns an upper bound on the occurrences of `part` in `text`."""
+    if isinstance(text, Markup) or not part:  # Markup searches for the escaped part; an empty part matches everywhere
         return len(text) + 1
     return text.count(part)

@@ -1,4 +1,4 @@
-"""Chat templates: how a conversation is written down for a model."""
+"""Chat templates, which format a conversation as a model's prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,21 +6,30 @@ from typing import Any
 import jinja2
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.text.sandbox import Refused, TemplateSandbox
+from jaxspec.text.sandbox import RaisedByTemplate, TemplateSandbox
 
-MAX_SOURCE = 1 << 16  # characters; the longest published templates have some 30,000
-MAX_OUTPUT = 1 << 20  # characters that a template may add to those of the messages
-MAX_NESTED = 90  # lists and dicts inside one another, in what a template is given
-BUDGET = 1 << 24  # units that any rendering may spend: about a fifth of a second
-PER_CHARACTER = 64  # units more for each character that a template is given
-RECORD = 512  # characters that a list or dict counts for, beside what is in it
+MAX_SOURCE = 1 << 16  # characters; the longest published templates have about 30,000
+MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
+MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
+BUDGET = 1 << 24  # units for any rendering: about 0.2 seconds
+PER_CHARACTER = 64  # additional units per character of input
+RECORD = 512  # characters that a list or dict counts for, besides its contents
 
 
 class ChatTemplate:
-    """Turns a conversation into the text a model was trained on."""
+    """A template that formats a conversation as the text a model was trained on.
+
+    Attributes:
+        source: the Jinja source.
+        special_tokens: the template's variables, such as `bos_token`.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """Compiles the template `source`; `special_tokens` are its variables, such as `bos_token`."""
+        """Compiles a template.
+
+        Raises:
+            CheckpointError: the source is too long, or it cannot be compiled.
+        """
         if not isinstance(source, str) or len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template: must be a str of at most {MAX_SOURCE} characters")
         self.source, self.special_tokens = source, dict(special_tokens or {})
@@ -35,43 +44,47 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of `messages`, each `{"role": ..., "content": ...}`, ready for the assistant's next turn.
+        """Formats a conversation.
 
         Args:
-            messages: the conversation, at least one message; other keys are the template's to read.
-            add_generation_prompt: end with what begins an answer.
-            **variables: what else this template knows, such as `tools` or `enable_thinking`.
+            messages: the messages, `{"role": ..., "content": ...}` each, at least one; templates may read other keys.
+            add_generation_prompt: whether to end with the beginning of the assistant's reply.
+            **variables: further variables of the template, such as `tools` or `enable_thinking`.
+
+        Raises:
+            InvalidConfig: the messages are malformed, or the template rejects them.
+            CheckpointError: the template fails, or exceeds its limits.
         """
         _check(messages)
-        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        inputs = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        inputs |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         size = 0
-        for name, value in given.items():
-            given[name], more = _plain(value, name)
-            size += more
+        for name, value in inputs.items():
+            inputs[name], added = _plain(value, name)
+            size += added
         room = MAX_OUTPUT + size
         parts = []
         try:
             with self._sandbox.budget(BUDGET + PER_CHARACTER * size):
-                for part in self._template.generate(given):
+                for part in self._template.generate(inputs):
                     parts.append(part)
                     room -= len(part)
                     if room < 0:
-                        raise CheckpointError(f"chat template: more than {MAX_OUTPUT + size} characters come out")
+                        raise CheckpointError(f"chat template: its output exceeds {MAX_OUTPUT + size} characters")
         except CheckpointError:
             raise
-        except Refused as error:
-            raise InvalidConfig(f"the chat template refuses these messages: {_line(error)}") from None
-        except Exception as error:  # a template may divide by zero, or do anything else
+        except RaisedByTemplate as error:
+            raise InvalidConfig(f"the chat template rejects these messages: {_line(error)}") from None
+        except Exception as error:  # a template may divide by zero, or raise anything else
             raise CheckpointError(f"chat template: {_line(error)}") from None
         return "".join(parts)
 
 
 def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses what is no conversation."""
+    """Raises InvalidConfig unless the messages are a conversation."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidConfig(
-            f'messages must be a list of {{"role": ..., "content": ...}}, at least one, got {messages!r:.80}'
+            f'messages must be a non-empty list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
         )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -82,9 +95,9 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
-    """A copy of `value` made of Python's own types alone, as JSON has them, and its size in characters."""
+    """Copies a value to Python's built-in types, as in JSON; returns the copy and its size in characters."""
     if depth > MAX_NESTED:
-        raise InvalidConfig(f"{name}: lists and dicts more than {MAX_NESTED} deep inside one another")
+        raise InvalidConfig(f"{name}: lists and dicts nested more than {MAX_NESTED} levels deep")
     if value is None or isinstance(value, bool):
         return value, 1
     if isinstance(value, str):
@@ -98,10 +111,10 @@ def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
         items = [_plain(item, name, depth + 1) for item in value]
         plain = [item for item, _ in items]
         return tuple(plain) if isinstance(value, tuple) else plain, RECORD + sum(size for _, size in items)
-    raise InvalidConfig(f"{name} must be made of str, numbers, lists and dicts, got {type(value).__name__!r} in it")
+    raise InvalidConfig(f"{name} may contain only strings, numbers, lists and dicts, got {type(value).__name__!r}")
 
 
 def _line(error: BaseException) -> str:
-    """An exception in one line."""
+    """Formats an exception as one line."""
     text = " ".join(str(error).split())
     return f"{text[:200]}" if text else type(error).__name__

@@ -1,9 +1,9 @@
-"""Reads files of prompts: conversations and texts, and what in them cannot be read.
+"""Reads files of prompts and conversations, and reports the rows that cannot be read.
 
-A `.jsonl` file has an object per line, a `.json` file a list of them: `{"messages": [{"role": ..., "content": ...}]}`,
+A `.jsonl` file has one object per line, a `.json` file a list of them: `{"messages": [{"role": ..., "content": ...}]}`,
 ShareGPT's `{"conversations": [{"from": "human", "value": ...}]}`, Spec-Bench's `{"turns": ["...", ...]}`, or
-`{"prompt": "..."}`, an `"answer"` or `"response"` beside it where there is one; prompt and answer may be lists of token
-ids, which need no tokenizer. A `.txt` file has a text per line, or is split as `jaxspec.storage.prompt_files` says.
+`{"prompt": "..."}`, optionally with an `"answer"` or `"response"`. Prompt and answer may be lists of token ids, which
+need no tokenizer. A `.txt` file has one text per line, or is split as described in `jaxspec.storage.prompt_files`.
 """
 
 import codecs
@@ -17,19 +17,19 @@ from typing import Any
 from jaxspec.errors import TrainingError
 from jaxspec.storage.prompt_files import split_text
 
-MAX_LINE = 1 << 22  # bytes; longer ones are no conversation
+MAX_LINE = 1 << 22  # bytes of a line
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One conversation, or a plain text.
+    """A conversation, a plain text, or token ids.
 
     Attributes:
-        messages: what was said, `{"role": ..., "content": ...}` each; () for a plain text.
+        messages: the messages, `{"role": ..., "content": ...}` each; () for a plain text and for token ids.
         text: the plain text, or None.
         where: file and line.
-        ids: token ids of a prompt and, where it is given, of its answer; () for what is text.
+        ids: token ids of a prompt and, if there is one, of its answer; () for text.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -40,24 +40,27 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class BadRow:
-    """What could not be read, and why."""
+    """A row that could not be read, and the reason."""
 
     where: str
     why: str
 
 
 def read(
-    paths: Sequence[str | os.PathLike], refuse: bool = False, split: str = "line"
+    paths: Sequence[str | os.PathLike], strict: bool = False, split: str = "line"
 ) -> tuple[list[Conversation], list[BadRow]]:
-    """All conversations of the files, in order, and the rows that are none.
+    """Reads the conversations of all files, in order.
 
     Args:
         paths: the files.
-        refuse: raise at the first bad row instead of listing it.
-        split: what of a `.txt` file is a text: a "line", what "blank" lines part, or the "file".
+        strict: whether to raise at the first bad row instead of listing it.
+        split: the texts of a `.txt` file: each "line", each paragraph between "blank" lines, or the whole "file".
+
+    Returns:
+        The conversations, and the bad rows.
 
     Raises:
-        TrainingError: a file cannot be read, or has no good row at all; or a row is bad and `refuse` is set.
+        TrainingError: a file cannot be read or has no good row, or `strict` is set and a row is bad.
     """
     good: list[Conversation] = []
     bad: list[BadRow] = []
@@ -67,21 +70,21 @@ def read(
             try:
                 good.append(_conversation(row, where))
             except _Bad as error:
-                if refuse:
-                    raise TrainingError(f"{where}: {error}; mend it, or remove it") from None
+                if strict:
+                    raise TrainingError(f"{where}: {error}; correct or remove the row") from None
                 bad.append(BadRow(where, str(error)))
         if len(good) == before:
             why = f"; the first row: {bad[-1].why}" if bad else ""
-            raise TrainingError(f"{path}: holds no conversation{why}")
+            raise TrainingError(f"{path}: contains no conversation{why}")
     return good, bad
 
 
 class _Bad(Exception):
-    pass
+    """The reason why a row cannot be read."""
 
 
 def _rows(path: pathlib.Path, split: str) -> Iterator[tuple[str, Any]]:
-    """Every row with its place: raw bytes of a line, a parsed object, or a text."""
+    """Yields each row with its location: the bytes of a line, a parsed object, or a text."""
     kind = path.suffix.lower()
     try:
         if kind == ".jsonl":
@@ -114,11 +117,11 @@ def _conversation(row: Any, where: str) -> Conversation:
         return Conversation((), _text("a text", row), where)
     if isinstance(row, bytes):
         if len(row) > MAX_LINE:
-            raise _Bad(f"a line of {len(row)} bytes, at most {MAX_LINE} are read")
+            raise _Bad(f"a line of {len(row)} bytes, expected at most {MAX_LINE}")
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
-            raise _Bad(f"no JSON: {error}") from None
+            raise _Bad(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise _Bad(f"expected an object, got {type(row).__name__}")
     if isinstance(row.get("prompt"), list):
@@ -161,12 +164,12 @@ def _messages(row: dict) -> list[dict[str, str]]:
             messages.append({"role": "assistant", "content": _text("answer", answer)})
     else:
         raise _Bad(
-            f"expected messages, conversations, turns or prompt; it has {', '.join(map(ascii, row))[:80] or 'nothing'}"
+            f"expected messages, conversations, turns or prompt, got {', '.join(map(ascii, row))[:80] or 'nothing'}"
         )
     if messages and messages[0]["role"] == "assistant":
-        messages = messages[1:]  # ShareGPT cuts conversations anywhere
+        messages = messages[1:]  # ShareGPT splits conversations anywhere
     if not any(message["role"] == "user" for message in messages):
-        raise _Bad("nobody asks anything")
+        raise _Bad("there is no message of a user")
     return messages
 
 
@@ -176,9 +179,9 @@ def _text(name: str, value: Any) -> str:
     if not value.strip():
         raise _Bad(f"{name} is empty")
     if "\0" in value:
-        raise _Bad(f"{name} has a NUL character")
+        raise _Bad(f"{name} contains a NUL character")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Bad(f"{name} has a lone surrogate, which is no character") from None
+        raise _Bad(f"{name} contains a lone surrogate, which is not a character") from None
     return value

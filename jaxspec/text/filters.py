@@ -1,4 +1,4 @@
-"""The filters and tests of chat templates, and their functions: those that templates use, each with its price."""
+"""The filters, tests and functions that chat templates may use, each with its cost."""
 
 import datetime
 import functools
@@ -14,10 +14,10 @@ from jinja2.utils import Namespace
 
 from jaxspec.text.budget import BUDGET, ESCAPED, PIECE, Budget, Stream, bounded, contents, data, length
 
-STEP = 128  # a call, filter, test, comparison or operator, beside what it does with its arguments
+STEP = 128  # units of a call, filter, test, comparison or operator, besides its work on the arguments
 MAX_INDENT = 16
-MAX_DIGITS = 30  # of `round`
-MAX_DATE = 200  # characters of a format
+MAX_DIGITS = 30  # decimal places of `round`
+MAX_DATE = 200  # characters of a date format
 
 _COMPARISONS = {"eq": "eq == equalto", "ne": "ne !=", "lt": "lt < lessthan", "lteq": "le <=", "in": "in"}
 _COMPARISONS |= {"gt": "gt > greaterthan", "gteq": "ge >="}
@@ -25,11 +25,11 @@ _CHECKS = """boolean callable defined false float integer iterable mapping none 
 undefined"""
 
 
-class Refused(Exception):
-    """The template called `raise_exception`: an unknown role, say, or two answers in a row."""
+class RaisedByTemplate(Exception):
+    """The template called `raise_exception`, for an unknown role or two answers in a row, for example."""
 
 
-# --- prices: what is charged for a filter before it runs, and the value that it is then given ----------------
+# --- costs: each function charges a filter before it runs, and returns the value to pass to it ---------------
 
 
 def _free(budget: Budget, value: Any, *_: Any, **__: Any) -> Any:
@@ -58,7 +58,7 @@ def _rounded(budget: Budget, value: Any, precision: int = 0, *_: Any, **__: Any)
 
 
 def _items(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """The price of a new list; arguments may name attributes, which are split at their dots."""
+    """Charges a new list; arguments may name attributes, which are split at their dots."""
     budget.spend(PIECE * sum(map(length, (data(value), *args, *kwargs.values()))))
     return value
 
@@ -70,7 +70,7 @@ def _ordered(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _summed(budget: Budget, value: Any, attribute: Any = None, start: Any = 0) -> Any:
     if not isinstance(start, int | float):
-        raise SecurityError("only numbers are summed")
+        raise SecurityError("only numbers can be summed")
     return _items(budget, value, attribute)
 
 
@@ -81,17 +81,17 @@ def _joined(budget: Budget, value: Any, d: Any = "", attribute: Any = None) -> A
 
 
 def _like(method: str) -> Callable[..., Any]:
-    """The price of a method of str."""
+    """Returns the cost function of a filter that works like a str method."""
 
-    def price(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            if contents(given):
-                raise TypeError(f"{type(given).__name__!r} object is no text")
+    def charge(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if contents(argument):
+                raise TypeError(f"{type(argument).__name__!r} object is not a string")
         value = budget.text(value)
         budget.method(method, value, args, kwargs)
         return value
 
-    return price
+    return charge
 
 
 def _indented(budget: Budget, value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
@@ -104,7 +104,7 @@ def _indented(budget: Budget, value: Any, width: Any = 4, *_: Any, **__: Any) ->
     return value
 
 
-_PRICES: dict[str, Callable[..., Any]] = {
+_COSTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(["abs", "count", "d", "default", "first", "last", "length"], _free),
     **dict.fromkeys(["items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"], _items),
     **dict.fromkeys(["dictsort", "max", "min", "sort", "unique"], _ordered),
@@ -112,7 +112,7 @@ _PRICES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(["e", "escape"], _escaped),
     **dict.fromkeys(["float", "int"], _number),
     **{name: _like(name) for name in ("capitalize", "lower", "replace", "upper")},
-    "title": _like("splitlines"),  # it is split into words
+    "title": _like("splitlines"),  # splits into words
     "trim": _like("strip"),
     "indent": _indented,
     "join": _joined,
@@ -121,21 +121,22 @@ _PRICES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _charged(function: Callable[..., Any], price: Callable[..., Any]) -> Callable[..., Any]:
-    first = int(hasattr(function, "jinja_pass_arg"))  # the place of the value: a context may come before it
+def _charged(function: Callable[..., Any], charge: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a filter so that it is charged before it runs."""
+    first = int(hasattr(function, "jinja_pass_arg"))  # index of the value: a context may precede it
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         budget = BUDGET.get()
         budget.spend(STEP)
-        value = price(budget, *args[first:], **kwargs)
+        value = charge(budget, *args[first:], **kwargs)
         return settled(budget, function(*args[:first], value, *args[first + 1 :], **kwargs))
 
     return run
 
 
 def settled(budget: Budget, value: Any) -> Any:
-    """What a filter or call gave: an iterator is read to its end, an integer may not be huge."""
+    """Checks the result of a filter or call: exhausts iterators, and rejects huge integers."""
     if isinstance(value, Iterator) and not isinstance(value, Stream):
         items = []
         for item in value:
@@ -154,7 +155,7 @@ def _compare(operator: str, left: Any, right: Any) -> bool:
 
 def _numeric(test: Callable[..., bool]) -> Callable[..., bool]:
     def run(*values: Any) -> bool:
-        if not all(isinstance(value, int | float) for value in values):  # '%9999999d' % 2 would be a text
+        if not all(isinstance(value, int | float) for value in values):  # '%9999999d' % 2 would make a string
             raise TypeError(f"{test.__name__}: not a number")
         return test(*values)
 
@@ -168,7 +169,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as templates expect it: without jinja2's escapes for HTML."""
+    """Formats a value as JSON, without jinja2's HTML escapes, as templates expect."""
     apart = sum(map(len, separators or ()))
     if apart > MAX_INDENT or not (indent is None or (isinstance(indent, int) and indent <= MAX_INDENT)):
         raise SecurityError(f"tojson: an indent or separators above {MAX_INDENT}")
@@ -178,19 +179,19 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message: str) -> None:
-    """`raise_exception`."""
-    raise Refused(message)
+def raise_exception(message: str) -> None:
+    """Raises `RaisedByTemplate`."""
+    raise RaisedByTemplate(message)
 
 
 def strftime_now(form: str) -> str:
-    """The date and time in a format."""
+    """Formats the current date and time."""
     if len(form) > MAX_DATE:
-        raise SecurityError(f"a date's format of more than {MAX_DATE} characters")
+        raise SecurityError(f"a date format of more than {MAX_DATE} characters")
     return datetime.datetime.now().strftime(form)
 
 
-FILTERS = {name: _charged(JINJA_FILTERS[name], price) for name, price in _PRICES.items()} | {"tojson": to_json}
+FILTERS = {name: _charged(JINJA_FILTERS[name], charge) for name, charge in _COSTS.items()} | {"tojson": to_json}
 TESTS = (
     {name: JINJA_TESTS[name] for name in _CHECKS.split()}
     | {name: _numeric(JINJA_TESTS[name]) for name in ("divisibleby", "even", "odd")}
@@ -199,7 +200,7 @@ TESTS = (
 GLOBALS = {
     "dict": dict,
     "namespace": Namespace,
-    "raise_exception": refuse,
+    "raise_exception": raise_exception,
     "range": safe_range,
     "strftime_now": strftime_now,
 }

@@ -1,4 +1,4 @@
-"""A `tokenizers.Tokenizer` from the metadata of a GGUF file."""
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (  # GPT-4's; the families differ in how many digits stay together
+_CL100K = (  # GPT-4's; families differ in the number of digits per token
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What splits a text before BPE: regular expressions applied one after another, by tokenizer.ggml.pre.
+# Pre-tokenization by tokenizer.ggml.pre: regular expressions that split a text, applied in order.
 SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
@@ -25,13 +25,20 @@ SPLITS = {
     "qwen2": (_CL100K % r"\p{N}",),
 }
 
-MAX_TOKEN = 1024  # characters; the longest published ones are runs of some 200 spaces
+MAX_TOKEN = 1024  # characters; the longest published tokens are runs of about 200 spaces
 
 
 def tokenizer_from_gguf(
     metadata: Mapping[str, object],
 ) -> tuple["tokenizers.Tokenizer", int | None, int | None, bool]:
-    """The tokenizer, its BOS id, its EOS id and whether a text begins with BOS."""
+    """Builds a tokenizer from `tokenizer.*` metadata.
+
+    Returns:
+        The tokenizer, its BOS id, its EOS id, and whether a text begins with BOS.
+
+    Raises:
+        CheckpointError: an entry is missing or invalid.
+    """
     from tokenizers import AddedToken
 
     model = metadata.get("tokenizer.ggml.model")
@@ -40,11 +47,11 @@ def tokenizer_from_gguf(
         raise CheckpointError(f"tokenizer.ggml.model: expected one of {sorted(builders)}, got {model!r}")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     if len(set(tokens)) != len(tokens):
-        raise CheckpointError("tokenizer.ggml.tokens: some token stands there twice")
+        raise CheckpointError("tokenizer.ggml.tokens: a token is duplicated")
     if any(len(token) > MAX_TOKEN for token in tokens):
-        raise CheckpointError(f"tokenizer.ggml.tokens: some token has more than {MAX_TOKEN} characters")
+        raise CheckpointError(f"tokenizer.ggml.tokens: a token has more than {MAX_TOKEN} characters")
     types = _list(metadata, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
-    while types and types[-1] == UNUSED:  # what pads the vocabulary to a round number
+    while types and types[-1] == UNUSED:  # padding of the vocabulary
         types.pop()
         tokens.pop()
     inner = builders[model](metadata, tokens, types)
@@ -56,13 +63,13 @@ def tokenizer_from_gguf(
     ]
     inner.add_tokens(added)
     bos, eos = (_token_id(metadata, f"tokenizer.ggml.{n}_token_id", len(tokens)) for n in ("bos", "eos"))
-    # Formats without the flag mean this. EOS is never added: a prompt that ends its text continues badly.
+    # The default if the flag is missing. EOS is never added, since the prompt is to be continued.
     wants_bos = model == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     return inner, bos, eos, bool(metadata.get("tokenizer.ggml.add_bos_token", wants_bos))
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: list[str], types: Sequence[int]) -> Any:
-    """GPT-2's scheme: bytes spelled as printable characters, merged in the order of the list of merges."""
+    """Builds GPT-2's byte-level BPE: bytes are mapped to printable characters and merged in the order of the merges."""
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -74,7 +81,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], types: Sequen
     for merge in _strings(metadata, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         if not space or any(part not in vocab for part in (left, right, left + right)):
-            raise CheckpointError(f"tokenizer.ggml.merges: {merge!r} is no pair of tokens that make a token")
+            raise CheckpointError(f"tokenizer.ggml.merges: {merge!r} is not a pair of tokens that form a token")
         merges.append((left, right))
     inner = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
@@ -87,7 +94,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], types: Sequen
 
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Sequence[int]) -> Any:
-    """Llama 2's scheme: characters, merged into the token of the best score, unknown ones as bytes."""
+    """Builds Llama 2's BPE: characters are merged into the token with the highest score, unknown ones become bytes."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -95,7 +102,7 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Se
     if len(scores) < len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores: expected one value per token, got {len(scores)}")
     if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
-        raise CheckpointError("tokenizer.ggml.scores: must hold finite numbers only")
+        raise CheckpointError("tokenizer.ggml.scores: must contain only finite numbers")
     vocab = {token: i for i, token in enumerate(tokens)}
     usable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
     pairs = [
@@ -120,7 +127,7 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Se
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
     values = _list(metadata, key)
     if not all(isinstance(v, str) for v in values):
-        raise CheckpointError(f"{key}: must hold strings only")
+        raise CheckpointError(f"{key}: must contain only strings")
     return values
 
 
@@ -129,7 +136,7 @@ def _list(metadata: Mapping[str, object], key: str, length: int | None = None, d
     if values is None and default is not None and length is not None:
         return [default] * length
     if values is None:
-        raise CheckpointError(f"{key} is missing, and the tokenizer needs it")
+        raise CheckpointError(f"{key} is missing, which the tokenizer needs")
     values = values.tolist() if hasattr(values, "tolist") else values  # type: ignore[attr-defined]
     if not isinstance(values, list | tuple):
         raise CheckpointError(f"{key}: must be a list, got {type(values).__name__}")

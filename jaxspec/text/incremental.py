@@ -1,4 +1,4 @@
-"""Text that grows with the tokens, one whole character at a time."""
+"""Incremental decoding of tokens to text, in whole characters."""
 
 import codecs
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ from jaxspec.text.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
-    """Turns ids that arrive in pieces into text that arrives in pieces.
+    """Decodes token ids in pieces.
 
-    For any way to cut `ids` into pieces, all that `push` returns, and then `finish`, is together exactly
-    `tokenizer.decode(ids, skip_special)`. Bytes that may yet become a character are held back.
+    For every split of `ids` into pieces, the concatenation of the results of `push` and `finish` is exactly
+    `tokenizer.decode(ids, skip_special)`. Bytes of an incomplete character are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
@@ -19,7 +19,7 @@ class IncrementalDecoder:
         self._strip = tokenizer.strips_space
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; often a word, empty inside a character."""
+        """Returns the text that these ids complete; it may be empty, inside a character."""
         data = b"".join(self._tokenizer.pieces(ids, self._skip_special))
         if self._strip and data:
             self._strip = False
@@ -27,5 +27,5 @@ class IncrementalDecoder:
         return self._utf8.decode(data)
 
     def finish(self) -> str:
-        """What was held back: a character the text stopped inside of, as U+FFFD."""
+        """Returns the text that was held back: an incomplete character, as U+FFFD."""
         return self._utf8.decode(b"", final=True)

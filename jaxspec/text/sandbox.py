@@ -1,9 +1,9 @@
-"""Where a chat template runs: jinja2's sandbox, cut down to the language that templates use, every step charged.
+"""The sandbox of chat templates: jinja2's sandbox, restricted to what templates use, with every step charged.
 
-A template is a program by whoever made the checkpoint. It reaches no file and no attribute, and what it may use
-(statements, filters, tests, methods, globals) is listed here, so that the price of each is known. The price is paid
-before the step is taken: no step is long, none makes more than was paid for, and Ctrl-C works between any two.
-Neither a process of its own nor a timer is needed, and whether a template is refused depends on no clock.
+A template is untrusted code that comes with a checkpoint. It has no access to files or attributes. The statements,
+filters, tests, methods and globals that it may use are listed here, so that the cost of each is known. Each step is
+charged before it is executed: no step takes long or allocates more than its charge, and Ctrl-C works between steps.
+That needs neither a process of its own nor a timer, and acceptance of a template does not depend on a clock.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from markupsafe import Markup
 
 from jaxspec.text.budget import BUDGET, ESCAPED, MAX_INT, NODE, PRINTED, Budget, bounded, data, length
 from jaxspec.text.filters import FILTERS, GLOBALS, STEP, TESTS, settled
-from jaxspec.text.filters import Refused as Refused
+from jaxspec.text.filters import RaisedByTemplate as RaisedByTemplate
 
-MAX_DEPTH = 80  # of a template's syntax tree; published templates reach 40
-MAX_NODES = 5_000  # of it; published templates reach 1,500, and compiling takes time by their square
+MAX_DEPTH = 80  # depth of a template's syntax tree; published templates reach 40
+MAX_NODES = 5_000  # its nodes; published templates reach 1,500, and compile time grows quadratically
 MAX_ARGUMENTS = 100
 
 _NODES = """Add And Assign AssignBlock Break Call CallBlock Compare Concat CondExpr Const Continue Dict Div Filter
@@ -44,7 +44,7 @@ _ATTRIBUTES = {str: set(_STR.split()), dict: {"get", "items", "keys", "values"},
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment that chat templates are written for, with every step charged to the budget of a rendering."""
+    """The Jinja environment of chat templates, with every step charged to the budget of a rendering."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -55,7 +55,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @contextlib.contextmanager
     def budget(self, units: int) -> Iterator[None]:
-        """What runs inside, in this thread, may spend `units`."""
+        """Sets the budget of renderings in this context, in units."""
         token = BUDGET.set(Budget(units))
         try:
             yield
@@ -71,7 +71,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget = BUDGET.get()
         budget.spend(NODE)
         if not isinstance(argument, str | int):
-            budget.weigh(argument, PRINTED)  # it is hashed, and printed where there is no such item
+            budget.weigh(argument, PRINTED)  # hashed, and printed if there is no such item
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -84,24 +84,24 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 budget.leave()
             budget.spend(STEP + len(result))
             return result
-        self._price(budget, obj, args, kwargs)
+        self._charge_call(budget, obj, args, kwargs)
         return settled(budget, super().call(context, obj, *args, **kwargs))
 
-    def _price(self, budget: Budget, obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Charges a call of something else than a macro."""
+    def _charge_call(self, budget: Budget, obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Charges a call of anything but a macro."""
         owner = getattr(obj, "__self__", None)
         if any(obj is one for one in (dict, Namespace, GLOBALS["raise_exception"])):
             budget.weigh(args, PRINTED)
         elif isinstance(obj, types.BuiltinMethodType | types.MethodType) and isinstance(owner, str):
-            given = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # jinja2 adds some
-            budget.method(obj.__name__, owner, args, given)
+            own = {key: value for key, value in kwargs.items() if not key.startswith("_")}  # without jinja2's
+            budget.method(obj.__name__, owner, args, own)
         elif isinstance(obj, types.BuiltinMethodType) and isinstance(owner, dict):
             budget.weigh(args[:1])
         elif not (
             obj is GLOBALS["range"]
             or obj is GLOBALS["strftime_now"]
             or isinstance(owner, LoopContext)
-            or isinstance(obj, jinja2.Undefined)  # which has an error of its own
+            or isinstance(obj, jinja2.Undefined)  # raises its own error
         ):
             raise SecurityError(f"a chat template may not call {type(obj).__name__!r} objects")
 
@@ -127,7 +127,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Puts charges into a template: for each block of statements at its head, for the rest where the size is known."""
+    """Inserts charges into a template: at the head of each block of statements, and wherever a size is known."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -171,7 +171,7 @@ class _Meter(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it changes nothing."""
+    """The tag `{% generation %}`, which marks the assistant's messages for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -184,26 +184,26 @@ class _Generation(Extension):
 
 
 def _check(tree: nodes.Template) -> None:
-    """Refuses what no chat template uses, and depth, without recursion."""
+    """Rejects nodes that no chat template uses and deep nesting, without recursion."""
     count, stack = 0, [(cast(nodes.Node, tree), 0, 1)]
     while stack:
         node, depth, line = stack.pop()
         count, line = count + 1, node.lineno or line
         if depth > MAX_DEPTH:
-            raise jinja2.TemplateSyntaxError(f"expressions more than {MAX_DEPTH} deep inside one another", line)
+            raise jinja2.TemplateSyntaxError(f"expressions nested more than {MAX_DEPTH} levels deep", line)
         if count > MAX_NODES:
             raise jinja2.TemplateSyntaxError(f"more than {MAX_NODES} statements and expressions", line)
         if type(node) not in _ALLOWED:
-            raise jinja2.TemplateSyntaxError(f"{type(node).__name__!r} is not what a chat template may use", line)
+            raise jinja2.TemplateSyntaxError(f"a chat template may not use {type(node).__name__!r}", line)
         if isinstance(node, nodes.For) and node.recursive:
-            raise jinja2.TemplateSyntaxError("'recursive' is not what a chat template may use", line)
+            raise jinja2.TemplateSyntaxError("a chat template may not use 'recursive'", line)
         if isinstance(node, nodes.Const) and isinstance(node.value, int) and abs(node.value) > MAX_INT:
             raise jinja2.TemplateSyntaxError("an integer above 2**64", line)
         stack.extend((child, depth + 1, line) for child in node.iter_child_nodes())
 
 
 def _cost(node: nodes.Node) -> int:
-    """What a statement or expression costs each time, without the blocks inside and the sizes of its values."""
+    """Returns the cost of executing a statement or expression once, without inner blocks and sizes of values."""
     own = NODE + STEP * isinstance(node, _COSTLY)
     if isinstance(node, nodes.TemplateData):
         own += len(node.data)
@@ -219,7 +219,7 @@ def _filter(node: nodes.Node, name: str, place: nodes.Node, *args: nodes.Expr) -
     return nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None, lineno=place.lineno)
 
 
-# --- what is charged ----------------------------------------------------------------------------------------
+# --- the charges --------------------------------------------------------------------------------------------
 
 
 def _step(units: int) -> bool:
@@ -227,7 +227,7 @@ def _step(units: int) -> bool:
     return True
 
 
-@pass_context  # which keeps jinja2 from computing constants while it compiles
+@pass_context  # prevents constant folding
 def _text(_: Any, value: Any) -> str:
     return BUDGET.get().text(value)
 
@@ -241,7 +241,7 @@ def _compare(values: list[Any], operators: tuple[str, ...]) -> bool:
 
 
 def _slice(value: Any) -> Any:
-    BUDGET.get().spend(max(_size(value), 0))  # it is no larger than what it was cut from
+    BUDGET.get().spend(max(_size(value), 0))  # a slice is no larger than its source
     return value
 
 
@@ -257,7 +257,7 @@ def _key(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """The size of a text or list in bytes; -1 if the value is neither."""
+    """Returns the size of a string or list in bytes; -1 for other values."""
     return len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list | tuple) else -1
 
 

@@ -1,4 +1,4 @@
-"""Strings that end a text."""
+"""Stop strings, which end a text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,14 +6,14 @@ from jaxspec.errors import InvalidConfig, shown
 from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer
 
-MAX_STOP = 4096  # characters: text is held back for as long as a stop string may be
+MAX_STOP = 4096  # characters; text of up to this length may be held back
 
 
 class StopStrings:
-    """The stop strings of one text, and the matcher that watches it arrive.
+    """The stop strings of a text, matched incrementally.
 
-    The stop that counts is the one *completed* first (of two completed by the same character, the longer). So
-    where a text ends depends on its characters alone, never on the pieces it came in.
+    The text ends at the stop string that is *completed* first; of two that end with the same character, at the longer
+    one. The end of a text therefore depends only on its characters and not on how it is split into pieces.
     """
 
     def __init__(self, strings: Sequence[str] | str = ()):
@@ -27,14 +27,14 @@ class StopStrings:
         self._held, self._matched = "", False
 
     def find(self, text: str) -> int | None:
-        """Where the stop string that ends `text` begins, or None."""
+        """Returns the index at which the stop string that ends `text` begins, or None."""
         found = ((text.find(stop), stop) for stop in self.strings)
         return min(((at + len(stop), at) for at, stop in found if at >= 0), default=(0, None))[1]
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes new text; returns the text that is safe to show and whether a stop string was met.
+        """Adds new text; returns the text that is safe to emit, and whether a stop string is complete.
 
-        An end of the text that could begin a stop string is held back. After a match nothing is returned.
+        A suffix that could begin a stop string is held back. After a match, the returned text is empty.
         """
         if self._matched:
             return "", True
@@ -47,20 +47,20 @@ class StopStrings:
         return safe, False
 
     def finish(self) -> str:
-        """What was held back, now that the text has ended without a stop string."""
+        """Returns the text that was held back, at the end of a text without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def cut_tokens(tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str]) -> tuple[int, str]:
-    """How many of `ids` remain, and their text up to the stop string.
+    """Returns how many of the ids remain after applying the stop strings, and their text.
 
-    The token that completes a stop string is the last that is kept; the text is cut before the stop string.
+    The last token is the one that completes a stop string; the text is cut before the stop string.
     """
     matcher = StopStrings(stops.strings if isinstance(stops, StopStrings) else stops)
     decoder, text, count = IncrementalDecoder(tokenizer), "", 0

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for byte-level BPE and SentencePiece-style BPE vocabularies.
+"""Tokenizers, for byte-level BPE and SentencePiece-style BPE vocabularies.
 
-Encoding is the `tokenizers` library's. Decoding is ours: every token *is* a run of bytes, and a text is those
-runs joined and read as UTF-8, with U+FFFD for what is no UTF-8. So streaming can be exact; see `stream.py`.
+The `tokenizers` library encodes. Decoding is implemented here: each token is a sequence of bytes, and a text is their
+concatenation decoded as UTF-8, with U+FFFD for invalid bytes. That makes streaming exact; see `incremental`.
 """
 
 import json
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """A vocabulary with its rules.
+    """A tokenizer that maps text to token ids and back.
 
     Attributes:
         inner: the `tokenizers.Tokenizer` that encodes.
-        bos_id, eos_id: the tokens that begin and end a text, where the checkpoint names them.
+        bos_id, eos_id: ids of the tokens that begin and end a text; None if the checkpoint does not name them.
         add_bos: whether a text begins with BOS; None leaves it to the post-processor of `inner`.
-        strips_space: the space a text begins with is the encoder's own, and decoding takes it away.
+        strips_space: whether the encoder prepends a space, which decoding removes.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, path: str | Path, vocab_size: int | None = None) -> "Tokenizer":
-        """Reads a `tokenizer.json`; the `tokenizer_config.json` beside it names BOS and EOS.
+        """Reads a `tokenizer.json`, and BOS and EOS from the `tokenizer_config.json` in the same directory.
 
         Args:
-            path: of the file.
-            vocab_size: of the model; see `_check_ids`.
+            path: path of `tokenizer.json`.
+            vocab_size: vocabulary size of the model, if known; see `_check_ids`.
 
         Raises:
             CheckpointError: the file cannot be read, or an id in it is out of range.
@@ -61,11 +61,11 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare `Exception`
-            raise CheckpointError(f"{path}: not a tokenizer.json that can be read: {error}") from None
-        inner.no_truncation()  # settings for training batches, which files in the wild still carry
+            raise CheckpointError(f"{path}: not a valid tokenizer.json: {error}") from None
+        inner.no_truncation()  # some published files have the settings of training batches
         inner.no_padding()
-        beside = path.parent / "tokenizer_config.json"
-        config = read_json(beside) if beside.is_file() else {}
+        settings = path.parent / "tokenizer_config.json"
+        config = read_json(settings) if settings.is_file() else {}
         names = [config.get("bos_token"), config.get("eos_token")]
         names = [n.get("content") if isinstance(n, dict) else n for n in names]
         bos, eos = (inner.token_to_id(n) if isinstance(n, str) else None for n in names)
@@ -74,12 +74,12 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
-        """Builds the tokenizer that the `tokenizer.*` keys of a GGUF file describe."""
+        """Builds the tokenizer described by the `tokenizer.*` metadata of a GGUF file."""
         return cls(*tokenizer_from_gguf(metadata))
 
     @classmethod
     def from_source(cls, source: Any, vocab_size: int | None = None) -> "Tokenizer":
-        """Reads whichever a checkpoint has, `source.json_path` or the metadata `source.gguf`, as `from_json` does."""
+        """Reads a checkpoint's `TokenizerSource`: its `json_path` or its `gguf` metadata. See `from_json`."""
         if source.json_path is not None:
             return cls.from_json(source.json_path, vocab_size)
         if source.gguf is not None:
@@ -87,7 +87,7 @@ class Tokenizer:
         raise CheckpointError("the checkpoint has no tokenizer: no tokenizer.json, no tokenizer.* metadata")
 
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, from which `from_json` makes the same again."""
+        """Writes `tokenizer.json` and `tokenizer_config.json`, from which `from_json` restores the tokenizer."""
         (directory / "tokenizer.json").write_text(self.inner.to_str(), "utf-8")
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         config: dict[str, Any] = {key: self.inner.id_to_token(i) for key, i in named.items() if i is not None}
@@ -96,18 +96,26 @@ class Tokenizer:
         (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of `text`. With `special`, BOS is added where the model wants one and the text has none.
+        """Returns the token ids of a text.
 
-        Special tokens written out in the text (as chat templates do) become those tokens in either case.
+        Special tokens spelled out in the text, as by chat templates, are always encoded as such.
+
+        Args:
+            text: the text.
+            special: whether to add BOS if the model expects one and the text has none.
+
+        Raises:
+            InvalidConfig: the text is not a string, or contains a lone surrogate.
+            CheckpointError: the tokenizer fails.
         """
         if not isinstance(text, str):
             raise InvalidConfig(f"text to encode must be a str, got {type(text).__name__}")
         try:
             ids = self.inner.encode(text, add_special_tokens=special and self.add_bos is None).ids
         except (TypeError, UnicodeEncodeError):
-            raise InvalidConfig("text to encode has a lone surrogate, which is no character") from None
+            raise InvalidConfig("text to encode contains a lone surrogate, which is not a character") from None
         except Exception as error:  # the library raises bare `Exception`
-            raise CheckpointError(f"the tokenizer is broken, and cannot encode: {error}") from None
+            raise CheckpointError(f"the tokenizer is damaged and cannot encode: {error}") from None
         if special and self.bos_id is not None:
             if self.add_bos and ids[:1] != [self.bos_id]:
                 return [self.bos_id, *ids]
@@ -116,17 +124,17 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, control tokens are left out."""
+        """Returns the text of token ids; invalid UTF-8 becomes U+FFFD, and control tokens are skipped."""
         data = b"".join(self.pieces(ids, skip_special))
         return (data[1:] if self.strips_space and data[:1] == b" " else data).decode("utf-8", "replace")
 
     def pieces(self, ids: Iterable[int], skip_special: bool = True) -> list[bytes]:
-        """The bytes of each token, empty for a special token that is skipped."""
+        """Returns the bytes of each token; those of a skipped special token are empty."""
         hidden = self.special_ids if skip_special else ()
         return [b"" if i in hidden else self.token_bytes(i) for i in map(int, ids)]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; a special token's are its name. Empty for an id that is unused."""
+        """Returns the bytes of a token; a special token's are its name, and an unused id has none."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenOutOfRange(f"token {token_id} is not in the vocabulary 0..{self.vocab_size - 1}")
         if token_id in self._added:
@@ -141,27 +149,27 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The control tokens, which decoding leaves out."""
+        """Ids of the control tokens, which decoding skips."""
         return frozenset(i for i, (_, special) in self._added.items() if special)
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def kind(self) -> str:
-        """For people: how bytes are spelled, and the algorithm."""
+        """A description of the tokenizer: its representation of bytes, and its algorithm."""
         return f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {type(self.inner.model).__name__}"
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name (`<|im_end|>`), or None."""
+        """Returns the id of a token by its name (`<|im_end|>`), or None."""
         return self.inner.token_to_id(token)
 
 
 @lru_cache(maxsize=16)  # a comparison takes tenths of a second
-def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises VocabMismatch, naming the first differing id, unless the two stand for the same tokens by every id."""
+def check_same_vocab(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises VocabMismatch unless both tokenizers have the same token for each id; the message names the first."""
     size = min(target.vocab_size, draft.vocab_size)
     same = target.inner.get_vocab(with_added_tokens=True) == draft.inner.get_vocab(with_added_tokens=True)
     if same and target.special_ids == draft.special_ids:
@@ -172,7 +180,7 @@ def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
             raise VocabMismatch(f"token {i} is {ours!r} in the target's vocabulary and {theirs!r} in the draft's")
         if (i in target.special_ids) != (i in draft.special_ids):
             raise VocabMismatch(
-                f"token {i}, {ours!r}, is a control token in one of target and draft, text in the other"
+                f"token {i}, {ours!r}, is a control token in one of target and draft, and text in the other"
             )
     if target.vocab_size != draft.vocab_size:
         raise VocabMismatch(
@@ -182,14 +190,14 @@ def refuse_difference(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
-    """Refuses a tokenizer.json with an id out of range, before a table is made that reaches up to it.
+    """Rejects a tokenizer.json with an id out of range, before a table of that size is allocated.
 
-    The ids of a model's vocabulary may have gaps. Beyond it published files have a few tokens that are never emitted,
-    without gaps: so an id is below the size of the vocabulary, or below the number of tokens in the file. Of a file
-    without a model it is below the number of the file's characters, `size`.
+    The ids of a model's vocabulary may have gaps. Published files have a few more tokens, without gaps, which are never
+    emitted. An id must therefore be below the vocabulary size or the number of tokens in the file; without a model,
+    below `size`, the number of characters in the file.
 
     Raises:
-        CheckpointError: naming the token.
+        CheckpointError: an id is out of range; the message names the token.
     """
 
     def part(of: Any, key: str, kind: type) -> Any:
@@ -216,7 +224,7 @@ def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, s
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself if visible, else the next one from U+0100."""
+    """Returns GPT-2's map from printable characters to bytes: visible bytes as they are, others from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [b for b in range(256) if b not in seen]
     return {chr(b): b for b in seen} | {chr(0x100 + n): b for n, b in enumerate(unseen)}
@@ -226,7 +234,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _decoder_kind(inner: "tokenizers.Tokenizer") -> tuple[bool, bool]:
-    """(bytes are spelled GPT-2's way, a leading space is stripped), from the decoder's own description."""
+    """Returns whether the tokenizer is byte-level, and whether its decoder strips a leading space."""
     decoder = json.loads(inner.to_str()).get("decoder") or {}
     steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
@@ -238,4 +246,4 @@ def _decoder_kind(inner: "tokenizers.Tokenizer") -> tuple[bool, bool]:
     spaced = first.get("pattern") == {"String": "▁"} and first.get("content") == " "
     if spaced and kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
         return False, kinds[3:] == ["Strip"]
-    raise CheckpointError(f"tokenizer: decoder {kinds} is not read (byte-level and SentencePiece-style ones are)")
+    raise CheckpointError(f"tokenizer: decoder {kinds} is not supported, expected a byte-level or SentencePiece one")

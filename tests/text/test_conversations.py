@@ -29,10 +29,10 @@ GOOD = [
 ]
 TURNS = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"})
 BAD = {
-    b"{": "no JSON",
+    b"{": "not JSON",
     b"[1]": "expected an object, got list",
-    b'{"x": 1}': "expected messages, conversations, turns or prompt; it has 'x'",
-    b'{"\\ud800": 1}': r"it has '\\ud800'",
+    b'{"x": 1}': "expected messages, conversations, turns or prompt, got 'x'",
+    b'{"\\ud800": 1}': r"got '\\ud800'",
     b'{"messages": 3}': "messages must be a list, got int",
     b'{"messages": [3]}': "a message must be an object, got int",
     b'{"messages": [{"role": "tool", "content": "a"}]}': "role must be one of .* got 'tool'",
@@ -45,14 +45,14 @@ BAD = {
     b'{"conversations": [{"from": "human", "value": ["a"]}]}': "content must be text, got list",
     b'{"prompt": "a", "answer": {"a": 1}}': "answer must be text, got dict",
     b'{"turns": [["a"]]}': "a turn must be text, got list",
-    b'{"messages": [{"role": "system", "content": "a"}]}': "nobody asks anything",
-    b'{"messages": []}': "nobody asks anything",
+    b'{"messages": [{"role": "system", "content": "a"}]}': "there is no message of a user",
+    b'{"messages": []}': "there is no message of a user",
     b'{"turns": "a"}': "turns must be a list, got str",
     b'{"prompt": "  "}': "prompt is empty",
-    b'{"prompt": "a\\u0000b"}': "prompt has a NUL character",
-    b'{"prompt": "\\ud800"}': "prompt has a lone surrogate",
-    b'{"prompt": "\xff"}': "no JSON",
-    b'{"prompt": "' + b"a" * (1 << 22) + b'"}': "a line of 41943.. bytes, at most 4194304",
+    b'{"prompt": "a\\u0000b"}': "prompt contains a NUL character",
+    b'{"prompt": "\\ud800"}': "prompt contains a lone surrogate",
+    b'{"prompt": "\xff"}': "not JSON",
+    b'{"prompt": "' + b"a" * (1 << 22) + b'"}': "a line of 41943.. bytes, expected at most 4194304",
 }
 
 
@@ -120,10 +120,10 @@ def test_bad_rows_are_counted_by_line_or_refused(tmp_path, row):
     found, bad = read([path])
     assert len(found) == 2
     assert [one.where for one in bad] == [f"{path}:2"]
-    with pytest.raises(TrainingError, match=f"a.jsonl:2: .*{BAD[row]}.*; mend it"):
-        read([path], refuse=True)
+    with pytest.raises(TrainingError, match=f"a.jsonl:2: .*{BAD[row]}.*; correct or remove the row"):
+        read([path], strict=True)
     path.write_bytes(row)
-    with pytest.raises(TrainingError, match="holds no conversation; the first row"):
+    with pytest.raises(TrainingError, match="contains no conversation; the first row"):
         read([path])
 
 
@@ -165,7 +165,7 @@ def test_files_that_are_none(tmp_path):
     for name, text, why in (
         ("a.json", "{}", "expected a list"),
         ("b.json", "[", "Expecting"),
-        ("c.txt", "\n", "holds no"),
+        ("c.txt", "\n", "contains no"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(TrainingError, match=why):
@@ -175,7 +175,7 @@ def test_files_that_are_none(tmp_path):
         with pytest.raises(TrainingError, match=re.escape(f"d.txt: the file is {why}; save it as UTF-8")):
             read([tmp_path / "d.txt"])
     (tmp_path / "d.txt").write_bytes(b"a\0b\nc")
-    assert read([tmp_path / "d.txt"])[1][0].why == "a text has a NUL character"
+    assert read([tmp_path / "d.txt"])[1][0].why == "a text contains a NUL character"
 
 
 def test_only_the_assistants_tokens_are_learnt_from():
