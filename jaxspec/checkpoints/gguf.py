@@ -169,9 +169,8 @@ class _ConfigReader:
     ):
         name = metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{where}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
-            )
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{where}: architecture {name!r} is not supported; supported: {known}")
         for required in ("token_embd.weight", "output_norm.weight"):
             if required not in tensors:
                 raise CheckpointError(f"{where}: tensors missing: {required}")

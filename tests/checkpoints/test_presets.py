@@ -270,7 +270,7 @@ def said_of_a_full_disk(tmp_path) -> str:
     message = str(caught.value)
     folder = tmp_path / "cache" / "presets" / "tiny"
     assert f"no space is left on the disk of {folder} (about 2.6 MB are needed, " in message
-    assert "set JAXSPEC_CACHE to a folder on another disk" in message
+    assert "set JAXSPEC_CACHE to a directory on another disk" in message
     for wrong in ("\n", "network", "Traceback", "Errno"):
         assert wrong not in message
     assert list(folder.iterdir()) == []
@@ -320,7 +320,7 @@ def test_a_full_disk_is_said_as_such_of_the_hub(hub_cache, monkeypatch, known):
     message = str(caught.value)
     assert message.startswith(f"some/model cannot be stored: no space is left on the disk of {hub_cache} (")
     assert ("about 10.0 GB are needed" in message) is known
-    assert message.endswith("set HF_HOME to a folder on another disk")
+    assert message.endswith("set HF_HOME to a directory on another disk")
 
 
 def test_what_a_killed_download_of_the_hub_left_is_removed(hub_cache, monkeypatch):
