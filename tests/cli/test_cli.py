@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from jaxspec.bench import texts
@@ -21,13 +22,11 @@ from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.generation.output import Chunk
-from jaxspec.heads.network import init_params
 from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)
 PARAMS = random_params(CONFIG, 3)
 PROMPT = "abcabcabc"
-EXTRA = {"early-exit": ["--drafter-option", "exit_layers=1"], "model": ["--tree", "2x1", "--draft-model"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +53,12 @@ def errors(err: str) -> list[str]:
 # --- generating ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
 def test_every_drafter_writes_the_plain_text(generate, directory, drafter, tmp_path):
-    extra = EXTRA.get(drafter, []) + ([str(directory)] if drafter == "model" else [])
-    if drafter == "medusa":
-        heads = jaxspec.HeadsConfig(CONFIG.hidden_size, CONFIG.vocab_size, 2)
-        heads = jaxspec.DraftHeads(heads, init_params(heads))
-        extra = ["--heads", str(jaxspec.save_heads(heads, tmp_path / "heads"))]
+    drafting = cases.words(drafter, jaxspec.load(directory), tmp_path)
     for sampling in ([], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]):
         plain = json.loads(generate(PROMPT, "--json", "--drafter", "none", *sampling)[1])
-        status, out, _ = generate(PROMPT, "--json", "--drafter", drafter, *extra, *sampling)
+        status, out, _ = generate(PROMPT, "--json", *drafting, *sampling)
         (record,) = json.loads(out)
         assert status == 0
         for name in ("tokens", "text", "finish_reason"):

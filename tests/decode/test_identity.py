@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+import cases
 from helpers.toys import (
     RAGGED,
-    TREES,
     Chaos,
     all_noise,
     by_hand,
@@ -60,7 +60,7 @@ DRAFTERS = {
         [None],
     ),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
-    **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in TREES.items()},
+    **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }
 
 

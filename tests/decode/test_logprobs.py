@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import jaxspec
 from helpers.toys import allowed, generate, log_softmax, noisy, random_request, request, start, whole
 from jaxspec.cli.generate import logprobs_record
@@ -23,7 +24,6 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.inputs import check_logprobs
 from jaxspec.generation.output import Generation
-from jaxspec.registry import RULES, find
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import TableLM
 
@@ -32,7 +32,6 @@ LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0))
 WEIGHTS = Weights(PARAMS, noisy(PARAMS, 1, 0.4))
 TARGET = jaxspec.Model(LM, PARAMS)
-LOSSLESS = [name for name in RULES if find("rule", name)().lossless]
 
 
 def law(logits, temperature, top_k, top_p, min_p, logit_bias) -> np.ndarray:
@@ -52,11 +51,12 @@ def logits_after(text) -> np.ndarray:
     return table[text[-2] if len(text) > 1 else V, text[-1]]
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", cases.LOSSLESS)
 def test_they_are_the_targets_whoever_proposed_the_token(name):
     """Raw, sampled and the likeliest, under every rule and every setting: accepted, replaced and bonus tokens."""
-    tree = chain(3) if name in ("block", "deterministic") else branching(2, 2, 1)
-    config = Decoder(LM, ModelDraft(LM, tree), find("rule", name)(), chunk=4, top_logprobs=K)
+    rule, tree = cases.RULES[name], branching(2, 2, 1)
+    tree = tree if cases.verifies(rule, tree) else chain(3)
+    config = Decoder(LM, ModelDraft(LM, tree), rule, chunk=4, top_logprobs=K)
     asked = random_request(3, B, V, budget=40)._replace(logprobs=jnp.full(B, True))
     got = jax.tree.map(np.asarray, whole(config, WEIGHTS, asked, 128)._replace(key=None))
     sampling, accepted, own, limited = asked.sampling, 0, 0, 0
@@ -82,7 +82,7 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
 
 def test_of_a_lossy_rule_a_token_that_the_law_excludes_has_minus_infinity():
     """A greedy row keeps tokens of the draft that are not the target's first choice."""
-    rule = find("rule", next(name for name in RULES if "typical" in name))()
+    rule = next(rule for name, rule in cases.RULES.items() if "typical" in name)
     config = Decoder(LM, ModelDraft(LM, chain(3)), rule, chunk=4)
     hot = Sampling(temperature=[0.0, 1.0]).rows(2, V)
     asked = request([[1, 2], [3]], 40, vocab=V, logprobs=True)._replace(sampling=hot)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
 from helpers.toy_text import (
@@ -28,7 +29,6 @@ from helpers.toy_text import (
     TINY_LM,
     TOKENIZER,
     TOY,
-    TOY_DRAFTERS,
     V,
     cut_at,
     expected,
@@ -55,9 +55,7 @@ from jaxspec.errors import (
     VocabMismatch,
 )
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads.network import init_params
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.registry import DRAFTERS
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.testing import TableLM
 
@@ -149,7 +147,7 @@ class TestKeys:
 
 
 class TestEnds:
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     @pytest.mark.parametrize("budget", [1, 2, 7, 24])
     def test_exactly_max_new_tokens(self, drafter, budget):
         output = go(drafter=drafter, max_new_tokens=budget, ignore_eos=True)
@@ -157,7 +155,7 @@ class TestEnds:
         assert [row.finish_reason for row in output] == ["length"] * 2
         assert output.stats.committed == 2 * budget
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     def test_the_stop_token_is_kept(self, drafter):
         free = [expected(p, row_key(i), 24, ()) for i, p in enumerate(PROMPTS)]
         for stop in sorted({*free[0][3:9]}):
@@ -177,7 +175,7 @@ class TestEnds:
             assert "<eos>" not in row.text
             assert (row.finish_reason, longer.finish_reason) == ("stop", "length")
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     def test_stop_strings(self, drafter):
         free = [expected(p, row_key(i)) for i, p in enumerate(PROMPTS)]
         text = TOKENIZER.decode(free[0])
@@ -217,15 +215,11 @@ def fresh_law(text):
     return jax.nn.log_softmax(TINY_LM.head(TINY.params, features)[0])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", cases.DRAFTERS)
 def test_logprobs_are_those_of_a_fresh_forward(drafter):
     """Raw, sampled and the likeliest, whoever drafted; and the tokens are those of plain decoding."""
     options = {"logprobs": 3, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}
-    drafting: dict = {} if drafter == "none" else {"tree": 2}
-    if drafter == "medusa":
-        config = jaxspec.HeadsConfig(TINY_LM.config.hidden_size, TINY_LM.vocab, 2)
-        drafting["heads"] = jaxspec.DraftHeads(config, init_params(config))
-    plain, drafted = go(**options), go(drafter=drafter, **options, **drafting)
+    plain, drafted = go(**options), go(**options, **cases.arguments(drafter, TINY))
     assert tokens(drafted) == tokens(plain)
     for row in drafted:
         text = row.prompt_tokens + row.tokens
@@ -244,7 +238,7 @@ def test_logprobs_are_those_of_a_fresh_forward(drafter):
 
 
 class TestCallback:
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     @pytest.mark.parametrize("end", [3, 7, 10, 14])
     def test_every_token_in_order_and_an_early_end(self, drafter, end):
         seen = [[], []]
@@ -270,7 +264,7 @@ class TestCallback:
 
 
 class TestStream:
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     @pytest.mark.parametrize("rounds", [1, 2, 7])
     def test_is_generate_in_pieces(self, drafter, rounds):
         running = go(drafter=drafter, call=jaxspec.stream, rounds=rounds)
@@ -289,7 +283,7 @@ class TestStream:
         assert running.output.text == whole.text
         assert running.output.stats == whole.stats
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     @pytest.mark.parametrize("stop", [(), "a"])
     def test_says_which_tokens_were_drafted(self, drafter, stop):
         running = go(drafter=drafter, call=jaxspec.stream, rounds=1, stop=stop)
@@ -324,7 +318,7 @@ class TestSession:
         assert tokens(second) == [expected(text, row_key(i), budget) for i, text in enumerate(texts)]
         return second, go(texts, drafter, max_new_tokens=budget)
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     def test_equals_one_long_call(self, drafter):
         first = go(drafter=drafter, max_new_tokens=10)
         second, whole = self.continued(first, drafter)
@@ -332,14 +326,14 @@ class TestSession:
         assert second.text == whole.text
         assert second.stats.committed == whole.stats.committed
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     def test_after_a_stop_string(self, drafter):
         free = expected(PROMPTS[0], row_key(0))
         first = go(drafter=drafter, stop=[TOKENIZER.decode(free)[4:6]])
         assert len(first[0].tokens) < len(free)
         self.continued(first, drafter)
 
-    @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
+    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
     def test_after_a_callback(self, drafter):
         first = go(drafter=drafter, on_token=lambda row, token, text: False)
         assert [len(row.tokens) for row in first] == [1, 1]

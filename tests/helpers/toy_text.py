@@ -67,7 +67,6 @@ TINY = Model(TINY_LM, jax.tree.map(lambda a: 3 * a, TINY_LM.init_params(jax.rand
 KEY = jax.random.key(11)
 HOT = Sampling(temperature=1.0)
 PROMPTS = [[1, 2, 3], [4, 1, 6, 7, 2]]
-TOY_DRAFTERS = ["none", "prompt-lookup", "model"]
 
 
 def go(prompts=PROMPTS, drafter="none", key=KEY, target=TOY, call=jaxspec.generate, **options):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import TreeShape, branching, build, chain, dynamic, from_paths
+from jaxspec.core.tree import TreeShape, build, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request
 from jaxspec.models.config import ModelConfig
@@ -20,14 +20,6 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
 
 RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
-TREES = {
-    "chain-1": chain(1),
-    "chain-4": chain(4),
-    "chain-8": chain(8),
-    "ragged": RAGGED,
-    "wide": branching(3, 2),
-    "dynamic": dynamic(3, 4, 9),
-}
 
 
 # Running the core.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 from helpers.toys import (
     RAGGED,
     decoder,
@@ -34,7 +35,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import default_lookup_schedule
 from jaxspec.models.functional import FunctionLM
-from jaxspec.registry import RULES, SCHEDULES, find
+from jaxspec.registry import find
 from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
@@ -45,13 +46,7 @@ V, B = 8, 24
 LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0))
 NEAR = noisy(PARAMS, 1, 0.5)
-LIVELY = {
-    "constant": [Constant(2)],
-    "plus-minus": [PlusMinus(first=2, widths=(2, 3))],
-    "confidence": [Confidence(threshold=0.5), Confidence(threshold=0.55, entropy=True, widths=())],
-    "adaptive": [Adaptive((1.0, 1.6), resume=0.05, widths=(3,))],
-}
-ALL = [schedule for several in LIVELY.values() for schedule in several]
+ALL = [schedule for several in cases.SCHEDULES.values() for schedule in several]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +79,6 @@ def plain():
 
 
 # With the coupled rule: the text of plain decoding, bit for bit.
-
-
-def test_every_schedule_is_tested():
-    assert LIVELY.keys() == SCHEDULES.keys()
-    for name, schedules in LIVELY.items():
-        assert {type(schedule) for schedule in schedules} == {find("schedule", name)}
-        assert find("schedule", name)() == find("schedule", name)()
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=lambda s: type(s).__name__)
@@ -201,7 +189,7 @@ def test_a_short_draft_costs_short_time(tree):
 # Rules that weigh laws stay exact.
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if name != "coupled" and find("rule", name)().lossless])
+@pytest.mark.parametrize("rule", [name for name in cases.LOSSLESS if name in cases.WEIGHING])
 def test_lossless_rules_stay_exact(rule):
     """All proposals enumerated: a limit, and both kinds of doubt, leave the law of the round what it is."""
     rule = find("rule", rule)()

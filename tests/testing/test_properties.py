@@ -7,20 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
+import jaxspec
 from helpers.paths import ROOT
 from helpers.toys import transformer
 from jaxspec.core.records import Ends
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.tree import branching
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.drafters.early_exit import EarlyExit
-from jaxspec.drafters.medusa import Medusa
-from jaxspec.drafters.model import ModelDraft
-from jaxspec.drafters.none import NoDraft
-from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
-from jaxspec.registry import DRAFTERS, RULES, find
 from jaxspec.rules.block import Block
 from jaxspec.rules.lenient import Lenient
 from jaxspec.rules.rejection import Rejection
@@ -37,10 +32,10 @@ from jaxspec.testing import (
 )
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", cases.RULES)
 def test_rule(name):
     """All of `check_rule`, on 256 random proposals per tree: chances, zeros, greed, NaN, padding, losslessness."""
-    rule = find("rule", name)()
+    rule = cases.RULES[name]
     assert rule.lossless == (not name.startswith("lossy"))
     check_rule(rule)
 
@@ -144,52 +139,30 @@ def test_the_lines_of_contributing(capsys):
 
 # Drafters.
 
-TARGET = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=2)
-DRAFT = transformer(vocab_size=7, hidden_size=16, intermediate_size=24, num_layers=1)
-WEIGHTS = Weights(TARGET.init_params(jax.random.key(0)), DRAFT.init_params(jax.random.key(1)))
-HEADS = HeadsConfig(24, 7, 2, inputs="path")
+LM = transformer(vocab_size=7, hidden_size=24, intermediate_size=32, num_layers=2)
+TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
 
 
-def uneven(config):
-    """Heads at random: those that training starts from say what the target says."""
-    rng = np.random.default_rng(0)
-    named = flatten(init_params(config))
-    return unflatten({name: jnp.asarray(0.3 * rng.normal(size=a.shape), jnp.float32) for name, a in named.items()})
-
-
-MEMBERS = {
-    "none": (NoDraft(chain(2)), None),
-    "prompt-lookup": (PromptLookup(chain(3)), None),
-    "early-exit": (EarlyExit(TARGET.__class__(TARGET.config, TARGET.dtype, layers=1), branching(2, 1)), None),
-    "model": (ModelDraft(DRAFT, branching(2, 1)), WEIGHTS.draft),
-    "medusa": (Medusa(HEADS, TARGET, branching(2, 1)), {"heads": uneven(HEADS)}),
-}
-
-
-def test_every_drafter_has_a_case():
-    assert MEMBERS.keys() == DRAFTERS.keys()
-    assert all(isinstance(drafter, find("drafter", name)) for name, (drafter, _) in MEMBERS.items())
-
-
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", cases.DRAFTERS)
 def test_drafter(name):
     """Proposals are trees of the shape that was said, of distinct siblings, and of tokens that their laws allow."""
-    drafter, params = MEMBERS[name]
-    proposal = check_drafter(drafter, params, TARGET, WEIGHTS.target, [PROMPT, [5], [1, 2], [6, 6, 6, 6, 6, 6, 6]])
+    drafter, params = cases.drafting(name, TARGET).member(TARGET)
+    prompts = [PROMPT, [5], [1, 2], [6, 6, 6, 6, 6, 6, 6]]
+    proposal = check_drafter(drafter, params, LM, TARGET.params, prompts)
     drafted = np.asarray(proposal.tokens)[:, 1:] >= 0
     assert drafted.any() == (name != "none")
-    assert (proposal.law is not None) == (name in ("early-exit", "model", "medusa"))
+    assert (proposal.law is not None) == drafter.draws
 
 
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in cases.DRAFTERS if name != "none"])
 def test_text_of_a_drafter_under_rejection(name):
     """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
-    drafter, params = MEMBERS[name]
-    decoder = Decoder(TARGET, drafter, Rejection(), chunk=16, widths=())
+    drafter, params = cases.drafting(name, TARGET).member(TARGET)
+    decoder = Decoder(LM, drafter, Rejection(), chunk=16, widths=())
     for sampling, samples in ((Sampling(temperature=1.5), 6000), (Sampling(), 1)):
-        law = joint_law(laws(TARGET, WEIGHTS.target, PROMPT, sampling), 2)
-        texts = sample_texts(decoder, Weights(WEIGHTS.target, params), PROMPT, 2, sampling, samples=samples, batch=1000)
+        law = joint_law(laws(LM, TARGET.params, PROMPT, sampling), 2)
+        texts = sample_texts(decoder, Weights(TARGET.params, params), PROMPT, 2, sampling, samples=samples, batch=1000)
         found = g_test(texts.counts, law)
         assert found.impossible == 0
         assert found.p > 1e-4

@@ -1,0 +1,126 @@
+"""The members under test: one row for each registered name, from which the tests take their parameters.
+
+A new drafter or schedule needs a row here; a rule needs none, since a rule is built without arguments.
+`testing/test_cases.py` names each row that is missing.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from helpers.toys import RAGGED, noisy
+from jaxspec import registry
+from jaxspec.cli.drafting import parse_tree
+from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import Rule, Schedule
+from jaxspec.core.schedule import Constant
+from jaxspec.core.tree import Topology, branching, chain, dynamic
+from jaxspec.errors import InvalidConfig
+from jaxspec.generation.drafting import Drafting
+from jaxspec.heads.network import flatten, init_params, unflatten
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.confidence import Confidence
+from jaxspec.schedules.plus_minus import PlusMinus
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterCase:
+    """How the tests draft with one drafter. Models and heads are made for the target where the drafter takes them.
+
+    Attributes:
+        tree: as on the command line; None for a drafter that takes no tree.
+        options: `drafter_options`.
+        any_network: it drafts for a target of any network, such as a table, and not for transformers alone.
+    """
+
+    tree: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    any_network: bool = False
+
+
+DRAFTERS = {
+    "none": DrafterCase(any_network=True),
+    "prompt-lookup": DrafterCase("1x1x1", any_network=True),
+    "early-exit": DrafterCase("2x1", {"exit_layers": 1}),
+    "model": DrafterCase("2x1", any_network=True),
+    "medusa": DrafterCase("2x1"),
+}
+ANY_NETWORK = [name for name, case in DRAFTERS.items() if case.any_network]
+
+SCHEDULES: dict[str, list[Schedule]] = {
+    "constant": [Constant(2)],
+    "plus-minus": [PlusMinus(first=2, widths=(2, 3))],
+    "confidence": [Confidence(threshold=0.5), Confidence(threshold=0.55, entropy=True, widths=())],
+    "adaptive": [Adaptive((1.0, 1.6), resume=0.05, widths=(3,))],
+}
+"""Schedules with settings that limit some drafts of the toys, and not all of them."""
+
+RULES: dict[str, Rule] = {name: registry.find("rule", name)() for name in registry.RULES}
+LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
+WEIGHING = [name for name, rule in RULES.items() if rule.noise is not Noise.SHARED]
+"""Rules that weigh the target's law against the draft's, and so have laws to enumerate."""
+
+TREES = {
+    "chain-1": chain(1),
+    "chain-4": chain(4),
+    "chain-8": chain(8),
+    "ragged": RAGGED,
+    "wide": branching(3, 2),
+    "dynamic": dynamic(3, 4, 9),
+}
+
+
+def verifies(rule: Rule, topology: Topology) -> bool:
+    """Tells whether the rule accepts trees of this shape."""
+    try:
+        rule.check(topology.shape)
+    except InvalidConfig:
+        return False
+    return True
+
+
+def random_heads(target: jaxspec.Model, count: int = 2) -> jaxspec.DraftHeads:
+    """Returns heads with random parameters; the parameters that training starts from repeat the target's law."""
+    rng = np.random.default_rng(0)
+    config = jaxspec.HeadsConfig(target.lm.config.hidden_size, target.lm.config.vocab_size, count, inputs="path")
+    named = flatten(init_params(config))
+    random = {name: jnp.asarray(0.3 * rng.normal(size=a.shape), jnp.float32) for name, a in named.items()}
+    return jaxspec.DraftHeads(config, unflatten(random))
+
+
+def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
+    """Returns the arguments of `jaxspec.generate` that draft with the drafter of this name."""
+    case, takes = DRAFTERS[name], registry.find("drafter", name).takes
+    given: dict[str, Any] = {"drafter": name, "drafter_options": dict(case.options)}
+    if case.tree is not None:
+        given["tree"] = parse_tree(case.tree)
+    if "draft" in takes:
+        given["draft"] = jaxspec.Model(target.lm, noisy(target.params, 1, 0.3), target.tokenizer)
+    if "heads" in takes:
+        given["heads"] = random_heads(target)
+    return given
+
+
+def drafting(name: str, target: jaxspec.Model) -> Drafting:
+    """Returns the `Drafting` of these arguments."""
+    given = arguments(name, target)
+    return Drafting(options=given.pop("drafter_options"), **given)
+
+
+def words(name: str, target: jaxspec.Model, folder: pathlib.Path) -> list[str]:
+    """Returns the same as options of the command line; models and heads are saved in the folder."""
+    given, found = arguments(name, target), ["--drafter", name]
+    if (tree := DRAFTERS[name].tree) is not None:
+        found += ["--tree", tree]
+    if "draft" in given:
+        found += ["--draft-model", str(jaxspec.save(given["draft"], folder / "draft"))]
+    if "heads" in given:
+        found += ["--heads", str(jaxspec.save_heads(given["heads"], folder / "heads"))]
+    for option, value in given["drafter_options"].items():
+        found += ["--drafter-option", f"{option}={value}"]
+    return found
