@@ -1,21 +1,22 @@
-"""How much of a draft each rule keeps, and how much any rule could: pure functions of the two laws.
+"""Acceptance of each rule, and the optimum over all rules, as pure functions of the target's and the draft's law.
 
-Laws are probabilities `[*b, V]` that sum to 1. Nothing here decodes; what a decode kept is in its `Stats`. Everything
-may be jitted (`children`, `draws` and `head` static), and is computed in the laws' precision.
+Laws are probabilities `[*b, V]` that sum to 1. Nothing here decodes; the acceptance of a decode is in its `Stats`. All
+functions but `expected_length` may be jitted (`children`, `draws`, `head` and `replacement` static) and compute in the
+precision of the laws.
 
-A position with K distinct candidates is *kept* if the token that is emitted is among them. Results `[*b, K]` are for
-the first 1, 2, ..., K candidates; their differences are the acceptance by rank that `jaxspec.best_tree` takes.
+Acceptance with K distinct candidates is the probability that the emitted token is among them. Results `[*b, K]` are
+for the first 1, 2, ..., K candidates; their differences are the acceptance by rank that `jaxspec.best_tree` takes.
 """
 
 from jaxspec.analysis.length import ChainLengths, chain_lengths, expected_length
 from jaxspec.analysis.optimum import HEAD, optimal_acceptance
 from jaxspec.analysis.position import (
     DRAWS,
-    Kept,
+    RuleAcceptance,
+    acceptance_by_rule,
     coupled_acceptance,
     deterministic_acceptance,
-    match,
-    one_step,
+    match_probability,
     rejection_acceptance,
 )
 
@@ -23,13 +24,13 @@ __all__ = [
     "DRAWS",
     "HEAD",
     "ChainLengths",
-    "Kept",
+    "RuleAcceptance",
+    "acceptance_by_rule",
     "chain_lengths",
     "coupled_acceptance",
     "deterministic_acceptance",
     "expected_length",
-    "match",
-    "one_step",
+    "match_probability",
     "optimal_acceptance",
     "rejection_acceptance",
 ]

@@ -1,4 +1,4 @@
-"""Laws `[*b, V]` of target and draft: what is asked of them, and sums over them."""
+"""Checks of laws `[*b, V]`, and sums over their tokens."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,23 @@ from jaxspec.errors import InvalidConfig, ShapeMismatch
 
 
 def check(target: Array, draft: Array, children: int) -> None:
+    """Checks that both laws have one shape and at least `children` tokens.
+
+    Raises:
+        InvalidConfig: `children` is not an integer from 1 to V.
+        ShapeMismatch: the laws differ in shape, or are scalars.
+    """
     whole("children", children)
     if target.shape != draft.shape or not target.ndim:
-        raise ShapeMismatch(f"target and draft must be laws [*b, V] of one shape, got {target.shape} and {draft.shape}")
+        raise ShapeMismatch(
+            f"target and draft must be laws of the same shape [*b, V], got {target.shape} and {draft.shape}"
+        )
     if children > target.shape[-1]:
-        raise InvalidConfig(f"{children} children of a vocabulary of {target.shape[-1]} tokens")
+        raise InvalidConfig(f"children must be at most the vocabulary size {target.shape[-1]}, got {children}")
 
 
 def batched(one: Callable[..., Array], *laws: Array, key: Array | None = None) -> Array:
-    """A function of laws `[V]` on `[*b, V]`, with a key for each."""
+    """Applies a function of laws `[V]` to laws `[*b, V]`, with a separate key for each position."""
     flat: list[Array] = [law.reshape(-1, law.shape[-1]) for law in laws]
     if key is not None:
         flat.append(jax.random.split(key, flat[0].shape[0]))
@@ -28,22 +36,22 @@ def batched(one: Callable[..., Array], *laws: Array, key: Array | None = None) -
 
 
 def ratio(target: Array, draft: Array) -> Array:
-    """target/draft, infinite where nothing is drafted."""
+    """Returns target / draft, infinite where the draft's probability is 0."""
     return jnp.where(draft > 0, target / jnp.where(draft > 0, draft, 1.0), jnp.inf)
 
 
-def after(values: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
-    """The sum of what comes after each."""
+def sums_after(values: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
+    """Returns, for each entry, the sum of the entries after it."""
     sums = jnp.flip(jnp.cumsum(jnp.flip(values, -1), -1), -1)
     return jnp.concatenate([sums[..., 1:], jnp.zeros_like(sums[..., :1])], -1)
 
 
-def from_none(values: Float[Array, "*b n"]) -> Float[Array, "*b n1"]:
-    """The sums of the first 0, 1, ... values."""
+def prefix_sums(values: Float[Array, "*b n"]) -> Float[Array, "*b n1"]:
+    """Returns the sums of the first 0, 1, ..., n entries."""
     return jnp.concatenate([jnp.zeros_like(values[..., :1]), jnp.cumsum(values, -1)], -1)
 
 
-def normal(weights: Float[Array, "V"]) -> Float[Array, "V"]:
-    """The law of weights; zeros where there are none."""
+def normalise(weights: Float[Array, "V"]) -> Float[Array, "V"]:
+    """Returns weights divided by their sum; zeros if all are 0."""
     total = weights.sum()
     return weights / jnp.where(total > 0, total, 1.0)

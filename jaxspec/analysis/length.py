@@ -1,4 +1,4 @@
-"""What the rules keep of a whole draft."""
+"""Expected accepted length of a whole draft, by rule."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.analysis.enumeration import Law, accepted_length
-from jaxspec.analysis.position import match
+from jaxspec.analysis.position import match_probability
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Rule
 from jaxspec.core.tree import Topology
@@ -17,22 +17,26 @@ from jaxspec.errors import InvalidConfig
 
 
 class ChainLengths(NamedTuple):
-    """Accepted tokens of a chain, given what was drafted."""
+    """Expected accepted lengths of a chain, given the drafted tokens."""
 
-    token: Float[Array, "*b"]
-    block: Float[Array, "*b"]
-    bound: Float[Array, "*b"]
+    token: Float[Array, "*b"]  # by the rule "rejection"
+    block: Float[Array, "*b"]  # by the rules "block" and "traversal"
+    bound: Float[Array, "*b"]  # the upper bound over all lossless rules
 
 
 def chain_lengths(log_ratio: Float[Array, "*b D"]) -> ChainLengths:
-    """The expected accepted length of a drafted chain; the mean over drafts from the draft's law is the rule's.
+    """Returns the expected accepted length of a drafted chain by rule.
 
-    The rule "rejection" keeps i tokens with the product of `min(1, ratio)`, "block" (and "traversal") with
-    `w_i = min(1, w_(i-1) ratio_i)` (Sun et al. 2025, arXiv:2403.10444). No lossless rule keeps a text more often than
-    the smaller of its two probabilities, on average `min(1, product of the ratios)`: the bound.
+    The rule "rejection" accepts at least i tokens with the product of `min(1, ratio)`, "block" (and "traversal") with
+    `w_i = min(1, w_(i-1) ratio_i)` (Sun et al. 2025, arXiv:2403.10444). No lossless rule emits a drafted text with
+    more than the smaller of its two probabilities, which bounds the same quantity by `min(1, product of the ratios)`.
+    Averages over drafts from the draft's law are the rules' expected lengths.
 
     Args:
-        log_ratio: log of target/draft at each drafted token.
+        log_ratio: log(target / draft) at each drafted token.
+
+    Returns:
+        One length per chain, `[*b]` each.
     """
     sums = jnp.cumsum(log_ratio, -1)
     weights = sums - jnp.maximum(lax.cummax(sums, axis=sums.ndim - 1), 0.0)
@@ -44,30 +48,33 @@ def chain_lengths(log_ratio: Float[Array, "*b D"]) -> ChainLengths:
 
 
 def expected_length(rule: Rule, topology: Topology, target: Law, draft: Law) -> float:
-    """The exact mean of the tokens that a round accepts, for small vocabularies: all drafts are enumerated.
+    """Returns the exact expected accepted length of a round, by enumeration of all drafts.
+
+    Exponential in the depth and the size of the tree, so for small vocabularies.
 
     Args:
-        rule: any; a coupled one on chains, where its walk has a formula: the sum over all texts of the products of
-            `match`.
+        rule: any rule; a coupled one on chains only, where its expected length is the sum over all texts of the
+            products of `match_probability`.
         topology: the tree.
         target: the target's law after the tokens since the root.
-        draft: the draft's.
+        draft: the draft's law after the tokens since the root.
 
     Raises:
-        InvalidConfig: a coupled rule on a tree.
+        InvalidConfig: the rule is coupled and the tree branches.
     """
     if rule.noise is not Noise.SHARED:
         return accepted_length(rule, topology, target, draft)  # pyright: ignore[reportArgumentType]
     if not topology.is_chain:
         raise InvalidConfig(
-            "the coupled rule has no formula on trees with branches; decode, and look at the statistics"
+            "the expected length of a coupled rule has a formula on chains only, got a tree with branches; "
+            "decode with the rule and read the statistics instead"
         )
 
     def below(text: tuple[int, ...], depth: int) -> float:
         if not depth:
             return 0.0
         with jax.enable_x64(True):
-            both = np.asarray(match(jnp.asarray(target(text)), jnp.asarray(draft(text))))
-        return float(sum(share * (1 + below((*text, token), depth - 1)) for token, share in enumerate(both) if share))
+            both = np.asarray(match_probability(jnp.asarray(target(text)), jnp.asarray(draft(text))))
+        return float(sum(p * (1 + below((*text, token), depth - 1)) for token, p in enumerate(both) if p))
 
     return below((), topology.shape.depth)

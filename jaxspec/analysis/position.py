@@ -1,4 +1,4 @@
-"""What each rule keeps of one position, and the most that any could of the same candidates."""
+"""Acceptance of each rule at one position, and the optimum over all rules with the same candidates."""
 
 import functools
 from typing import NamedTuple
@@ -12,49 +12,62 @@ from jaxspec.analysis import laws
 from jaxspec.analysis.optimum import optimal_acceptance
 
 DRAWS = 32
-"""Samples per position of what has no formula."""
+"""The default number of Monte Carlo samples per position, where there is no closed form."""
 
 
-class Kept(NamedTuple):
-    """One rule's acceptance with 1, 2, ... candidates, and the most that any rule could have with the same."""
+class RuleAcceptance(NamedTuple):
+    """One rule's acceptance with 1, 2, ..., K candidates, and the highest of any rule with the same candidates."""
 
     acceptance: Float[Array, "*b K"]
     optimum: Float[Array, "*b K"]
 
     @property
     def gap(self) -> Float[Array, "*b K"]:
-        """The optimality gap: what the rule leaves on the table."""
+        """The optimality gap, optimum minus acceptance."""
         return self.optimum - self.acceptance
 
 
 def deterministic_acceptance(
     target: Float[Array, "*b V"], draft: Float[Array, "*b V"], children: int
 ) -> Float[Array, "*b K"]:
-    """The rule "deterministic" on the draft's likeliest tokens: the target's probability of them.
+    """Returns the acceptance of the rule "deterministic" with the draft's 1 to `children` likeliest tokens.
 
-    No rule keeps more of the same tokens.
+    It is the target's probability of these tokens, which no rule can exceed.
+
+    Args:
+        target: the target's law, `[*b, V]`.
+        draft: the draft's law, `[*b, V]`.
+        children: the largest number of children, K.
+
+    Returns:
+        The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
     laws.check(target, draft, children)
     drafted, tokens = lax.top_k(draft, children)
     return jnp.cumsum(jnp.where(drafted > 0, jnp.take_along_axis(target, tokens, -1), 0.0), -1)
 
 
-def match(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """The probability that two draws with one noise are both this token; their sum is that they agree.
+def match_probability(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """Returns the probability, for each token, that two draws with the same Gumbel noise are both that token.
 
-    `1 / sum_y max(target[y] / target[x], draft[y] / draft[x])` (Daliri, Musco and Suresh 2025, arXiv:2408.07978), in
-    O(V log V): in the order of target/draft each maximum is decided.
+    It is `1 / sum_y max(target[y] / target[x], draft[y] / draft[x])` (Daliri, Musco and Suresh 2025,
+    arXiv:2408.07978), computed in O(V log V): sorting by target / draft decides every maximum. The sum over tokens is
+    the acceptance of the rule "coupled" with one child.
+
+    Args:
+        target: the target's law, `[*b, V]`.
+        draft: the draft's law, `[*b, V]`.
     """
     laws.check(target, draft, 1)
-    found, order = _matches(target, draft)
-    return jnp.put_along_axis(jnp.zeros_like(found), order, found, axis=-1, inplace=False)
+    matches, order = _sorted_match(target, draft)
+    return jnp.put_along_axis(jnp.zeros_like(matches), order, matches, axis=-1, inplace=False)
 
 
-def _matches(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> tuple[Array, Array]:
-    """`match` in another order, and the tokens in it."""
+def _sorted_match(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> tuple[Array, Array]:
+    """Returns the probabilities of `match_probability` sorted by target / draft, and the tokens in that order."""
     order = jnp.argsort(laws.ratio(target, draft), axis=-1)
     mass, drafted = (jnp.take_along_axis(law, order, -1) for law in (target, draft))
-    above = mass + laws.after(mass)
+    above = mass + laws.sums_after(mass)
     below = jnp.cumsum(drafted, -1) - drafted
     some = (mass > 0) & (drafted > 0)
     odds = jnp.where(some, mass / jnp.where(some, drafted, 1.0), 0.0)
@@ -64,28 +77,40 @@ def _matches(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> tuple
 def coupled_acceptance(
     target: Float[Array, "*b V"], draft: Float[Array, "*b V"], children: int, key: Array, draws: int = DRAWS
 ) -> Float[Array, "*b K"]:
-    """The rule "coupled": the target's draw is among the draft's best under the same noise.
+    """Returns the acceptance of the rule "coupled" with 1 to `children` tokens.
 
-    Exact for one child (`match`), by Monte Carlo for more: every sample is one noise for all positions of the call, so
-    the standard error of a mean over positions is found by repeating calls (or prompts), not from the positions.
+    It is the probability that the target's draw is among the draft's highest perturbed scores under the same noise.
+    For one child it is exact (`match_probability`), for more by Monte Carlo. Each sample uses one noise vector for all
+    positions of the call, so the samples of different positions are correlated: estimate the standard error of a mean
+    over positions from repeated calls or prompts.
+
+    Args:
+        target: the target's law, `[*b, V]`.
+        draft: the draft's law, `[*b, V]`.
+        children: the largest number of children, K.
+        key: key of the Monte Carlo samples.
+        draws: the number of samples.
+
+    Returns:
+        The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
     laws.check(target, draft, children)
     logs = [jnp.log(law) for law in (target, draft)]
 
     def one(key: Array) -> Array:
         noise = jax.random.gumbel(key, target.shape[-1:], target.dtype, mode="high")
-        theirs, ours = (law + noise for law in logs)
-        token = theirs.argmax(-1)[..., None]
-        rank = (ours > jnp.take_along_axis(ours, token, -1)).sum(-1)
+        target_scores, draft_scores = (law + noise for law in logs)
+        token = target_scores.argmax(-1)[..., None]
+        rank = (draft_scores > jnp.take_along_axis(draft_scores, token, -1)).sum(-1)
         proposed = jnp.take_along_axis(draft, token, -1)[..., 0] > 0
         return proposed[..., None] & (rank[..., None] < jnp.arange(1, children + 1))
 
-    exact = _matches(target, draft)[0].sum(-1)[..., None]
+    exact = _sorted_match(target, draft)[0].sum(-1)[..., None]
     if children == 1:
         return exact
-    kept = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*exact.shape[:-1], children), target.dtype),
-                    jax.random.split(key, draws))[0] / draws  # fmt: skip
-    return jnp.concatenate([exact, kept[..., 1:]], -1)
+    sampled = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*exact.shape[:-1], children), target.dtype),
+                       jax.random.split(key, draws))[0] / draws  # fmt: skip
+    return jnp.concatenate([exact, sampled[..., 1:]], -1)
 
 
 def rejection_acceptance(
@@ -95,29 +120,43 @@ def rejection_acceptance(
     key: Array | None = None,
     draws: int = DRAWS,
 ) -> Float[Array, "*b K"]:
-    """The rule "rejection": children drawn without replacement, tried one after the other.
+    """Returns the acceptance of the rule "rejection" with 1 to `children` tokens drawn without replacement.
 
-    The first is kept with probability `sum min(target, draft)`, which is exact; the others depend on which tokens
-    were rejected before: summed over all of them without a key (V^(K-1) terms), with one by Monte Carlo, where only the
-    rejected tokens are sampled and every chance to keep one is summed.
+    The first child is accepted with probability `sum min(target, draft)`. The acceptance of later children depends on
+    the tokens rejected before them. Without a key it is the exact sum over all rejected tokens (V^(K-1) terms); with
+    a key, rejected tokens are sampled and the acceptance given each sample is exact.
+
+    Args:
+        target: the target's law, `[*b, V]`.
+        draft: the law the children are drawn from, `[*b, V]`.
+        children: the largest number of children, K.
+        key: key of the Monte Carlo samples; None for the exact sum.
+        draws: the number of samples; unused without a key.
+
+    Returns:
+        The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
     laws.check(target, draft, children)
     if key is None:
-        return jnp.cumsum(laws.batched(functools.partial(_tried, count=children, key=None), target, draft), -1)
+        return jnp.cumsum(
+            laws.batched(functools.partial(_acceptance_by_rank, count=children, key=None), target, draft), -1
+        )
 
     def one(key: Array) -> Array:
-        return laws.batched(lambda p, q, key: _tried(p, q, children, key), target, draft, key=key)
+        return laws.batched(lambda p, q, key: _acceptance_by_rank(p, q, children, key), target, draft, key=key)
 
     ranks = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*target.shape[:-1], children), target.dtype),
                      jax.random.split(key, draws if children > 1 else 1))[0]  # fmt: skip
     return jnp.cumsum(ranks / (draws if children > 1 else 1), -1)
 
 
-def _tried(target: Float[Array, "V"], draft: Float[Array, "V"], count: int, key: Array | None) -> Float[Array, "K"]:
-    """By rank: the probability that it is this child that is kept."""
-    kept = jnp.minimum(target, draft).sum()[None]
+def _acceptance_by_rank(
+    target: Float[Array, "V"], draft: Float[Array, "V"], count: int, key: Array | None
+) -> Float[Array, "K"]:
+    """Returns, by rank, the probability that this child is the accepted one."""
+    accepted = jnp.minimum(target, draft).sum()[None]
     if count == 1:
-        return kept
+        return accepted
     rejected, rest = jnp.maximum(draft - target, 0.0), jnp.maximum(target - draft, 0.0)
     if key is None:
         tokens, weights, later = jnp.arange(target.size), rejected, None
@@ -127,37 +166,40 @@ def _tried(target: Float[Array, "V"], draft: Float[Array, "V"], count: int, key:
         tokens = jnp.argmax(sums > jax.random.uniform(now, dtype=sums.dtype) * sums[-1])[None]
         weights = rejected.sum()[None]
 
-    def go_on(token: Array) -> Array:
-        return _tried(laws.normal(rest), laws.normal(draft.at[token].set(0.0)), count - 1, later)
+    def after_rejecting(token: Array) -> Array:
+        return _acceptance_by_rank(laws.normalise(rest), laws.normalise(draft.at[token].set(0.0)), count - 1, later)
 
-    return jnp.concatenate([kept, weights @ jax.vmap(go_on)(tokens)])
+    return jnp.concatenate([accepted, weights @ jax.vmap(after_rejecting)(tokens)])
 
 
-def one_step(
+def acceptance_by_rule(
     target: Float[Array, "*b V"],
     draft: Float[Array, "*b V"],
     children: int,
     key: Array,
     draws: int = DRAWS,
     coupled: Float[Array, "*b V"] | None = None,
-) -> dict[str, Kept]:
-    """Every rule at every position: its acceptance and the optimum for its candidates.
+) -> dict[str, RuleAcceptance]:
+    """Returns acceptance and optimum of the rules "rejection", "coupled" and "deterministic" at every position.
 
     Args:
-        target: the target's law, limited as its tokens are.
-        draft: the law that sampled drafts are drawn from, limited as well.
-        children: K.
-        key: of the Monte Carlo samples.
-        draws: their number.
-        coupled: the law that coupled and deterministic drafts come from, where it is another: they need no limits.
+        target: the target's law after temperature and truncation, `[*b, V]`.
+        draft: the law that sampled drafts are drawn from, truncated in the same way, `[*b, V]`.
+        children: the largest number of children, K.
+        key: key of the Monte Carlo samples.
+        draws: the number of samples.
+        coupled: the law of coupled and deterministic drafts if it differs from `draft`: these need no truncation.
+
+    Returns:
+        Acceptance and optimum `[*b, K]` by the rule's name.
     """
-    free = draft if coupled is None else coupled
+    untruncated = draft if coupled is None else coupled
     keys = jax.random.split(key)
     optimum = optimal_acceptance(target, draft, children)
-    of_free = optimum if coupled is None else optimal_acceptance(target, coupled, children)
-    fixed = deterministic_acceptance(target, free, children)
+    coupled_optimum = optimum if coupled is None else optimal_acceptance(target, coupled, children)
+    fixed = deterministic_acceptance(target, untruncated, children)
     return {
-        "rejection": Kept(rejection_acceptance(target, draft, children, keys[0], draws), optimum),
-        "coupled": Kept(coupled_acceptance(target, free, children, keys[1], draws), of_free),
-        "deterministic": Kept(fixed, fixed),
+        "rejection": RuleAcceptance(rejection_acceptance(target, draft, children, keys[0], draws), optimum),
+        "coupled": RuleAcceptance(coupled_acceptance(target, untruncated, children, keys[1], draws), coupled_optimum),
+        "deterministic": RuleAcceptance(fixed, fixed),
     }

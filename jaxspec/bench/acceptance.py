@@ -212,7 +212,7 @@ def _compare(
     if greedy:
         kept = analysis.deterministic_acceptance(law(theirs), free, children)
         return {EVERY: jnp.stack([kept, kept])}
-    found = analysis.one_step(law(theirs), law(ours), children, key, draws, free if limited else None)
+    found = analysis.acceptance_by_rule(law(theirs), law(ours), children, key, draws, free if limited else None)
     return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in found.items()}
 
 

@@ -14,7 +14,7 @@ from jaxspec.core.protocols import TreeDrafter
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
-from jaxspec.testing import TIE, tie_gap
+from jaxspec.testing import TIE_GAP, tie_gap
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -55,7 +55,7 @@ def certify(
     if foreign:
         certificate = "peer"
     elif in_float32(target):
-        certificate = "tie" if gap < TIE else None
+        certificate = "tie" if gap < TIE_GAP else None
     else:
         certificate = "width" if _equal_at_one_width(setup, method, prompt) else None
     return dataclasses.replace(difference, gap=gap if np.isfinite(gap) else None, certificate=certificate)

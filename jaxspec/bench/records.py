@@ -47,7 +47,7 @@ class Difference:
         plain, other: the tokens there; None where a text has ended.
         gap: how far apart their perturbed scores are (`jaxspec.testing.tie_gap`); None where there is no
             pair, or one of it could never be drawn.
-        certificate: why it is rounding and no error: "tie" (float32: the gap is below `jaxspec.testing.TIE`),
+        certificate: why it is rounding and no error: "tie" (float32: the gap is below `jaxspec.testing.TIE_GAP`),
             "width" (lower precision: with target calls of one width the two texts are equal), "peer" (it is another
             system's text), or None.
     """

@@ -1,4 +1,4 @@
-"""Toys whose every law is known, and the means to prove a rule or a drafter right; for tests, also of your own."""
+"""Toy models with known laws, and checks that a rule, a drafter or a decoder is correct; public, for your own tests."""
 
 from jaxspec.analysis.enumeration import Law as Law
 from jaxspec.analysis.enumeration import accepted_length as accepted_length
@@ -13,8 +13,8 @@ from jaxspec.testing.gtest import holm as holm
 from jaxspec.testing.gtest import sample_texts as sample_texts
 from jaxspec.testing.properties import check_drafter as check_drafter
 from jaxspec.testing.properties import check_rule as check_rule
-from jaxspec.testing.tables import TIE as TIE
-from jaxspec.testing.tables import Script as Script
+from jaxspec.testing.tables import TIE_GAP as TIE_GAP
+from jaxspec.testing.tables import ScriptedDrafter as ScriptedDrafter
 from jaxspec.testing.tables import TableLM as TableLM
-from jaxspec.testing.tables import laws as laws
+from jaxspec.testing.tables import model_law as model_law
 from jaxspec.testing.tables import tie_gap as tie_gap

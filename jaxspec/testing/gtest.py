@@ -1,7 +1,7 @@
-"""G-tests of sampled text against its exact law, and how small a bias they would have found.
+"""G-tests of sampled text against its exact law, and the smallest bias that such a test detects.
 
-G = 2 sum observed log(observed / expected) follows a chi-squared law if the text follows the expected one; what may
-be believed of a test that passed is said by `detectable`.
+If the samples follow the expected law, G = 2 sum observed log(observed / expected) is approximately chi-squared.
+`detectable` gives the power of a test that passed.
 """
 
 import functools
@@ -19,44 +19,44 @@ from jaxspec.decode.state import Request, Weights
 
 
 class GTest(NamedTuple):
-    """What a G-test found."""
+    """The result of a G-test."""
 
-    p: float  # the probability of a deviation like this if the law is right; 0 if something impossible was seen
-    cells: int  # after pooling
+    p: float  # the p-value; 0 if a sample has probability 0 under the law
+    cells: int  # the number of cells after pooling
     samples: int
-    impossible: int  # samples whose probability is 0
+    impossible: int  # samples with probability 0
 
     def detectable(self, alpha: float = 1e-6, power: float = 0.999) -> float:
-        """The bias that this test would have found, see `detectable`."""
+        """Returns the smallest bias that this test detects; see `detectable`."""
         return detectable(self.samples, self.cells, alpha, power)
 
 
-def g_test(counts: Any, law: Any, *, least: float = 10.0, most: int = 1024, along: Any = None) -> GTest:
-    """Tests counts against the probabilities of their cells, in arrays of one shape.
+def g_test(counts: Any, law: Any, *, min_expected: float = 10.0, max_cells: int = 1024, sort_by: Any = None) -> GTest:
+    """Tests counts against the probabilities of their cells.
 
-    Cells are sorted and neighbours pooled until each holds `least` expected samples and `1 / most` of all: the
-    likeliest stand alone, the others fall together with their like.
+    Cells are sorted, and neighbours are pooled until each pool expects `min_expected` samples and the fraction
+    `1 / max_cells` of all samples.
 
     Args:
-        counts: samples in every cell.
-        law: the probability of every cell, in sum 1.
-        least: expected samples per cell; below some 5 the chi-squared law is no good approximation.
-        most: cells that are kept apart, at most; a bias is the easier found the fewer they are.
-        along: what the cells are sorted by, instead of their probability. The ratio of the draft's law to the
-            target's pools a bias towards the draft instead of averaging it out.
+        counts: the number of samples in each cell.
+        law: the probability of each cell, of the same shape; they sum to 1.
+        min_expected: expected samples per pooled cell. Below about 5 the chi-squared approximation is poor.
+        max_cells: the largest number of pooled cells. Fewer cells make a given bias easier to detect.
+        sort_by: values to sort the cells by; None for their probabilities. The ratio of the draft's to the target's
+            law keeps a bias towards the draft from averaging out within a pool.
     """
     counts, law = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
     samples, possible = counts.sum(), law > 0
-    keys = -law if along is None else np.asarray(along, np.float64).ravel()
+    keys = -law if sort_by is None else np.asarray(sort_by, np.float64).ravel()
     order = np.argsort(np.where(possible, keys, np.inf), kind="stable")[: possible.sum()]
     seen, expected = counts[order], samples * law[order] / law[order].sum()
     starts, held = [], np.inf
     for cell, mass in enumerate(expected.tolist()):
-        if held >= max(least, samples / most):
+        if held >= max(min_expected, samples / max_cells):
             starts.append(cell)
             held = 0.0
         held += mass
-    if held < least and len(starts) > 1:  # the rest goes to its neighbours
+    if held < min_expected and len(starts) > 1:  # too few for a cell: merge them into the last one
         starts.pop()
     seen, expected = np.add.reduceat(seen, starts), np.add.reduceat(expected, starts)
     some, impossible = seen > 0, int(counts[~possible].sum())
@@ -66,24 +66,24 @@ def g_test(counts: Any, law: Any, *, least: float = 10.0, most: int = 1024, alon
 
 
 def detectable(samples: int, cells: int, alpha: float = 1e-6, power: float = 0.999) -> float:
-    """The total variation that a G-test at the level `alpha` finds with probability `power`.
+    """Returns the total variation that a G-test at significance level `alpha` detects with probability `power`.
 
-    For a bias that is spread over the cells, half of them too likely by one factor and half too unlikely; one that
-    is concentrated in few cells is found when it is smaller.
+    This is for a bias that makes half of the cells too likely, and the other half too unlikely, by one factor. A bias
+    concentrated in a few cells is detected when it is smaller.
     """
     if cells < 2:
         return 1.0
     freedom = cells - 1
     threshold = special.chdtri(freedom, alpha)
     low, high = 0.0, 1e9
-    for _ in range(200):  # the noncentrality: samples * (2 total variation)^2
+    for _ in range(200):  # bisect the noncentrality, samples * (2 total variation)^2
         middle = (low + high) / 2
         low, high = (middle, high) if special.chndtr(threshold, freedom, middle) > 1 - power else (low, middle)
     return float(min(np.sqrt(high / samples) / 2, 1.0))
 
 
 def holm(values: Iterable[float]) -> list[float]:
-    """The p-values of several tests, each multiplied so that the chance of any below alpha is alpha (Holm 1979)."""
+    """Returns p-values adjusted for multiple tests (Holm 1979): any is below alpha with probability at most alpha."""
     values = list(values)
     adjusted, highest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -92,12 +92,12 @@ def holm(values: Iterable[float]) -> list[float]:
     return adjusted
 
 
-class Texts(NamedTuple):
-    """How often each text was written, over many keys."""
+class SampledTexts(NamedTuple):
+    """Counts of the texts sampled under many keys."""
 
-    counts: np.ndarray  # [V] * length; a text that met a stop token repeats it to the end
-    rounds: float  # per text
-    accepted: float  # drafted tokens per round
+    counts: np.ndarray  # [V] * length; a text that reaches a stop token repeats it to the end
+    rounds: float  # rounds per text
+    accepted: float  # accepted drafted tokens per round
 
 
 def sample_texts(
@@ -111,18 +111,19 @@ def sample_texts(
     seed: int = 0,
     stops: Sequence[int] = (),
     batch: int = 1 << 14,
-) -> Texts:
-    """Continues one prompt under many keys, by the compiled `Decoder.generate`.
+) -> SampledTexts:
+    """Continues one prompt under many keys with the compiled `Decoder.generate`.
 
     Args:
-        decoder: of any members, with its `weights`.
-        prompt: ids.
-        length: tokens of every text.
-        sampling: settings, one for all.
-        samples: texts, rounded up to whole batches.
-        seed: of the keys.
+        decoder: the decoder.
+        weights: its weights.
+        prompt: token ids.
+        length: the number of tokens of every text.
+        sampling: the sampling settings of all rows.
+        samples: the number of texts, rounded up to whole batches.
+        seed: seed of the keys.
         stops: tokens that end a text.
-        batch: texts decoded at a time.
+        batch: the number of texts decoded at a time.
     """
     vocab, batches = decoder.target.vocab, -(-samples // batch)
     counts, rounds, accepted = np.zeros(vocab**length, np.int64), 0, 0
@@ -143,7 +144,7 @@ def sample_texts(
         counts += np.bincount(text @ vocab ** np.arange(length)[::-1], minlength=counts.size)
         log = np.asarray(result.log[:, :length])
         rounds, accepted = rounds + int((log[:, :, 0] > 0).sum()), accepted + int(log[:, :, 1].sum())
-    return Texts(counts.reshape((vocab,) * length), rounds / (batches * batch), accepted / rounds)
+    return SampledTexts(counts.reshape((vocab,) * length), rounds / (batches * batch), accepted / rounds)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), compiler_options={"xla_backend_optimization_level": 1})

@@ -1,6 +1,6 @@
-"""What every rule and every drafter must keep, as functions that raise `AssertionError` where one does not.
+"""The properties of every correct rule and drafter, as functions that raise `AssertionError`.
 
-`check_rule(MyRule())` runs them all on a rule; the shipped ones pass through the same.
+`check_rule(MyRule())` and `check_drafter(...)` run all of them. The rules and drafters of jaxspec pass the same checks.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.analysis.enumeration import bias, ends, random_laws
+from jaxspec.analysis.enumeration import bias, random_laws, stop_laws
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.protocols import CoupledRule, Drafter, Rule, WeighingRule
@@ -28,14 +28,24 @@ CASES = 256
 
 
 class Cases(NamedTuple):
-    """M random proposals to one tree, and what the target says of them."""
+    """M random proposals on one tree, with the target's laws."""
 
     law: np.ndarray  # [M, N, V], the target's log-law
-    proposal: Any  # a `Proposal` in numpy, every leaf with the axis M
+    proposal: Any  # a `Proposal` of NumPy arrays, each with a leading axis M
 
 
 def check_rule(rule: Rule, seed: int = 0) -> None:
-    """Every property below, on chains and where the rule takes them on trees, with laws and with point masses."""
+    """Checks every property of a rule, on a chain and a tree, for drafts with laws and for point masses.
+
+    Trees that the rule refuses, and point masses if it needs the draft's law, are skipped.
+
+    Args:
+        rule: the rule, a frozen dataclass.
+        seed: seed of the random proposals and laws.
+
+    Raises:
+        AssertionError: a property does not hold; the message names it.
+    """
     for topology in (CHAIN, RAGGED):
         try:
             rule.check(topology.shape)
@@ -44,29 +54,36 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
         for sampled in (True, False):
             cases = random_cases(topology, seed, sampled)
             try:
-                outcome(rule, cases)
-            except InvalidConfig:  # it needs the draft's law
+                rule_outcomes(rule, cases)
+            except InvalidConfig:  # the rule needs the draft's law
                 assert not sampled
                 continue
-            ends_are_probabilities(rule, cases)
-            ends_where_something_was_proposed(rule, cases)
-            emits_nothing_impossible(rule, cases)
-            rows_not_walked_are_not_read(rule, cases)
-            greedy_rows_are_greedy(rule, cases)
-            padding_may_stand_anywhere(rule, cases, topology)
+            check_probabilities(rule, cases)
+            check_stops_at_proposed_nodes(rule, cases)
+            check_emits_possible_tokens(rule, cases)
+            check_unreached_nodes_are_ignored(rule, cases)
+            check_greedy_rows(rule, cases)
+            check_padding_order_is_ignored(rule, cases, topology)
     if rule.noise is not Noise.SHARED:
-        is_lossless_if_it_says_so(cast(WeighingRule, rule), seed)
+        check_losslessness(cast(WeighingRule, rule), seed)
 
 
 def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases: int = CASES) -> Cases:
-    """Sparse random laws; siblings distinct, of probability above 0 under the draft, a quarter of them missing.
+    """Returns random proposals with sparse random laws.
 
-    Below a missing node tokens stand all the same: a drafter that draws whole levels leaves them there.
+    Siblings are distinct and have a positive probability under the draft. A quarter of the tokens are missing (-1);
+    nodes below a missing one keep their tokens, as in a drafter that draws whole levels.
+
+    Args:
+        topology: the tree of all proposals.
+        seed: seed of the random numbers.
+        sampled: include the draft's laws; otherwise the drafted tokens are point masses.
+        cases: the number of proposals, M.
     """
     rng, nodes, tree = np.random.default_rng(seed), topology.shape.nodes, topology.tree
     shape = (cases, nodes, VOCAB)
     weights = rng.dirichlet(np.full(VOCAB, 0.7), (2, *shape[:2])) + 1e-6
-    # Some tokens are impossible, but not the target's first, nor so many of the draft's that children are missing.
+    # Some tokens are impossible: never the target's first, and four remain to the draft, enough for all children.
     some = np.stack([rng.random(shape) < 0.8, rng.permuted(np.tile(np.arange(VOCAB) < 4, (*shape[:2], 1)), axis=-1)])
     some[0, ..., 0] = True
     with np.errstate(divide="ignore"):
@@ -80,20 +97,20 @@ def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases:
     return Cases(_array(law), Proposal(_array(tokens, np.int32), trees, _array(draft) if sampled else None))
 
 
-def outcome(rule: Rule, cases: Cases, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Where each walk ends, `[M, N]`, and the law of the token after every end, `[M, N, V]`.
+def rule_outcomes(rule: Rule, cases: Cases, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probability that each node stops the walk, `[M, N]`, and the law of the next token, `[M, N, V]`.
 
-    Those of a coupled rule are certain: one draw of its noise for every case, by depth.
+    For a coupled rule both are point masses, given one draw of the noise for all cases.
     """
     law, proposal = jnp.asarray(cases.law), jax.tree.map(jnp.asarray, cases.proposal)
     if rule.noise is not Noise.SHARED:
-        return jax.device_get(ends(cast(WeighingRule, rule), law, proposal))
-    certain: Any = _Certain(cast(CoupledRule, rule), seed)
-    return jax.device_get(ends(certain, law, proposal))
+        return jax.device_get(stop_laws(cast(WeighingRule, rule), law, proposal))
+    fixed: Any = _FixedNoise(cast(CoupledRule, rule), seed)
+    return jax.device_get(stop_laws(fixed, law, proposal))
 
 
-class _Certain(NamedTuple):
-    """A coupled rule under noise that is a function of the case's depth alone."""
+class _FixedNoise(NamedTuple):
+    """A coupled rule under fixed noise, in the form of a rule that compares laws."""
 
     rule: CoupledRule
     seed: int
@@ -106,65 +123,74 @@ class _Certain(NamedTuple):
         return Ends(jax.nn.one_hot(node, law.shape[0]), lambda _: point)
 
 
-def ends_are_probabilities(rule: Rule, cases: Cases) -> None:
-    """Chances of ends are finite, at least 0, and sum to 1; so are the laws after every end that may happen."""
-    chances, after = outcome(rule, cases)
-    _say(np.isfinite(chances).all(), rule, "has chances that are not finite")
-    _say((chances >= 0).all(), rule, "has chances below 0")
-    _say(np.abs(chances.sum(-1) - 1).max() < 1e-5, rule, "has chances that do not sum to 1")
+def check_probabilities(rule: Rule, cases: Cases) -> None:
+    """Checks that stop probabilities, and the next token's law at every possible stop, are finite and sum to 1."""
+    chances, after = rule_outcomes(rule, cases)
+    _require(np.isfinite(chances).all(), rule, "has stop probabilities that are not finite")
+    _require((chances >= 0).all(), rule, "has negative stop probabilities")
+    _require(np.abs(chances.sum(-1) - 1).max() < 1e-5, rule, "has stop probabilities that do not sum to 1")
     laws = after[chances > 0]
-    _say(np.isfinite(laws).all() and np.abs(laws.sum(-1) - 1).max() < 1e-5, rule, "has no law after some end")
+    _require(
+        np.isfinite(laws).all() and np.abs(laws.sum(-1) - 1).max() < 1e-5,
+        rule,
+        "has no law of the next token at some stop",
+    )
 
 
-def ends_where_something_was_proposed(rule: Rule, cases: Cases) -> None:
-    """Never at a node without a token, nor anywhere below one."""
-    chances, _ = outcome(rule, cases)
-    _say(not chances[~_reachable(cases)].any(), rule, "ends at a node where nothing is proposed, or below one")
+def check_stops_at_proposed_nodes(rule: Rule, cases: Cases) -> None:
+    """Checks that no walk stops at, or below, a node without a proposed token."""
+    chances, _ = rule_outcomes(rule, cases)
+    _require(not chances[~_reachable(cases)].any(), rule, "stops at, or below, a node where nothing is proposed")
 
 
-def emits_nothing_impossible(rule: Rule, cases: Cases) -> None:
-    """No token of probability 0 under the target, neither on the path nor after it."""
-    chances, after = outcome(rule, cases)
+def check_emits_possible_tokens(rule: Rule, cases: Cases) -> None:
+    """Checks that no emitted token has probability 0 under the target, on the path or after it."""
+    chances, after = rule_outcomes(rule, cases)
     tree, tokens = cases.proposal.tree, np.asarray(cases.proposal.tokens)
     above = np.take_along_axis(cases.law, np.maximum(tree.parents, 0)[..., None], 1)
     possible = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0] > -np.inf
     possible[:, 0] = True
     path = (possible[:, None, :] | ~tree.ancestors).all(-1)
-    _say(not chances[~path].any(), rule, "keeps a token whose probability is 0")
+    _require(not chances[~path].any(), rule, "accepts a token whose probability is 0")
     emitted = (chances[..., None] > 0) & (after > 0)
-    _say(not emitted[cases.law == -np.inf].any(), rule, "emits a token whose probability is 0")
+    _require(not emitted[cases.law == -np.inf].any(), rule, "emits a token whose probability is 0")
 
 
-def rows_not_walked_are_not_read(rule: Rule, cases: Cases) -> None:
-    """Nothing changes with the target's laws at unproposed nodes, nor with NaN for a draft law without children."""
+def check_unreached_nodes_are_ignored(rule: Rule, cases: Cases) -> None:
+    """Checks that the target's laws at unreachable nodes, and draft laws without children, do not matter."""
     live, proposal = _reachable(cases), cases.proposal
     law = np.where(live[..., None], cases.law, np.roll(cases.law, 1, axis=0))
     below = (proposal.tree.parents[:, None, :] == np.arange(live.shape[1])[:, None]) & (proposal.tokens >= 0)[:, None]
     if proposal.law is not None:
         proposal = proposal._replace(law=np.where(below.any(-1)[..., None], proposal.law, np.float32(np.nan)))
-    _same(outcome(rule, cases), outcome(rule, Cases(law, proposal)), rule, "reads rows that are not walked")
+    _require_same(
+        rule_outcomes(rule, cases),
+        rule_outcomes(rule, Cases(law, proposal)),
+        rule,
+        "reads laws of nodes that cannot be reached",
+    )
 
 
-def greedy_rows_are_greedy(rule: Rule, cases: Cases) -> None:
-    """Where the target's laws are points, the text is that of the points, whatever was proposed."""
+def check_greedy_rows(rule: Rule, cases: Cases) -> None:
+    """Checks that the text of a greedy target, whose laws are point masses, does not depend on the proposal."""
     point = cases.law.argmax(-1)
     law = np.where(np.arange(VOCAB) == point[..., None], 0.0, -np.inf).astype(cases.law.dtype)
-    chances, after = outcome(rule, Cases(law, cases.proposal))
+    chances, after = rule_outcomes(rule, Cases(law, cases.proposal))
     tree = cases.proposal.tree
     right = np.asarray(cases.proposal.tokens) == np.take_along_axis(point, np.maximum(tree.parents, 0), 1)
     right[:, 0] = True
     path = (right[:, None, :] | ~tree.ancestors).all(-1)
     deepest = np.where(path, tree.depths, -1).argmax(-1)
     rows = np.arange(len(deepest))
-    _say(np.allclose(chances[rows, deepest], 1, atol=1e-6), rule, "does not keep all of a greedy path")
-    _say(np.allclose(after[rows, deepest, point[rows, deepest]], 1, atol=1e-6), rule, "is not greedy after a path")
+    _require(np.allclose(chances[rows, deepest], 1, atol=1e-6), rule, "does not accept all of a greedy path")
+    _require(np.allclose(after[rows, deepest, point[rows, deepest]], 1, atol=1e-6), rule, "is not greedy after a path")
 
 
-def padding_may_stand_anywhere(rule: Rule, cases: Cases, topology: Topology) -> None:
-    """Siblings that are missing may as well stand last, with all that is below them."""
+def check_padding_order_is_ignored(rule: Rule, cases: Cases, topology: Topology) -> None:
+    """Checks that moving missing siblings, and all nodes below them, to the end changes nothing."""
     tokens = np.asarray(cases.proposal.tokens)
     live, parents = _reachable(cases), np.asarray(topology.parents)
-    order = np.zeros_like(tokens)  # by new id, the old one
+    order = np.zeros_like(tokens)  # the old id of each new one
     moved = np.zeros_like(tokens)
     for m, alive in enumerate(live):
         new: dict[Any, int] = {-1: -1, 0: 0}
@@ -177,14 +203,14 @@ def padding_may_stand_anywhere(rule: Rule, cases: Cases, topology: Topology) -> 
     law, tokens = np.take_along_axis(cases.law, order[..., None], 1), np.take_along_axis(tokens, order, 1)
     draft: Any = cases.proposal.law
     draft = None if draft is None else np.take_along_axis(draft, order[..., None], 1)
-    chances, after = outcome(rule, cases)
+    chances, after = rule_outcomes(rule, cases)
     before = np.take_along_axis(chances, order, 1), np.take_along_axis(after, order[..., None], 1)
     other = Cases(law, Proposal(_array(tokens, np.int32), jax.device_get(trees), draft))
-    _same(before, outcome(rule, other), rule, "depends on where padding stands")
+    _require_same(before, rule_outcomes(rule, other), rule, "depends on the order of padding")
 
 
-def is_lossless_if_it_says_so(rule: WeighingRule, seed: int = 0, laws: int = 5) -> None:
-    """By enumeration: the bias of a round is below 1e-12 for every pair of laws, or above 1e-3 for some."""
+def check_losslessness(rule: WeighingRule, seed: int = 0, laws: int = 5) -> None:
+    """Checks `rule.lossless` by enumeration: the bias of a round is below 1e-12, or above 1e-3 for some laws."""
     topology = from_paths([(0, 0), (1,)])
     try:
         rule.check(topology.shape)
@@ -192,21 +218,34 @@ def is_lossless_if_it_says_so(rule: WeighingRule, seed: int = 0, laws: int = 5) 
         topology = chain(3)
     found = [bias(rule, topology, random_laws(seed + i, 3), random_laws(seed + 100 + i, 3)) for i in range(laws)]
     if rule.lossless:
-        _say(max(found) < 1e-12, rule, f"is not lossless: a round is off by {max(found):.1e}")
+        _require(max(found) < 1e-12, rule, f"is not lossless: a round has a bias of {max(found):.1e}")
     else:
-        _say(max(found) > 1e-3, rule, "says that it is lossy, and seems lossless")
+        _require(max(found) > 1e-3, rule, "claims to be lossy but appears lossless")
 
 
 def check_drafter(
     drafter: Drafter, params: Params, target: LanguageModel, target_params: Params, prompts: Sequence[Sequence[int]]
 ) -> Proposal:
-    """What a drafter proposes after these prompts is a tree of its shape; its laws are laws, of its tokens.
+    """Checks a drafter's proposals after some prompts, drawn with fresh noise.
+
+    The tree must have the declared shape and consistent tables, tokens must be valid and siblings distinct, and the
+    draft's laws must sum to 1 and allow the proposed tokens.
+
+    Args:
+        drafter: the drafter.
+        params: its parameters.
+        target: the target, with `target_params`.
+        target_params: the target's parameters.
+        prompts: token ids of each row.
 
     Returns:
-        The proposals `[B, N]`, drawn with fresh noise.
+        The proposals, `[B, N]`, as NumPy arrays.
+
+    Raises:
+        AssertionError: a property does not hold; the message names it.
     """
     batch, vocab, longest = len(prompts), target.vocab, max(map(len, prompts))
-    decoder = Decoder(target, drafter, _Fresh(), chunk=4)
+    decoder = Decoder(target, drafter, _FreshNoise(), chunk=4)
     tokens = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
@@ -226,28 +265,34 @@ def check_drafter(
     proposal: Any = jax.device_get(propose(weights, request))
     shape, tree, tokens = drafter.shape, proposal.tree, np.array(proposal.tokens)
     sizes = (shape.nodes, shape.width), (shape.nodes, shape.depth + 1)
-    _say((tree.children.shape[-2:], tree.paths.shape[-2:]) == sizes, drafter, "has another tree than its shape says")
-    _say(tokens.shape == (batch, shape.nodes), drafter, "has another number of nodes than its shape says")
+    _require(
+        (tree.children.shape[-2:], tree.paths.shape[-2:]) == sizes,
+        drafter,
+        "proposes a tree that differs from its shape",
+    )
+    _require(tokens.shape == (batch, shape.nodes), drafter, "proposes a number of nodes that differs from its shape")
     parents = np.broadcast_to(tree.parents, tokens.shape)
     expected = jax.device_get(jax.vmap(lambda p: build(p, shape))(parents))
     same = [np.array_equal(np.broadcast_to(a, b.shape), b) for a, b in zip(tree, expected)]
-    _say(all(same), drafter, "has a tree whose tables are not those of its parents")
+    _require(all(same), drafter, "proposes a tree whose tables do not follow from its parents")
     tokens[:, 0] = -1
-    _say(((tokens >= -1) & (tokens < vocab)).all(), drafter, "proposes tokens that do not exist")
+    _require(((tokens >= -1) & (tokens < vocab)).all(), drafter, "proposes tokens outside the vocabulary")
     siblings = (parents[:, :, None] == parents[:, None, :]) & ~np.eye(shape.nodes, dtype=bool)
     twice = siblings & (tokens[:, :, None] == tokens[:, None, :]) & (tokens >= 0)[:, :, None]
-    _say(not twice.any(), drafter, "proposes a token twice below one node")
+    _require(not twice.any(), drafter, "proposes a token twice among siblings")
     if proposal.law is not None:
         proposed = (tokens >= 0) & np.take_along_axis((tokens >= 0) | (parents < 0), np.maximum(parents, 0), 1)
         above = np.take_along_axis(proposal.law, np.maximum(parents, 0)[..., None], 1)
         own = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0]
-        _say((own[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
-        _say(np.allclose(np.exp(above[proposed]).sum(-1), 1, atol=1e-5), drafter, "has a law that is none")
+        _require((own[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
+        _require(
+            np.allclose(np.exp(above[proposed]).sum(-1), 1, atol=1e-5), drafter, "has a law that does not sum to 1"
+        )
     return proposal
 
 
-class _Fresh:
-    """Takes every tree; for a decoder that is only to read prompts."""
+class _FreshNoise:
+    """A placeholder rule with fresh noise, for a decoder that only reads prompts."""
 
     noise, lossless = Noise.FRESH, True
 
@@ -256,19 +301,19 @@ class _Fresh:
 
 
 def _reachable(cases: Cases) -> np.ndarray:
-    """[M, N]: every node from the root to this one is proposed."""
+    """Returns whether every node from the root to each node is proposed, `[M, N]`."""
     there = np.asarray(cases.proposal.tokens) >= 0
     there[:, 0] = True
     return np.all(there[:, None, :] | ~cases.proposal.tree.ancestors, axis=-1)
 
 
-def _same(one: tuple, other: tuple, member: object, fault: str) -> None:
+def _require_same(one: tuple, other: tuple, member: object, fault: str) -> None:
     live = one[0] > 0
     alike = np.allclose(one[0], other[0], atol=1e-6) and np.allclose(one[1][live], other[1][live], atol=1e-5)
-    _say(alike, member, fault)
+    _require(alike, member, fault)
 
 
-def _say(holds: Any, member: object, fault: str) -> None:
+def _require(holds: Any, member: object, fault: str) -> None:
     if not holds:
         raise AssertionError(f"{type(member).__name__} {fault}")
 

@@ -1,6 +1,6 @@
-"""Toy language models whose every law is known, for tests of decoders, drafters and rules.
+"""Toy models with known laws, for tests of decoders, drafters and rules.
 
-They read their context through cache and mask as a transformer does, so a wrong slot, mask or position gives
+A `TableLM` reads its context through cache and mask as a transformer does, so a wrong slot, mask or position gives
 wrong text.
 """
 
@@ -25,19 +25,19 @@ from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Topology, TreeShape
 from jaxspec.errors import InvalidConfig
 
-TIE = 1e-3
-"""A `tie_gap` below this is a tie in float32: the logits of two widths differ by up to some 1e-4."""
+TIE_GAP = 1e-3
+"""A `tie_gap` below this is a tie in float32, where logits of two widths differ by up to about 1e-4."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TableLM:
-    """A Markov model: the logits after a text are looked up by its last `order` tokens.
+    """A Markov model: a table has the logits after the last `order` tokens.
 
-    It also counts what it sees: where the number of visible tokens is not the position, the logits are others.
+    It also counts the visible tokens: where their number does not match the position, the logits are negated.
 
     Attributes:
-        vocab: V; the table has V^(order + 1) entries.
-        context: the longest text.
+        vocab: V. The table has V^(order + 1) entries, and V^2 more for texts of one token if the order is 2.
+        context: the length of the longest text.
         order: 0, 1 or 2.
     """
 
@@ -47,15 +47,15 @@ class TableLM:
 
     def __post_init__(self):
         if self.order not in (0, 1, 2):
-            raise InvalidConfig(f"a table looks at 0, 1 or 2 tokens, not {self.order!r}")
+            raise InvalidConfig(f"order must be 0, 1 or 2, got {self.order!r}")
 
     def init_params(self, key: Array, scale: float = 2.0) -> Params:
-        """Random logits of standard deviation `scale`."""
+        """Returns random logits of standard deviation `scale`."""
         shape = (self.vocab + 1, self.vocab, self.vocab)[2 - self.order :]
         return {"table": scale * jax.random.normal(key, shape)}
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Keys and values both hold (token, position)."""
+        """Returns an empty cache, whose keys and values both hold (token, position)."""
         return caches.empty_cache(1, batch, 1, capacity, 2, jnp.float32)
 
     def apply(
@@ -80,19 +80,20 @@ class TableLM:
         return features
 
     def logits(self, params: Params, text: list[int]) -> Float[Array, "V"]:
-        """The logits after a text, looked up directly: the reference."""
+        """Returns the logits after a text by direct lookup, the reference for tests."""
         return params["table"][(text[-2] if len(text) > 1 else self.vocab, text[-1])[2 - self.order :]]
 
 
-def laws(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling: Sampling) -> Law:
-    """What a language model really draws from after a prompt: the law that its text, in whatever way, must follow.
+def model_law(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling: Sampling) -> Law:
+    """Returns the law that the text of a language model must follow after a prompt, however it is decoded.
 
-    The whole text is read anew for every law, in a call without a cache; the settings are applied in float64.
+    Each text is read as a whole, without a cache. The sampling settings are applied in float64.
 
     Args:
-        lm: any language model, with `params`; all texts of a length are read at once, so a small vocabulary.
-        prompt: ids; the laws are those of what follows.
-        sampling: the settings, one for all rows.
+        lm: any language model with a small vocabulary: all texts of one length are read in one call.
+        params: its parameters.
+        prompt: token ids; the law is that of the tokens after them.
+        sampling: the sampling settings.
     """
 
     @functools.cache
@@ -116,7 +117,7 @@ def _log_law(logits: Array, row: Sampling) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(lm: LanguageModel, params: Params, tokens: Array) -> Array:
-    """The logits after each of these texts `[n, length]`, `[n, V]`."""
+    """Returns the logits after texts `[n, length]`, as `[n, V]`."""
     count, size = tokens.shape
     causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (count, size, size))
     window = Window(tokens, jnp.broadcast_to(jnp.arange(size), tokens.shape), causal)
@@ -125,13 +126,13 @@ def _logits(lm: LanguageModel, params: Params, tokens: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Script:
-    """A drafter that proposes after every token what its parameters `[V, N]` say; anything at all may stand there.
+class ScriptedDrafter:
+    """A drafter whose parameters `[V, N]` are the tokens to propose after each token, of any value.
 
-    Its tokens are point masses, and its state counts the tokens it was told of.
+    The tokens are point masses. The state counts the tokens absorbed.
 
     Attributes:
-        tree: their topology.
+        tree: the topology of the proposals.
     """
 
     tree: Topology
@@ -162,16 +163,17 @@ def tie_gap(
     key: Array,
     sampling: Sampling,
 ) -> float:
-    """How far apart two programs' choices after `text` really are: a certificate of a tie if it is tiny.
+    """Returns how close a choice between two tokens is; a tiny gap certifies a tie.
 
-    Target calls of different width round differently, so where two tokens' perturbed scores differ by less than
-    that rounding, either is right. Returns the difference of the perturbed scores of the two tokens or, if
-    smaller, how close (in probability) one of them stands to the border of top-p, or (in score) of min-p.
+    Target calls of different width round differently. Where the perturbed scores of two tokens differ by less than
+    the rounding error, both tokens are correct. The gap is the difference of these scores or, if smaller, the distance
+    of one of the tokens from the top-p limit (in probability) or the min-p limit (in log-probability).
 
     Args:
-        lm: the target, with `params`.
-        text: the tokens both agree on.
-        tokens: the two that follow.
+        lm: the target.
+        params: its parameters.
+        text: the tokens before the choice.
+        tokens: the two tokens to compare.
         key: the row's key.
         sampling: the row's settings, as numbers.
     """

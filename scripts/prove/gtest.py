@@ -31,7 +31,17 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.registry import RULES, find
-from jaxspec.testing import GTest, Script, TableLM, detectable, g_test, holm, joint_law, laws, sample_texts
+from jaxspec.testing import (
+    GTest,
+    ScriptedDrafter,
+    TableLM,
+    detectable,
+    g_test,
+    holm,
+    joint_law,
+    model_law,
+    sample_texts,
+)
 
 FACTORS = {
     "rule": [name for name in RULES if find("rule", name)().lossless],
@@ -95,21 +105,21 @@ def run(cell: Cell, samples: int, seed: int = 0) -> tuple[GTest, float, float]:
     draft = {"near": tables[0] + 0.25 * tables[1], "far": tables[1], "equal": tables[0]}.get(cell.draft)
     sampling = Sampling(temperature=cell.temperature, **LIMITS[cell.limit])
     stops = [STOP] if cell.stops == "stop" else []
-    wanted, along = joint_law(laws(lm, target, PROMPT, sampling), length, stops), None
+    wanted, along = joint_law(model_law(lm, target, PROMPT, sampling), length, stops), None
     if draft is None:  # the likeliest tokens whatever stands before, the same for every key
         mean = np.asarray(target["table"]).reshape(-1, vocab, vocab).mean(0)
         script = np.argsort(-mean, axis=-1)[:, : topology.shape.nodes]
-        drafter, params = Script(topology), jnp.asarray(script, jnp.int32)
+        drafter, params = ScriptedDrafter(topology), jnp.asarray(script, jnp.int32)
     else:
         drafter, params = ModelDraft(lm, topology), {"table": 20 + draft}
-        drawn = joint_law(laws(lm, params, PROMPT, sampling), length, stops)
+        drawn = joint_law(model_law(lm, params, PROMPT, sampling), length, stops)
         with np.errstate(divide="ignore", invalid="ignore"):
             along = np.nan_to_num(drawn / wanted)
         along = None if cell.draft == "equal" else along
     decoder = Decoder(lm, drafter, find("rule", cell.rule)(), chunk=4)
     texts = sample_texts(decoder, Weights(target, params), PROMPT, length, sampling,
                          samples=samples, seed=seed, stops=stops, batch=512 if vocab == 1024 else 1 << 14)  # fmt: skip
-    return g_test(texts.counts, wanted, most=256, along=along), texts.rounds, texts.accepted
+    return g_test(texts.counts, wanted, max_cells=256, sort_by=along), texts.rounds, texts.accepted
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.testing import TIE, tie_gap
+from jaxspec.testing import TIE_GAP, tie_gap
 
 PROMPTS = [
     "What is gravity?",
@@ -75,7 +75,7 @@ def main() -> int:
             differ = [b for b in range(len(rows)) if output[b].tokens != reference[b].tokens]
             for b in differ:
                 gap, place = first_difference(target, reference[b], output[b], keys[b], sampling, b)
-                tied = not matched and gap < TIE
+                tied = not matched and gap < TIE_GAP
                 ties, bad = ties + tied, bad + (not tied)
                 print(f"    row {b} differs at token {place}: gap {gap:.2e}, {'a tie' if tied else 'NOT A TIE'}")
             total += len(rows)

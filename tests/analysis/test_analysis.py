@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import analysis
-from jaxspec.analysis.enumeration import likeliest, ordered
+from jaxspec.analysis.enumeration import ordered_draws, top_tokens
 from jaxspec.core.tree import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.registry import find
@@ -42,7 +42,7 @@ def within(draft: np.ndarray, kept: list[int], children: int, replacement: bool)
     """The probability that all draws are among the kept tokens."""
     if replacement:
         return draft[kept].sum() ** children
-    return sum(chance for chance, drawn in ordered(draft, children) if {t for t in drawn if t >= 0} <= set(kept))
+    return sum(chance for chance, drawn in ordered_draws(draft, children) if {t for t in drawn if t >= 0} <= set(kept))
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -78,7 +78,7 @@ def star(children: int):
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
-def test_one_step_equals_a_round_of_the_rules(children):
+def test_acceptance_equals_a_round_of_the_rules(children):
     """Rejection and deterministic, by enumeration of a round with the code that decodes."""
     targets, drafts = pairs(5, 18)
     rejection = analysis.rejection_acceptance(targets, drafts, children)
@@ -117,7 +117,7 @@ def coupled_by_race(target, draft, children: int) -> float:
 def test_matching_draws():
     """The formula in its quadratic form; summed, it is the race with one child, and within its known bounds."""
     targets, drafts = pairs(6, 30)
-    got = np.asarray(analysis.match(targets, drafts))
+    got = np.asarray(analysis.match_probability(targets, drafts))
     for row, (p, q) in enumerate(zip(targets, drafts)):
         for x in range(6):
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -148,7 +148,7 @@ def test_all_rules_in_one_call():
     """In float32, jitted, as the command line has it; where the coupled draft is another law, so is its optimum."""
     targets, drafts = (law.astype(np.float32) for law in pairs(6, 12))
     free = (drafts + 0.1) / (drafts + 0.1).sum(-1, keepdims=True)
-    found = jax.jit(analysis.one_step, static_argnums=(2, 4))(targets, drafts, 3, jax.random.key(0), 8, free)
+    found = jax.jit(analysis.acceptance_by_rule, static_argnums=(2, 4))(targets, drafts, 3, jax.random.key(0), 8, free)
     assert set(found) == {"rejection", "coupled", "deterministic"}
     for name, kept in found.items():
         assert kept.acceptance.shape == kept.optimum.shape == (12, 3)
@@ -201,8 +201,8 @@ def test_lengths_of_trees():
         for name in ("rejection", "traversal", "deterministic")
     )
     assert one < other + 1e-12
-    first, second = likeliest(draft(()), 2)
-    below = sum(target((first,))[t] for t in likeliest(draft((first,)), 2))
+    first, second = top_tokens(draft(()), 2)
+    below = sum(target((first,))[t] for t in top_tokens(draft((first,)), 2))
     assert fixed == pytest.approx(target(())[first] * (1 + below) + target(())[second], abs=1e-9)
     with pytest.raises(InvalidConfig, match="no formula"):
         analysis.expected_length(find("rule", "coupled")(), tree, target, draft)
@@ -212,7 +212,7 @@ def test_bad_input_is_refused():
     law = np.full(4, 0.25)
     with pytest.raises(InvalidConfig, match="whole number"):
         analysis.optimal_acceptance(law, law, 0)
-    with pytest.raises(InvalidConfig, match="5 children"):
+    with pytest.raises(InvalidConfig, match="at most the vocabulary size 4, got 5"):
         analysis.deterministic_acceptance(law, law, 5)
-    with pytest.raises(ShapeMismatch, match="one shape"):
-        analysis.match(law, law[:3])
+    with pytest.raises(ShapeMismatch, match="the same shape"):
+        analysis.match_probability(law, law[:3])

@@ -53,7 +53,7 @@ def test_it_is_that_of_the_laws_along_the_targets_text():
         np.testing.assert_allclose(row.kept["deterministic"], exact["deterministic"], rtol=1e-4)
         np.testing.assert_allclose(row.kept["rejection"][0], exact["rejection"][0], rtol=1e-4)
         np.testing.assert_allclose(row.kept["rejection"][1], exact["rejection"][1], rtol=0.05)
-        np.testing.assert_allclose(row.kept["coupled"][0], analysis.match(target, draft).sum(), rtol=1e-4)
+        np.testing.assert_allclose(row.kept["coupled"][0], analysis.match_probability(target, draft).sum(), rtol=1e-4)
         optimum = analysis.optimal_acceptance(target, draft, 2).sum(0)
         for rule in ("rejection", "coupled"):
             np.testing.assert_allclose(row.optimum[rule], optimum, rtol=1e-4)

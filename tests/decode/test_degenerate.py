@@ -7,7 +7,7 @@ import pytest
 
 from cases import RULES, WEIGHING, verifies
 from helpers.toys import QUICK, request, start, step, texts
-from jaxspec.analysis.enumeration import ends
+from jaxspec.analysis.enumeration import stop_laws
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Proposal, Status
@@ -17,7 +17,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.decode.verdict import judge, pick
 from jaxspec.drafters.model import ModelDraft
-from jaxspec.testing import Script, TableLM, accepted_length, bias, random_laws
+from jaxspec.testing import ScriptedDrafter, TableLM, accepted_length, bias, random_laws
 
 LOSSLESS = [name for name in WEIGHING if RULES[name].lossless]
 SAMPLED = [name for name in LOSSLESS if RULES[name].noise is Noise.FRESH]
@@ -29,7 +29,7 @@ def weighed(name, law, tokens, draft, topology=None):
     topology = topology or chain(len(tokens) - 1)
     tree = jax.tree.map(lambda a: a[None], topology.tree)
     proposal = Proposal(jnp.asarray(tokens, jnp.int32)[None], tree, None if draft is None else as_log(draft)[None])
-    return tuple(np.asarray(a[0]) for a in ends(RULES[name], as_log(law)[None], proposal))
+    return tuple(np.asarray(a[0]) for a in stop_laws(RULES[name], as_log(law)[None], proposal))
 
 
 def as_log(law):
@@ -254,7 +254,7 @@ def test_no_draft_at_all_is_plain_decoding(name):
     weights = Weights({"table": jnp.asarray(TABLE)}, jnp.full((V, 1), -1))
     states = []
     for rule in (RULES["coupled"], RULES[name]):
-        decoder = Decoder(LM, Script(chain(0)), rule, chunk=4)
+        decoder = Decoder(LM, ScriptedDrafter(chain(0)), rule, chunk=4)
         state = start(decoder, weights, asked, 64)
         for _ in range(8):
             state = step(decoder, weights, state)
@@ -294,7 +294,7 @@ def test_the_tail_of_a_large_vocabulary_is_written(name):
     weights = Weights({"table": jnp.asarray(logits)}, {"table": jnp.asarray(other)})
     drafter, rule = ModelDraft(lm, chain(1)), RULES["rejection" if name == "rejection" else "coupled"]
     if name == "plain":
-        drafter, weights = Script(chain(0)), weights._replace(draft=jnp.full((size, 1), -1))
+        drafter, weights = ScriptedDrafter(chain(0)), weights._replace(draft=jnp.full((size, 1), -1))
     decoder = Decoder(lm, drafter, rule, chunk=1, widths=())
     run = jax.jit(lambda weights, asked: decoder.generate(weights, asked, 64).tokens[:, 1:3])
     asked = request([[1]] * rows, 2, vocab=size, temperature=1.0)._replace(

@@ -34,7 +34,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.generation import drafting
 from jaxspec.models.functional import FunctionLM, from_flax
-from jaxspec.testing import Script, TableLM
+from jaxspec.testing import ScriptedDrafter, TableLM
 
 V, BATCH, SEEDS = 12, 128, (0, 1, 2)
 LM = TableLM(V)
@@ -181,7 +181,7 @@ def matched(dtype, proposal):
     """The results with nothing proposed, and with a script made from that text, out of one executable."""
     lm = type(LARGE)(LARGE.config, dtype)
     params = lively(lm.init_params(jax.random.key(1)))
-    config = decoder(lm, Script(RAGGED), widths=())
+    config = decoder(lm, ScriptedDrafter(RAGGED), widths=())
     nothing = jnp.full((lm.vocab, RAGGED.shape.nodes), -1)
     reference = generate(config, Weights(params, nothing), ask(lm), 128, quick=False)
     script = jnp.asarray(proposal(lm.vocab, texts(reference)), nothing.dtype)

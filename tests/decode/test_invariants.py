@@ -36,7 +36,7 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.testing import Script, TableLM
+from jaxspec.testing import ScriptedDrafter, TableLM
 
 V, B, CAPACITY = 8, 12, 128
 LM = TableLM(V)
@@ -303,7 +303,7 @@ def test_a_broken_sibling_does_not_spoil_the_path():
         for root in range(REAL.vocab):
             once = after.get(root, 0)
             tokens[root, good] = [once if TREE.tree.depths[n] == 1 else after.get(once, 0) for n in good]
-        config = decoder(REAL, Script(TREE), widths=())
+        config = decoder(REAL, ScriptedDrafter(TREE), widths=())
         result = generate(config, Weights(BROKEN, jnp.asarray(tokens)), asking, CAPACITY)
         assert texts(result) == plain
         assert (np.asarray(result.status) == Status.LENGTH).all()
@@ -327,7 +327,7 @@ def test_a_prompt_that_is_not_finite_ends_the_row():
 def test_non_finite_never_reaches_the_cache():
     """With broken nodes drafted in every round, walked ones too, all slots stay finite, scratch included."""
     asking = real_request(logit_bias=-BAN.clip(-4, 0))  # token BAD is likely
-    config = decoder(REAL, Script(TREE), widths=())
+    config = decoder(REAL, ScriptedDrafter(TREE), widths=())
     weights = Weights(BROKEN, script([1, 4]))
     for state in rounds(config, weights, asking, most=10):
         assert all(np.isfinite(np.asarray(a)).all() for a in state.cache.kv)
@@ -377,7 +377,7 @@ def test_a_row_alone_in_a_batch_or_elsewhere_in_it():
 def test_single_rounds_are_one_run():
     """The same executable with a traced number of rounds; every leaf of the state ends up equal."""
     asking = asked(6)
-    config = decoder(LM, Script(chain(3)), widths=())
+    config = decoder(LM, ScriptedDrafter(chain(3)), widths=())
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 4))))
     once, stepped = (Session(config, weights, asking, CAPACITY) for _ in range(2))
     once.run()

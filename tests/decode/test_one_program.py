@@ -18,7 +18,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
-from jaxspec.testing import Script, TableLM
+from jaxspec.testing import ScriptedDrafter, TableLM
 
 V = 8
 LM = TableLM(V)
@@ -260,7 +260,7 @@ def test_a_careless_loop_is_seen():
 
 def test_every_vmap_of_generate_gives_the_batched_tokens():
     """Over prompts, nested, over keys alone, over parameters, and unbatched: always the same text."""
-    config = decoder(LM, Script(chain(2)), widths=())
+    config = decoder(LM, ScriptedDrafter(chain(2)), widths=())
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 3))))
     asked = request([[1], [2, 3], [4], [5, 6, 7]], 10, vocab=V, temperature=[0.0, 1.0, 0.6, 1.2])
     quick = functools.partial(jax.jit, compiler_options=QUICK)

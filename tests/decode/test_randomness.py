@@ -18,7 +18,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.registry import find
-from jaxspec.testing import TableLM, g_test, joint_law, laws, sample_texts
+from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
 
 V = 4
 LM = TableLM(V)
@@ -132,7 +132,7 @@ def test_mixed_streams_bias_the_text(wrong, monkeypatch):
                       chunk=2 + [None, position_noise, same_noise_everywhere].index(wrong))  # fmt: skip
     sampling = Sampling(temperature=1.0)
     texts = sample_texts(decoder, WEIGHTS, [3, 1], 3, sampling, samples=32_000, batch=8000)
-    found = g_test(texts.counts, joint_law(laws(LM, WEIGHTS.target, [3, 1], sampling), 3))
+    found = g_test(texts.counts, joint_law(model_law(LM, WEIGHTS.target, [3, 1], sampling), 3))
     assert found.p > 1e-3 if wrong is None else found.p < 1e-9
 
 

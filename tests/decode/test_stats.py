@@ -11,7 +11,7 @@ from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing import Script, TableLM
+from jaxspec.testing import ScriptedDrafter, TableLM
 
 # Emitted, accepted, drafted, children tested at depth 1, 2, 3. A chain of three; round 2 had no draft,
 # round 4 was cut by the budget inside its path, the rest of the buffer was never reached.
@@ -115,7 +115,7 @@ def test_a_run_counted_again_from_its_tokens(tree):
         temperature=[0, 0.7, 1, 1, 0.5, 0.3],
         stops=[[], [], [], [], [2]],
     )
-    config = decoder(lm, Script(tree))
+    config = decoder(lm, ScriptedDrafter(tree))
     result = generate(config, Weights(params, script), asked, 128)
     for row, (text, prompt) in enumerate(zip(texts(result), prompts)):
         at, log = len(prompt), []

@@ -13,7 +13,7 @@ from jaxspec.core.tree import TreeShape, branching, build, chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.rules.coupled import Coupled
-from jaxspec.testing import Script, TableLM, g_test
+from jaxspec.testing import ScriptedDrafter, TableLM, g_test
 
 N, V = 8, 4
 SHAPE = TreeShape(N, N - 1, N - 1)
@@ -181,7 +181,7 @@ def test_a_scripted_draft_cannot_shift_the_law():
     params = jax.tree.map(np.asarray, lm.init_params(jax.random.key(2), 1.0))
     script = np.random.default_rng(3).integers(0, vocab, (vocab, RAGGED.shape.nodes)).astype(np.int32)
     asked = request([[1]] * batch, 2, vocab=vocab, temperature=1.0)
-    result = generate(decoder(lm, Script(RAGGED)), Weights(params, script), asked, 128, quick=False)
+    result = generate(decoder(lm, ScriptedDrafter(RAGGED)), Weights(params, script), asked, 128, quick=False)
     counts = np.zeros((vocab, vocab))
     np.add.at(counts, tuple(np.asarray(result.tokens)[:, 1:3].T), 1)
     law = joint_law(lm, params, {"temperature": 1.0}, [1], 2)

@@ -9,12 +9,12 @@ import pytest
 
 from cases import RULES, WEIGHING, verifies
 from helpers.toys import allowed
-from jaxspec.analysis.enumeration import ordered, total_variation
+from jaxspec.analysis.enumeration import ordered_draws, total_variation
 from jaxspec.core.draw import Noise
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
-from jaxspec.testing import TableLM, accepted_length, bias, joint_law, laws, random_laws, round_law
+from jaxspec.testing import TableLM, accepted_length, bias, joint_law, model_law, random_laws, round_law
 
 CHAINS = [(chain(0), 5), (chain(1), 6), (chain(2), 5), (chain(3), 4), (chain(4), 3), (chain(6), 2)]
 TREES = [
@@ -75,10 +75,10 @@ def test_a_round_follows_the_target_exactly(name, seed):
 def test_what_is_enumerated_is_a_law():
     """The instrument itself: draws without replacement by hand, all masses 1, and a text law of the right shape."""
     law = np.array([0.5, 0.0, 0.3, 0.2])
-    draws = {drawn: chance for chance, drawn in ordered(law, 2)}
+    draws = {drawn: chance for chance, drawn in ordered_draws(law, 2)}
     assert draws == pytest.approx({(0, 2): 0.3, (0, 3): 0.2, (2, 0): 0.3 * 5 / 7, (2, 3): 0.3 * 2 / 7,
                                    (3, 0): 0.2 * 5 / 8, (3, 2): 0.2 * 3 / 8})  # fmt: skip
-    assert ordered(np.array([1.0, 0.0]), 2) == [(1.0, (0, -1))]
+    assert ordered_draws(np.array([1.0, 0.0]), 2) == [(1.0, (0, -1))]
     found = round_law(RULES["rejection"], branching(2, 1), random_laws(0, 3), random_laws(1, 3))
     assert found.shape == (3, 3, 3)
     assert found.sum() == pytest.approx(1, abs=1e-12)
@@ -100,12 +100,12 @@ def test_laws_of_a_model_are_those_of_its_settings():
         lm = TableLM(4, order=order)
         params = lm.init_params(jax.random.key(order))
         settings = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
-        law = laws(lm, params, [1, 2], Sampling(**settings))
+        law = model_law(lm, params, [1, 2], Sampling(**settings))
         for text in itertools.chain.from_iterable(itertools.product(range(4), repeat=n) for n in range(3)):
             logits = np.asarray(lm.logits(params, [1, 2, *text]), np.float64)
             wanted = np.where(allowed(logits, **settings), np.exp(logits / 0.7), 0.0)
             np.testing.assert_allclose(law(text), wanted / wanted.sum(), atol=1e-6)
-        greedy = laws(lm, params, [1, 2], Sampling())(())
+        greedy = model_law(lm, params, [1, 2], Sampling())(())
         assert greedy[int(lm.logits(params, [1, 2]).argmax())] == 1
     with pytest.raises(InvalidConfig, match="0, 1 or 2"):
         TableLM(4, order=3)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.analysis.enumeration import enumerate_proposals, weigh
+from jaxspec.analysis.enumeration import apply_to_all, enumerate_proposals
 from jaxspec.core.tree import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules.cascade import Cascade, Tolerant
@@ -23,7 +23,7 @@ def test_typical_acceptance_is_the_formula(seed):
     for case in range(60):
         target = random_laws(7000 * seed + case, 4, ("dense", "peaked", "sparse")[case % 3])
         found = enumerate_proposals(RAGGED, target, random_laws(7000 * seed + case + 100, 4), rule.noise)
-        chances, after = weigh(rule, RAGGED, found)
+        chances, after = apply_to_all(rule, RAGGED, found)
         tokens, depth, end = found.tokens[0], 0, 0
         likely = {0}
         for node in range(1, RAGGED.shape.nodes):
@@ -69,9 +69,9 @@ def test_a_cascade_follows_its_mixture_exactly(transform):
             with jax.enable_x64(True):
                 return np.exp(transform(jnp.log(jnp.asarray(target(text))), jnp.log(jnp.asarray(draft(text)))))
 
-        kept, _ = weigh(Cascade(transform), tree, enumerate_proposals(tree, target, draft))
+        kept, _ = apply_to_all(Cascade(transform), tree, enumerate_proposals(tree, target, draft))
         found = enumerate_proposals(tree, target, draft)
-        ended_early = (found.chances[:, None] * kept)[:, tree.tree.depths < tree.shape.depth].sum()
+        ended_early = (found.probs[:, None] * kept)[:, tree.tree.depths < tree.shape.depth].sum()
         law = round_law(Cascade(transform), tree, target, draft)
         first = law.reshape(3, -1).sum(1)
         np.testing.assert_allclose(first, mixed(()), atol=1e-12)

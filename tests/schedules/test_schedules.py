@@ -40,7 +40,7 @@ from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
-from jaxspec.testing import Script, TableLM, bias, g_test, random_laws, round_law
+from jaxspec.testing import ScriptedDrafter, TableLM, bias, g_test, random_laws, round_law
 
 V, B = 8, 24
 LM = TableLM(V)
@@ -413,7 +413,7 @@ def test_adaptive_in_the_loop():
 
 
 def test_finished_rows_learn_nothing():
-    config = decoder(LM, Script(chain(2)), schedule=Adaptive())
+    config = decoder(LM, ScriptedDrafter(chain(2)), schedule=Adaptive())
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 3))))
     state = start(config, weights, request([[1], [2]], [1, 20], vocab=V), 128)
     state = before = step(config, weights, state)

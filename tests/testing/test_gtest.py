@@ -21,10 +21,10 @@ def test_small_cells_are_pooled_with_their_like():
     law = np.array([0.9, 0.06, 0.02, 0.01, 0.009, 0.001, 0.0])
     counts = np.array([900, 60, 20, 10, 9, 1, 0])
     assert g_test(counts, law).cells == 5  # 900, 60, 20, 10, 9 + 1
-    assert g_test(counts, law, least=30).cells == 3
-    assert g_test(counts, law, most=2).cells == 2
+    assert g_test(counts, law, min_expected=30).cells == 3
+    assert g_test(counts, law, max_cells=2).cells == 2
     assert g_test([10], [1.0]).p == 1
-    pooled = g_test([300, 100, 300, 300], [0.25] * 4, least=400, along=[0, 1, 1, 0])
+    pooled = g_test([300, 100, 300, 300], [0.25] * 4, min_expected=400, sort_by=[0, 1, 1, 0])
     assert pooled.cells == 2
     assert g_test([300, 100, 300, 300], [0.25] * 4).p < pooled.p
 
