@@ -1,9 +1,8 @@
-"""The properties of every correct rule and drafter, as functions that raise `AssertionError`.
+"""The properties of every correct rule, as functions that raise `AssertionError`.
 
-`check_rule(MyRule())` and `check_drafter(...)` run all of them. The rules and drafters of jaxspec pass the same checks.
+`check_rule(MyRule())` runs all of them. The rules of jaxspec pass the same checks.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -11,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.analysis.enumeration import bias, random_laws, stop_laws
-from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import CoupledRule, Drafter, Rule, WeighingRule
-from jaxspec.core.records import Context, Ends, Params, Proposal
+from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
+from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, build, chain, from_paths
-from jaxspec.decode.loop import Decoder
-from jaxspec.decode.state import Request, Weights
 from jaxspec.errors import InvalidConfig
 
 CHAIN = chain(4)
@@ -126,11 +122,11 @@ class _FixedNoise(NamedTuple):
 def check_probabilities(rule: Rule, cases: Cases) -> None:
     """Checks that stop probabilities, and the next token's law at every possible stop, are finite and sum to 1."""
     chances, after = rule_outcomes(rule, cases)
-    _require(np.isfinite(chances).all(), rule, "has stop probabilities that are not finite")
-    _require((chances >= 0).all(), rule, "has negative stop probabilities")
-    _require(np.abs(chances.sum(-1) - 1).max() < 1e-5, rule, "has stop probabilities that do not sum to 1")
+    require(np.isfinite(chances).all(), rule, "has stop probabilities that are not finite")
+    require((chances >= 0).all(), rule, "has negative stop probabilities")
+    require(np.abs(chances.sum(-1) - 1).max() < 1e-5, rule, "has stop probabilities that do not sum to 1")
     laws = after[chances > 0]
-    _require(
+    require(
         np.isfinite(laws).all() and np.abs(laws.sum(-1) - 1).max() < 1e-5,
         rule,
         "has no law of the next token at some stop",
@@ -140,7 +136,7 @@ def check_probabilities(rule: Rule, cases: Cases) -> None:
 def check_stops_at_proposed_nodes(rule: Rule, cases: Cases) -> None:
     """Checks that no walk stops at, or below, a node without a proposed token."""
     chances, _ = rule_outcomes(rule, cases)
-    _require(not chances[~_reachable(cases)].any(), rule, "stops at, or below, a node where nothing is proposed")
+    require(not chances[~_reachable(cases)].any(), rule, "stops at, or below, a node where nothing is proposed")
 
 
 def check_emits_possible_tokens(rule: Rule, cases: Cases) -> None:
@@ -151,9 +147,9 @@ def check_emits_possible_tokens(rule: Rule, cases: Cases) -> None:
     possible = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0] > -np.inf
     possible[:, 0] = True
     path = (possible[:, None, :] | ~tree.ancestors).all(-1)
-    _require(not chances[~path].any(), rule, "accepts a token whose probability is 0")
+    require(not chances[~path].any(), rule, "accepts a token whose probability is 0")
     emitted = (chances[..., None] > 0) & (after > 0)
-    _require(not emitted[cases.law == -np.inf].any(), rule, "emits a token whose probability is 0")
+    require(not emitted[cases.law == -np.inf].any(), rule, "emits a token whose probability is 0")
 
 
 def check_unreached_nodes_are_ignored(rule: Rule, cases: Cases) -> None:
@@ -182,8 +178,8 @@ def check_greedy_rows(rule: Rule, cases: Cases) -> None:
     path = (right[:, None, :] | ~tree.ancestors).all(-1)
     deepest = np.where(path, tree.depths, -1).argmax(-1)
     rows = np.arange(len(deepest))
-    _require(np.allclose(chances[rows, deepest], 1, atol=1e-6), rule, "does not accept all of a greedy path")
-    _require(np.allclose(after[rows, deepest, point[rows, deepest]], 1, atol=1e-6), rule, "is not greedy after a path")
+    require(np.allclose(chances[rows, deepest], 1, atol=1e-6), rule, "does not accept all of a greedy path")
+    require(np.allclose(after[rows, deepest, point[rows, deepest]], 1, atol=1e-6), rule, "is not greedy after a path")
 
 
 def check_padding_order_is_ignored(rule: Rule, cases: Cases, topology: Topology) -> None:
@@ -218,86 +214,9 @@ def check_losslessness(rule: WeighingRule, seed: int = 0, laws: int = 5) -> None
         topology = chain(3)
     found = [bias(rule, topology, random_laws(seed + i, 3), random_laws(seed + 100 + i, 3)) for i in range(laws)]
     if rule.lossless:
-        _require(max(found) < 1e-12, rule, f"is not lossless: a round has a bias of {max(found):.1e}")
+        require(max(found) < 1e-12, rule, f"is not lossless: a round has a bias of {max(found):.1e}")
     else:
-        _require(max(found) > 1e-3, rule, "claims to be lossy but appears lossless")
-
-
-def check_drafter(
-    drafter: Drafter, params: Params, target: LanguageModel, target_params: Params, prompts: Sequence[Sequence[int]]
-) -> Proposal:
-    """Checks a drafter's proposals after some prompts, drawn with fresh noise.
-
-    The tree must have the declared shape and consistent tables, tokens must be valid and siblings distinct, and the
-    draft's laws must sum to 1 and allow the proposed tokens.
-
-    Args:
-        drafter: the drafter.
-        params: its parameters.
-        target: the target, with `target_params`.
-        target_params: the target's parameters.
-        prompts: token ids of each row.
-
-    Returns:
-        The proposals, `[B, N]`, as NumPy arrays.
-
-    Raises:
-        AssertionError: a property does not hold; the message names it.
-    """
-    batch, vocab, longest = len(prompts), target.vocab, max(map(len, prompts))
-    decoder = Decoder(target, drafter, _FreshNoise(), chunk=4)
-    tokens = np.zeros((batch, longest), np.int32)
-    for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = prompt
-    count = jnp.asarray([len(prompt) for prompt in prompts])
-    keys = jax.random.split(jax.random.key(0), batch)
-    stops, rows = jnp.full((batch, 1), -1), Sampling(temperature=1.0).rows(batch, vocab)
-    request = Request(jnp.asarray(tokens), count, jnp.full((batch,), 8), keys, stops, rows)
-    weights = Weights(target_params, params)
-
-    @jax.jit
-    def propose(weights: Weights, request: Request) -> Proposal:
-        state = decoder.prefill(weights, decoder.init(weights, request, decoder.slots(longest + 8)))
-        draw = Draw(Noise.FRESH, state.key, state.length, state.sampling, jnp.array(True), vocab)
-        context = Context(state.tokens, state.length, state.cache, weights.target)
-        return drafter.propose(weights.draft, state.draft, context, draw)[0]
-
-    proposal: Any = jax.device_get(propose(weights, request))
-    shape, tree, tokens = drafter.shape, proposal.tree, np.array(proposal.tokens)
-    sizes = (shape.nodes, shape.width), (shape.nodes, shape.depth + 1)
-    _require(
-        (tree.children.shape[-2:], tree.paths.shape[-2:]) == sizes,
-        drafter,
-        "proposes a tree that differs from its shape",
-    )
-    _require(tokens.shape == (batch, shape.nodes), drafter, "proposes a number of nodes that differs from its shape")
-    parents = np.broadcast_to(tree.parents, tokens.shape)
-    expected = jax.device_get(jax.vmap(lambda p: build(p, shape))(parents))
-    same = [np.array_equal(np.broadcast_to(a, b.shape), b) for a, b in zip(tree, expected)]
-    _require(all(same), drafter, "proposes a tree whose tables do not follow from its parents")
-    tokens[:, 0] = -1
-    _require(((tokens >= -1) & (tokens < vocab)).all(), drafter, "proposes tokens outside the vocabulary")
-    siblings = (parents[:, :, None] == parents[:, None, :]) & ~np.eye(shape.nodes, dtype=bool)
-    twice = siblings & (tokens[:, :, None] == tokens[:, None, :]) & (tokens >= 0)[:, :, None]
-    _require(not twice.any(), drafter, "proposes a token twice among siblings")
-    if proposal.law is not None:
-        proposed = (tokens >= 0) & np.take_along_axis((tokens >= 0) | (parents < 0), np.maximum(parents, 0), 1)
-        above = np.take_along_axis(proposal.law, np.maximum(parents, 0)[..., None], 1)
-        own = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0]
-        _require((own[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
-        _require(
-            np.allclose(np.exp(above[proposed]).sum(-1), 1, atol=1e-5), drafter, "has a law that does not sum to 1"
-        )
-    return proposal
-
-
-class _FreshNoise:
-    """A placeholder rule with fresh noise, for a decoder that only reads prompts."""
-
-    noise, lossless = Noise.FRESH, True
-
-    def check(self, shape: Any) -> None:
-        pass
+        require(max(found) > 1e-3, rule, "claims to be lossy but appears lossless")
 
 
 def _reachable(cases: Cases) -> np.ndarray:
@@ -310,10 +229,11 @@ def _reachable(cases: Cases) -> np.ndarray:
 def _require_same(one: tuple, other: tuple, member: object, fault: str) -> None:
     live = one[0] > 0
     alike = np.allclose(one[0], other[0], atol=1e-6) and np.allclose(one[1][live], other[1][live], atol=1e-5)
-    _require(alike, member, fault)
+    require(alike, member, fault)
 
 
-def _require(holds: Any, member: object, fault: str) -> None:
+def require(holds: Any, member: object, fault: str) -> None:
+    """Raises AssertionError with the member's class and its fault, unless `holds` is true."""
     if not holds:
         raise AssertionError(f"{type(member).__name__} {fault}")
 
