@@ -14,18 +14,21 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu mutants notebooks lint format clean
+.PHONY: help demo quick test slow tpu mutants test-all notebooks lint format clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/core.stamp ## write text with a small language model, speculatively, and compare
 	$(RUN) -m jaxspec demo $(ARGS)
 
 # What XLA compiled is kept: the next run takes less than half the time.
-test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/xla
-test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0.2
-test: export JAX_COMPILATION_CACHE_MAX_SIZE = 4000000000
+quick test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/xla
+quick test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0.2
+quick test: export JAX_COMPILATION_CACHE_MAX_SIZE = 4000000000
+quick: $(VENV)/dev.stamp ## run what takes little: the exact laws, the formats, the house; no real weights, no mesh
+	$(RUN) -m pytest -m "quick and not slow" $(JOBS) $(ARGS)
+
 test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest, JOBS= for one process)
 	$(RUN) -m pytest --durations=15 $(JOBS) $(ARGS)
 
@@ -40,6 +43,8 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
 	$(RUN) scripts/prove/mutants.py $(ARGS)
 
+test-all: test slow tpu mutants ## run all of these
+
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)
 
@@ -53,7 +58,7 @@ format: $(VENV)/dev.stamp ## mend style
 	$(RUN) -m ruff format .
 
 clean: ## remove environments, caches and builds
-	rm -rf .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-* build dist .pytest_cache .ruff_cache .hypothesis .durations
 	find jaxspec tests scripts -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment follows pyproject.toml: when that is newer than the stamp, pip looks again.

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import jaxspec
-from helpers.toys import QUICK
+from helpers import compiling
 from jaxspec.checkpoints import presets
 from jaxspec.decode.session import clear_executables
 from jaxspec.errors import FetchError
@@ -19,6 +19,8 @@ from jaxspec.errors import FetchError
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are not for the user's cache
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start
     jax.config.update("jax_enable_compilation_cache", False)
+
+pytest_plugins = ["helpers.durations"]
 
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
@@ -30,12 +32,6 @@ def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the tests that draw their cases: any must be green")
 
 
-def pytest_collection_modifyitems(items):
-    """The files that run the real model first: of several processes none is left alone with them at the end."""
-    long = {item.path for item in items if item.get_closest_marker("smollm2")}
-    items.sort(key=lambda item: item.path not in long)
-
-
 @pytest.fixture(scope="session")
 def seed(request) -> int:
     """Of the random cases; 0 unless `--seed` says otherwise."""
@@ -45,16 +41,16 @@ def seed(request) -> int:
 @pytest.fixture(autouse=True, scope="module")
 def _executables_of_a_module(request):
     """How they are compiled; and their end: the whole suite's need more memory maps than a process may have."""
-    quick = request.path.stem not in OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", quick)
+    optimised = request.path.stem in OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", not optimised)
     with pytest.MonkeyPatch.context() as patch:
-        if quick:  # a session compiles as its users do
+        if optimised:
             compiled = jax.stages.Lowered.compile
 
-            def quickly(self, compiler_options=None):
-                return compiled(self, QUICK | (compiler_options or {}))
+            def compile_as_users_do(self, compiler_options=None):
+                return compiled(self, compiling.AS_USERS_DO | (compiler_options or {}))
 
-            patch.setattr(jax.stages.Lowered, "compile", quickly)
+            patch.setattr(jax.stages.Lowered, "compile", compile_as_users_do)
         yield
     clear_executables()
     jax.clear_caches()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases import RULES, WEIGHING, verifies
-from helpers.toys import QUICK, request, start, step, texts
+from helpers.toys import request, start, step, texts
 from jaxspec.analysis.enumeration import stop_laws
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Draw, Noise
@@ -124,7 +124,7 @@ def test_children_of_an_exhausted_law_are_not_proposed():
         assert (tokens[2:] == -1).all()
 
 
-JUDGE = jax.jit(judge, static_argnums=0, compiler_options=QUICK)
+JUDGE = jax.jit(judge, static_argnums=0)
 
 
 def judged(rule, logits, proposal, keys, **settings):

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 import jaxspec
+from helpers.compiling import simulated
 from helpers.paths import TESTS
-from helpers.toys import simulated, transformer
+from helpers.toys import transformer
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import TableLM
+
+pytestmark = pytest.mark.mesh
 
 EIGHT = """
 import json, sys

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.toys import QUICK, decoder, request, texts, transformer
+from helpers.toys import decoder, request, texts, transformer
 from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
@@ -41,7 +41,7 @@ def real():
 def test_equal_configurations_trace_once():
     """Equal but distinct decoders are one static argument; what is traced may change freely."""
 
-    @functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+    @functools.partial(jax.jit, static_argnums=(0, 3))
     @chex.assert_max_traces(n=1)
     def session(config, weights, asked, capacity, rounds):
         return config.run(weights, config.prefill(weights, config.init(weights, asked, capacity)), rounds)
@@ -187,7 +187,7 @@ def test_a_round_copies_no_cache(real, tree):
     config = decoder(REAL, ModelDraft(DRAFT, tree))
     state = jax.eval_shape(lambda w, r: config.init(w, r, CAPACITY), weights, asked)
     assert state.cache.kv.keys.shape == CACHE
-    compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile(QUICK)
+    compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < nbytes(state.cache.kv) / 10
@@ -235,7 +235,7 @@ def test_vmapped_generate_copies_no_cache(real):
     config, weights, asked = real
     state = jax.eval_shape(lambda w, r: config.init(w, r, CAPACITY), weights, asked)
     mapped = jax.jit(jax.vmap(lambda r: config.generate(weights, r, CAPACITY)))
-    compiled = mapped.lower(asked).compile(QUICK)
+    compiled = mapped.lower(asked).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
     caches = nbytes(state.cache.kv) + nbytes(state.draft.cache.kv)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * caches
@@ -263,7 +263,6 @@ def test_every_vmap_of_generate_gives_the_batched_tokens():
     config = decoder(LM, ScriptedDrafter(chain(2)), widths=())
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 3))))
     asked = request([[1], [2, 3], [4], [5, 6, 7]], 10, vocab=V, temperature=[0.0, 1.0, 0.6, 1.2])
-    quick = functools.partial(jax.jit, compiler_options=QUICK)
 
     def one(weights, asked):
         result = config.generate(weights, asked, 128)
@@ -273,26 +272,26 @@ def test_every_vmap_of_generate_gives_the_batched_tokens():
     def same(got, expected):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
 
-    batched = quick(one)(weights, asked)
+    batched = jax.jit(one)(weights, asked)
     assert (np.asarray(batched[1]) == [11, 12, 11, 13]).all()
-    same(quick(jax.vmap(one, (None, 0)))(weights, asked), batched)
+    same(jax.jit(jax.vmap(one, (None, 0)))(weights, asked), batched)
     pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), asked)
-    nested = quick(jax.vmap(jax.vmap(one, (None, 0)), (None, 0)))(weights, pairs)
+    nested = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (None, 0)))(weights, pairs)
     same(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), nested), batched)
-    half = quick(jax.vmap(one, (None, 0)))(weights, pairs)
+    half = jax.jit(jax.vmap(one, (None, 0)))(weights, pairs)
     same(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), half), batched)
 
     prompt = jax.tree.map(lambda a: a[3], asked)
     axes = jax.tree.map(lambda _: None, prompt)._replace(key=0)
-    keyed = quick(jax.vmap(one, (None, axes)))(weights, prompt._replace(key=asked.key))
+    keyed = jax.jit(jax.vmap(one, (None, axes)))(weights, prompt._replace(key=asked.key))
     same(jax.tree.map(lambda a: a[3], keyed), jax.tree.map(lambda a: a[3], batched))
     assert len({str(tokens[:13]) for tokens in np.asarray(keyed[0])}) == 4
 
     other = weights._replace(target=jax.tree.map(lambda a: -a, PARAMS))
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, other)
-    mapped = quick(jax.vmap(one, (0, None)))(both, asked)
+    mapped = jax.jit(jax.vmap(one, (0, None)))(both, asked)
     same(jax.tree.map(lambda a: a[0], mapped), batched)
-    same(jax.tree.map(lambda a: a[1], mapped), quick(one)(other, asked))
+    same(jax.tree.map(lambda a: a[1], mapped), jax.jit(one)(other, asked))
 
 
 def test_a_decoder_is_a_static_argument():

@@ -1,7 +1,6 @@
 """The three streams of a row's key: distinct, never drawn from twice, and what happens when they are mixed."""
 
 import collections
-import functools
 import types
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.toys import QUICK, request
+from helpers.toys import request
 from jaxspec.core import draw as draws
 from jaxspec.core import noise as noises
 from jaxspec.core.sampling import Sampling
@@ -28,7 +27,7 @@ WEIGHTS = Weights(*({"table": LM.init_params(jax.random.key(i), 1.5)["table"]} f
 def test_no_two_places_share_a_number(seed):
     """Over rows, streams, rounds, positions and nodes: 11,280 first values, all different but for rounding."""
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def everything(keys):
         position = noises.gumbel(keys, jnp.broadcast_to(jnp.arange(900), (8, 900)), 2)[..., 0]
         each, roots = jnp.repeat(keys, 30), jnp.tile(jnp.arange(30), 8)
@@ -44,7 +43,7 @@ def test_no_two_places_share_a_number(seed):
 def test_streams_are_independent():
     """The number that ends a walk, the noise of the drafts and that of the token: no correlation over 20,000 rows."""
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def columns(keys):
         roots = jnp.full(keys.shape, 7)
         uniform = jnp.stack([noises.uniform(keys, roots), noises.uniform(keys, roots + 1)], axis=1)
@@ -93,7 +92,7 @@ def test_every_place_is_drawn_from_once(name, monkeypatch):
     watched(monkeypatch, seen)
     decoder = Decoder(LM, ModelDraft(LM, topology), find("rule", name)(), chunk=2, widths=())
     asked = request([[3, 1]] * 2, 6, vocab=V, temperature=1.0)
-    generate = jax.jit(lambda weights, asked: decoder.generate(weights, asked, 64), compiler_options=QUICK)
+    generate = jax.jit(lambda weights, asked: decoder.generate(weights, asked, 64))
     result = jax.block_until_ready(generate(WEIGHTS, asked))
     jax.effects_barrier()
     rounds = int((np.asarray(result.log)[:, :, 0] > 0).sum(1).max())
@@ -142,8 +141,8 @@ def test_no_key_is_consumed_twice(name):
     decoder = Decoder(LM, ModelDraft(LM, chain(2)), find("rule", name)(), chunk=2, widths=())
     asked = request([[3, 1]], 4, vocab=V, temperature=1.0)
     with jax.debug_key_reuse(True):
-        state = jax.jit(decoder.init, static_argnums=2, compiler_options=QUICK)(WEIGHTS, asked, 64)
-        state = jax.jit(decoder.step, compiler_options=QUICK)(WEIGHTS, state)
+        state = jax.jit(decoder.init, static_argnums=2)(WEIGHTS, asked, 64)
+        state = jax.jit(decoder.step)(WEIGHTS, state)
         assert int(state.length[0]) > 2
 
         @jax.jit

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.compiling import AS_USERS_DO, QUICK
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
@@ -25,26 +25,12 @@ RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
 # Running the core.
 
 
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
-"""How to compile, unless said otherwise: most programs here run for milliseconds and compile for seconds."""
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # setting one up for each of a thousand fusions takes half of the time
-
-
-def simulated(devices: int) -> dict[str, str]:
-    """The environment of a process with so many devices, whose programs are compiled as quickly."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    if "xla_cpu_use_fusion_emitters" in QUICK:
-        flags += " --xla_cpu_use_fusion_emitters=false"
-    return os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
-
 @functools.lru_cache
 def _jitted(method: str, quick: bool, static: tuple = ()):
     def call(decoder, *args):
         return getattr(decoder, method)(*args)
 
-    return jax.jit(call, static_argnums=(0, *static), compiler_options=QUICK if quick else None)
+    return jax.jit(call, static_argnums=(0, *static), compiler_options=QUICK if quick else AS_USERS_DO)
 
 
 def _call(method, decoder, *args, static=(), quick=True):

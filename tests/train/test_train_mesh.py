@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from helpers.compiling import simulated
 from helpers.paths import TESTS
-from helpers.toys import simulated
+
+pytestmark = pytest.mark.mesh
 
 PROGRAM = """
 import json, pathlib, sys
