@@ -27,7 +27,7 @@ quick test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/xla
 quick test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0.2
 quick test: export JAX_COMPILATION_CACHE_MAX_SIZE = 4000000000
 quick: $(VENV)/dev.stamp ## run what takes little: the exact laws, the formats, the house; no real weights, no mesh
-	$(RUN) -m pytest -m "quick and not slow" $(JOBS) $(ARGS)
+	$(RUN) -m pytest -m "quick and not (slow or tpu or smollm2)" $(JOBS) $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest, JOBS= for one process)
 	$(RUN) -m pytest --durations=15 $(JOBS) $(ARGS)

@@ -32,6 +32,8 @@ from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config(vocab_size=264)
 PARAMS = random_params(CONFIG)
 LM = toys.transformer(num_layers=1)

@@ -23,6 +23,8 @@ from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
 
+pytestmark = pytest.mark.quick
+
 # --- JSON -------------------------------------------------------------------------------------------------------
 
 

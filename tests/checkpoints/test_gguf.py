@@ -18,6 +18,8 @@ from jaxspec.checkpoints.load import read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
 

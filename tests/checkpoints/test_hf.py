@@ -24,6 +24,8 @@ from jaxspec.checkpoints.source import open_checkpoint, open_source
 from jaxspec.errors import CheckpointError, FetchError, InvalidConfig, UnknownName
 from jaxspec.models.rope import Rope
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -25,6 +25,8 @@ from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config(vocab_size=80, intermediate_size=64)
 PARAMS = random_params(CONFIG)
 ODD = (None, "x", "", -1, 0, 10**30, 1e308, True, False, [], [[1]], {}, {"a": 1}, 2.5)

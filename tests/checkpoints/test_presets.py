@@ -23,6 +23,8 @@ from jaxspec.errors import FetchError, UnknownName
 from jaxspec.storage import download, scratch
 from jaxspec.storage.directories import cache_directory
 
+pytestmark = pytest.mark.quick
+
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this environment has no pip")
 
 

@@ -20,6 +20,8 @@ from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.testing import TableLM
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config(
     window=8,
     windowed=(True, False),

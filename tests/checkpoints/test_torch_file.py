@@ -13,6 +13,8 @@ from jaxspec.errors import CheckpointError
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.headers import open_heads
 
+pytestmark = pytest.mark.quick
+
 RAW = np.arange(12, dtype=np.float32).tobytes()
 GOOD = state_dict({"w": tensor("FloatStorage", "0", 12, (3, 4), (4, 1))})
 

@@ -12,6 +12,8 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes, write_h
 from jaxspec.cli import main
 from jaxspec.core.schedule import Constant
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config(vocab_size=264, hidden_size=64, num_layers=1, max_position=512)
 HELD = files.tensors("v0.1", 2, 1, vocab=264)
 TOLD = {"medusa_num_heads": 9, "base_model_name_or_path": "some/model\x1b"}

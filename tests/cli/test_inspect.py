@@ -15,6 +15,8 @@ from jaxspec.checkpoints.source import open_checkpoint, read_headers
 from jaxspec.cli import main
 from jaxspec.models.rope import Rope
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
 

@@ -2,9 +2,13 @@
 
 import subprocess
 
+import pytest
+
 from helpers.paths import ROOT
 from jaxspec.cli import show
 from jaxspec.train.monitor import Monitor
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_bar_is_a_few_lines(capsys):

@@ -14,6 +14,8 @@ from jaxspec.cli import main, show
 from jaxspec.cli.acceptance import as_table
 from jaxspec.cli.tune import table as tune_table
 
+pytestmark = pytest.mark.quick
+
 WIDTH = 60
 
 

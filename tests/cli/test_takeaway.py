@@ -5,6 +5,8 @@ import pytest
 from jaxspec.cli.demo import as_command
 from jaxspec.cli.takeaway import Speed, best, takeaway
 
+pytestmark = pytest.mark.quick
+
 PLAIN = Speed(tokens_per_s=40.0, tokens_per_round=1.0, round_s=0.025)
 
 

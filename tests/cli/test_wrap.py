@@ -8,6 +8,8 @@ from rich.cells import cell_len
 
 from jaxspec.cli.wrap import Wrapper, wrap
 
+pytestmark = pytest.mark.quick
+
 ENGLISH = (
     "Light of short waves is scattered more strongly than light of long ones,\nso the sky is blue.\n\n  - and red\n"
 )

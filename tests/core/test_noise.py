@@ -7,6 +7,8 @@ import pytest
 
 from jaxspec.core import noise as noises
 
+pytestmark = pytest.mark.quick
+
 V = 37
 KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
 

@@ -12,6 +12,8 @@ from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
 from jaxspec.testing import g_test
 
+pytestmark = pytest.mark.quick
+
 N, V = 5, 9
 ROWS = 4000
 

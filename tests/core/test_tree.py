@@ -12,6 +12,8 @@ from jaxspec.core.tree import MAX_NODES, Topology, TreeShape, branching, build, 
 from jaxspec.core.tree_spec import NAMES, named_tree
 from jaxspec.errors import InvalidConfig, UnknownName
 
+pytestmark = pytest.mark.quick
+
 
 @st.composite
 def level_ordered(draw) -> tuple[int, ...]:

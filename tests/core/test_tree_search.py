@@ -13,6 +13,8 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.rules.deterministic import Deterministic
 from jaxspec.testing import accepted_length
 
+pytestmark = pytest.mark.quick
+
 
 def sequoia(table: np.ndarray, nodes: int, depth: int) -> float:
     """The most expected tokens of a tree of so many nodes at most: the dynamic programme over subtrees' sizes."""

@@ -19,6 +19,8 @@ from jaxspec.decode.verdict import judge, pick
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.testing import ScriptedDrafter, TableLM, accepted_length, bias, random_laws
 
+pytestmark = pytest.mark.quick
+
 LOSSLESS = [name for name in WEIGHING if RULES[name].lossless]
 SAMPLED = [name for name in LOSSLESS if RULES[name].noise is Noise.FRESH]
 V = 5

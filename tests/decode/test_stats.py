@@ -13,6 +13,8 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import ScriptedDrafter, TableLM
 
+pytestmark = pytest.mark.quick
+
 # Emitted, accepted, drafted, children tested at depth 1, 2, 3. A chain of three; round 2 had no draft,
 # round 4 was cut by the budget inside its path, the rest of the buffer was never reached.
 LOG = np.array(

@@ -12,6 +12,8 @@ from jaxspec.backend import layout
 from jaxspec.testing import hlo
 from scripts.prove import tpu
 
+pytestmark = pytest.mark.quick
+
 MODULE = """
 HloModule m
 %body.1 (p: (s32[])) -> (s32[]) {

@@ -59,6 +59,8 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.testing import TableLM
 
+pytestmark = pytest.mark.quick
+
 
 @contextlib.contextmanager
 def nothing_compiles():

@@ -22,6 +22,8 @@ from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
 from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
 
+pytestmark = pytest.mark.quick
+
 ODD = {
     "None": None,
     "True": True,

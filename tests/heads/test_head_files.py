@@ -21,6 +21,8 @@ from jaxspec.heads.headers import WHOLE_MODEL, find_layout, open_heads
 from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
 
+pytestmark = pytest.mark.quick
+
 CASES = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))

@@ -60,6 +60,9 @@ class Durations:
         self.costs: dict[str, Counter] = {}
         self.before = _spent()
 
+    def pytest_runtest_logstart(self) -> None:
+        self.before = _spent()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator:
         report = yield
@@ -90,8 +93,9 @@ class Durations:
         if self.costs and not part and not hasattr(self.config, "workerinput"):
             self.path.parent.mkdir(exist_ok=True)
             kept = {file: cost for file, cost in self.recorded.items() if (self.config.rootpath / file).exists()}
-            ordered = sorted((kept | self.costs).items(), key=lambda item: -item[1]["seconds"])
-            self.path.write_text(json.dumps(dict(ordered), indent=1) + "\n")
+            costs = sorted((kept | self.costs).items(), key=lambda item: -item[1]["seconds"])
+            rounded = {file: {name: round(value, 2) for name, value in cost.items()} for file, cost in costs}
+            self.path.write_text(json.dumps(rounded, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         """Prints as many of the slowest files as `--durations` asks for tests."""

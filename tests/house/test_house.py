@@ -12,6 +12,8 @@ import pytest
 
 from helpers.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = ROOT / "jaxspec"
 
 FLOORS = (

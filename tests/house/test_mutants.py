@@ -7,6 +7,8 @@ import pytest
 from helpers.paths import ROOT
 from scripts.prove import mutants
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_changes_one_line_of_what_is_there(mutant):

@@ -7,6 +7,8 @@ import pytest
 from helpers.paths import ROOT, TESTS
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
+pytestmark = pytest.mark.quick
+
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 

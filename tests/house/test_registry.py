@@ -15,6 +15,8 @@ from jaxspec.errors import InvalidConfig, UnknownName
 from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import DRAFTERS, RULES, find
 
+pytestmark = pytest.mark.quick
+
 CONFIG = tiny_config(vocab_size=264, max_position=512, num_layers=2)
 GROUPS = """[jaxspec.drafters]
 again = my_drafters:Again

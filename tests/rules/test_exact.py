@@ -16,6 +16,8 @@ from jaxspec.core.tree import Topology, branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import TableLM, accepted_length, bias, joint_law, model_law, random_laws, round_law
 
+pytestmark = pytest.mark.quick
+
 CHAINS = [(chain(0), 5), (chain(1), 6), (chain(2), 5), (chain(3), 4), (chain(4), 3), (chain(6), 2)]
 TREES = [
     (branching(2), 6),

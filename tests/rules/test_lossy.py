@@ -14,6 +14,8 @@ from jaxspec.rules.rejection import Rejection
 from jaxspec.rules.typical import Typical
 from jaxspec.testing import accepted_length, bias, joint_law, random_laws, round_law
 
+pytestmark = pytest.mark.quick
+
 RAGGED = from_paths([(0, 0, 0), (0, 1), (1, 0)])
 
 

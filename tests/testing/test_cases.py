@@ -5,6 +5,8 @@ import pytest
 import cases
 from jaxspec.registry import DRAFTERS, SCHEDULES, find
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_has_a_row(name):

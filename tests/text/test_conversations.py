@@ -15,6 +15,8 @@ from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
 from jaxspec.train import tokenized
 from jaxspec.train.settings import Settings
 
+pytestmark = pytest.mark.quick
+
 GOOD = [
     {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]},
     {

@@ -19,6 +19,8 @@ from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.text import ChatTemplate
 from jaxspec.text import chat as module
 
+pytestmark = pytest.mark.quick
+
 SYSTEM = {"role": "system", "content": " be <kind> "}
 TALK = [
     {"role": "user", "content": "hi"},

@@ -11,6 +11,8 @@ from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, Voca
 from jaxspec.text import ChatTemplate, IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
 from jaxspec.text.tokenizer import _BYTE_OF, check_same_vocab
 
+pytestmark = pytest.mark.quick
+
 ONE_LINE = r"\Achat template.*\Z"
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # three people, two joiners: one picture
 SAMPLES = [
