@@ -1,4 +1,4 @@
-"""What trained heads are worth on MT-bench, which they were not trained on.
+"""Measures trained heads on MT-bench, which they were not trained on.
 
     python scripts/heads/evaluate.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE | --nodes N]
         [--json OUT]

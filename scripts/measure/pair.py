@@ -1,4 +1,4 @@
-"""What a draft model is worth: a target and its draft on the first HumanEval and MT-bench prompts.
+"""Measures a draft model: a target and its draft on the first HumanEval and MT-bench prompts.
 
     python scripts/measure/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--rules R ...] [--json OUT]
 

@@ -1,4 +1,4 @@
-"""Plain decoding, constant draft lengths and the adaptive schedule, by turns in one run, on SmolLM2-135M-Instruct.
+"""Compares plain decoding, constant draft lengths and the adaptive schedule on SmolLM2-135M-Instruct, in one run.
 
     python scripts/measure/schedules.py early-exit:10     # the target's first ten layers draft
     python scripts/measure/schedules.py model             # the target drafts for itself: all is accepted, nothing pays

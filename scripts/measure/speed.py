@@ -1,4 +1,4 @@
-"""Speed of SmolLM2-135M on this machine. Each figure is taken in one run, the things compared by turns.
+"""Measures SmolLM2-135M on this machine; what is compared alternates within one run.
 
     python scripts/measure/speed.py widths                 # ms a round by width, dtype and capacity; a read of weights
     python scripts/measure/speed.py lookup                 # prompt lookup against plain: a copying task, ten ordinary

@@ -1,4 +1,4 @@
-"""GGUF files read by jaxspec and by llama.cpp: tokenizers, greedy texts, and why they part where they do.
+"""Compares GGUF files read by jaxspec and by llama.cpp: tokenizers, greedy texts, and the reasons for differences.
 
     python scripts/prove/compare_llama_cpp.py FILE.gguf ... --peer-python P     # P: an interpreter that has xllamacpp
 

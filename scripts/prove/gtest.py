@@ -1,4 +1,4 @@
-"""Sampled text against its exact law: a pairwise design over rules, vocabularies, settings, drafts and trees.
+"""Tests sampled text against its exact law: a pairwise design over rules, vocabularies, settings, drafts and trees.
 
     python scripts/prove/gtest.py                                # all cells, 10^6 texts each: hours on a CPU
     python scripts/prove/gtest.py --vocab 8 --samples 100000     # a part

@@ -1,4 +1,4 @@
-"""Speculation never changes the text: SmolLM2 with every drafter, tree and temperature against plain decoding.
+"""Tests that speculation never changes the text: SmolLM2, every drafter, tree and temperature, against plain decoding.
 
     python scripts/prove/identity.py                     # float32: equal, up to certified ties
     python scripts/prove/identity.py --dtype bfloat16    # bit-identical to the width-matched reference

@@ -1,4 +1,4 @@
-"""Turns a model of llama2.c (`model.bin`, `tokenizer.bin`) into a GGUF file, so that jaxspec and llama.cpp read it.
+"""Converts a llama2.c model (`model.bin`, `tokenizer.bin`) to a GGUF file, which jaxspec and llama.cpp read.
 
     python scripts/prove/llama2c_to_gguf.py stories15M.bin tokenizer.bin stories15M.gguf
 

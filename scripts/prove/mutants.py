@@ -1,4 +1,4 @@
-"""Do the tests catch the bugs that others shipped? Each is brought back, one at a time, and must turn a test red.
+"""Reintroduces bugs that others shipped, one at a time; the tests must find each.
 
     make mutants                                     # all of them
     python scripts/prove/mutants.py NAME ...               # some

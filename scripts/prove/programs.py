@@ -1,4 +1,4 @@
-"""Do two checkouts decode with the same programs? What JAX lowers is compared, so nothing compiles and nothing runs.
+"""Tells whether two checkouts decode with the same programs, by what JAX lowers: nothing compiles and nothing runs.
 
     python scripts/prove/programs.py before.json                     # in the one checkout
     python scripts/prove/programs.py after.json --against before.json  # in the other; exit status 1 where they differ

@@ -1,4 +1,4 @@
-"""Formulas of acceptance against enumeration: of all sets, of all draws, and of whole rounds by the rules' own code."""
+"""Tests the formulas of acceptance against enumeration: of sets, of draws, and of rounds under the rules themselves."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Acceptance of two models' laws: against the laws of tables, in figures by hand, and as a command."""
+"""Tests the measured acceptance of two models: against tables, against figures computed by hand, and as a command."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark: its prompts, its accounting, its order, and that no wrong text gets past it."""
+"""Tests the benchmark: prompts, accounting, order, and the detection of wrong texts."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Other systems beside jaxspec's: a peer of this test's own in a process of its own; and peers that fail."""
+"""Tests the comparison with other systems: a peer in a process of its own, and peers that fail."""
 
 import dataclasses
 import json

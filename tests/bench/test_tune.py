@@ -1,4 +1,4 @@
-"""`jaxspec tune`: what it concludes, its file, and that what takes the file drafts by it."""
+"""Tests `jaxspec tune`: its conclusions, its file, and the commands that read the file."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Paths and JSON that anyone may have written: each reader gives what is there, or one line that names the file."""
+"""Tests the readers of paths and JSON: each returns what the file holds, or raises one line that names the file."""
 
 import json
 import os

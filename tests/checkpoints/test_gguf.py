@@ -1,4 +1,4 @@
-"""GGUF: round trips, the layout against other readers, and files that are wrong in every known way."""
+"""Tests GGUF: round trips, the format against other readers, and malformed files."""
 
 import contextlib
 import struct

@@ -1,4 +1,4 @@
-"""Hugging Face directories: params, settings, refusals, and paths that lead out of the directory."""
+"""Tests Hugging Face directories: parameters, settings, refusals, and paths that leave the directory."""
 
 import json
 import shutil

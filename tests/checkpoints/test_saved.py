@@ -1,4 +1,4 @@
-"""Checkpoints of our own: what `save` writes, `load` reads, and nothing else."""
+"""Tests jaxspec's own checkpoints: `load` reads exactly what `save` writes."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Files of torch.save, read without torch: what they hold, and every hostile one refused at once."""
+"""Tests the reader of torch.save files, which works without torch and refuses hostile files."""
 
 import zipfile
 

@@ -1,4 +1,4 @@
-"""`jaxspec chat`: every answer is that of one call with the whole conversation, and no token is read twice."""
+"""Tests `jaxspec chat`: every answer equals one call with the whole conversation, and no token is read twice."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The command line, run in-process on a tiny model of bytes."""
+"""Tests the command line in-process, with a tiny model of bytes."""
 
 import dataclasses
 import io

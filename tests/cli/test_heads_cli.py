@@ -1,4 +1,4 @@
-"""Draft heads on the command line: inspected, exported, and drafted with."""
+"""Tests draft heads on the command line: inspecting, exporting, and drafting with them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`jaxspec inspect`: every number against the checkpoint it was made from, refusals, and no JAX."""
+"""Tests `jaxspec inspect`: every number against the checkpoint, refusals, and that JAX is not imported."""
 
 import json
 import math

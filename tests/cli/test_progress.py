@@ -1,4 +1,4 @@
-"""Progress where no terminal is: a few lines, none of them twice; and what `make` installs is silent there."""
+"""Tests progress without a terminal: a few lines, none of them twice."""
 
 import subprocess
 

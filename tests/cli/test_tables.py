@@ -1,4 +1,4 @@
-"""Every table that a command prints fits a terminal of 60 columns, without a number cut or wrapped."""
+"""Tests that every printed table fits a terminal of 60 columns, with no number cut or wrapped."""
 
 import re
 

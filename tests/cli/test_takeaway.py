@@ -1,4 +1,4 @@
-"""What the demo says of its figures: where drafting pays and by how much, and why not elsewhere."""
+"""Tests the demo's summary: where drafting pays, by how much, and why not elsewhere."""
 
 import pytest
 

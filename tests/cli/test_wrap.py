@@ -1,4 +1,4 @@
-"""Text that is wrapped as it comes: between words, at any width, with colours, and nothing lost."""
+"""Tests the wrapping of streamed text: between words, at any width, with colours, and nothing lost."""
 
 import random
 import re

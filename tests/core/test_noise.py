@@ -1,4 +1,4 @@
-"""The noise is a pure function of a row's key, the position and the token, and stays what it is."""
+"""Tests that the noise is a pure function of key, position and token, and that its values do not change."""
 
 import jax
 import jax.numpy as jnp

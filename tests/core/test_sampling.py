@@ -1,4 +1,4 @@
-"""The sampler against a sort in float64, and the laws it draws from."""
+"""Tests the sampler against a sort in float64, and the laws that it draws from."""
 
 import jax
 import jax.numpy as jnp

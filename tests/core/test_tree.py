@@ -1,4 +1,4 @@
-"""Token trees against a reference that walks them one node at a time."""
+"""Tests token trees against a reference that visits one node at a time."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The best static tree against Sequoia's dynamic programme, and what its expectation means in a decode."""
+"""Tests the best static tree against Sequoia's dynamic programme, and its expectation against a decode."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Continuous batching: with more prompts than rows of a batch, texts are those of one batch."""
+"""Tests continuous batching: more prompts than rows of the batch do not change a text."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Inputs at the edge: every one through the shipped rules, and through a decode."""
+"""Tests degenerate inputs: each through the shipped rules, and through a decode."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Speculation never changes the text: every drafter, tree and draft against plain decoding with its key."""
+"""Tests that speculation never changes the text: every drafter, tree and draft against plain decoding."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The invariants named in `jaxspec.core.records`, one test each, and what follows from them."""
+"""Tests the invariants named in `jaxspec.core.records`, one test each, and their consequences."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: the target's at their positions, whoever proposed them."""
+"""Tests the log-probabilities of emitted tokens: the target's at their positions, whoever proposed them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Meshes of devices: the tokens are those of one device, and nothing is exchanged between groups that share no row."""
+"""Tests meshes: tokens equal those of one device, and groups that share no row exchange nothing."""
 
 import dataclasses
 import json

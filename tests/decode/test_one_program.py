@@ -1,4 +1,4 @@
-"""One program: traced once, one loop, no callback, no copy of the cache, vmap too; and who imports whom."""
+"""Tests the compiled program: traced once, one loop, no callback, no copy of the cache, also under vmap."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The three streams of a row's key: distinct, never drawn from twice, and what happens when they are mixed."""
+"""Tests the three streams of a row's key: distinct, never drawn from twice, and what happens when they are mixed."""
 
 import collections
 import types

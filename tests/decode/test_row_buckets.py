@@ -1,4 +1,4 @@
-"""Rows are rounded up to few sizes: like numbers compile nothing, and the places between leave no trace."""
+"""Tests the buckets of batch sizes: sizes in one bucket share a program, and padding rows have no effect."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Statistics: a worked example, cuts, sums, and real runs counted again from their tokens."""
+"""Tests statistics: a worked example, cuts, sums, and real runs recounted from their tokens."""
 
 import jax
 import numpy as np

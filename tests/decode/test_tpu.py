@@ -1,4 +1,4 @@
-"""The decode loop as XLA compiles it for TPUs: scripts/prove/tpu.py on two layers; and that its checks can fail."""
+"""Tests the decode loop as XLA compiles it for TPUs, with `scripts/prove/tpu.py` on two layers, and its checks."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Dynamic trees: EAGLE-2's expansion against one written out in Python, what they draft, and which rules take them."""
+"""Tests dynamic trees: EAGLE-2's expansion against one written in Python, the drafts, and the rules that take them."""
 
 import functools
 

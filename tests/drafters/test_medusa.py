@@ -1,4 +1,4 @@
-"""The drafter "medusa": heads on any tree, by any rule, and what does not fit."""
+"""Tests the drafter "medusa": heads on any tree, under any rule, and refusals."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`generate` and `stream`, as a user calls them: toy models whose every token is known beforehand."""
+"""Tests `generate` and `stream` as a user calls them, with toy models whose every token is known."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What public functions make of arguments that they cannot take: a typed error in one line, and nothing compiles."""
+"""Tests that public functions refuse wrong arguments with a typed error in one line, before anything compiles."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""What a first call finds by itself, says while it compiles, and keeps for the next process."""
+"""Tests a first call: the presets it finds, its messages while it compiles, and what it keeps for the next process."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Thousands of calls in one process: what is compiled is compiled at the first call of a size, and memory stays."""
+"""Tests thousands of calls in one process: only the first call of a size compiles, and memory does not grow."""
 
 import gc
 import pathlib

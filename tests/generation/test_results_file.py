@@ -1,4 +1,4 @@
-"""Files of texts: plain JSON lines, resumed after a kill at any byte, and never believed in part."""
+"""Tests files of results: plain JSON lines, resumed after a kill at any byte, and checked before they are used."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""The real thing, short: SmolLM2-135M-Instruct. `scripts/prove/identity.py` is the long form."""
+"""Tests SmolLM2-135M-Instruct on a few prompts. `scripts/prove/identity.py` is the long form."""
 
 import dataclasses
 import json

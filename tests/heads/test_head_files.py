@@ -1,4 +1,4 @@
-"""Medusa heads in files: every layout read and written to the bit, and every fault of one refused by name."""
+"""Tests files of Medusa heads: every layout read and written bit for bit, and every fault refused by name."""
 
 import contextlib
 import dataclasses

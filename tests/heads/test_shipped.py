@@ -1,4 +1,4 @@
-"""The heads that come with the package."""
+"""Tests the heads that come with the package."""
 
 import json
 

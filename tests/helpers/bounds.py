@@ -1,4 +1,4 @@
-"""What reading broken and hostile files may cost."""
+"""Limits on the cost of reading broken and hostile files."""
 
 import contextlib
 import time

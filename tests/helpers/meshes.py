@@ -1,4 +1,4 @@
-"""What the processes of test_mesh.py run; their devices are simulated."""
+"""The programs that test_mesh.py runs on simulated devices."""
 
 import dataclasses
 import pathlib

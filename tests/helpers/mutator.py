@@ -1,4 +1,4 @@
-"""Seeded damage to files: of bytes, and of what JSON says."""
+"""Seeded damage to files: to their bytes, and to the values of JSON."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What the tests of the core share: toy requests and drafters, and a decoder written out by hand in numpy."""
+"""Toy requests, toy drafters, and a decoder written out in numpy."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A small target with a tokenizer, its prompts, and settings that train in seconds: for the tests of training."""
+"""A small target with a tokenizer, prompts, and settings that train in seconds."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How the package is built: imports go down, none go in circles, and no module or function is too long to read."""
+"""Tests the structure of the package: imports go down, none are circular, modules and functions are short."""
 
 import ast
 import functools

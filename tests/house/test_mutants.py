@@ -1,4 +1,4 @@
-"""The list of mutants keeps up with the code; `make mutants` applies them."""
+"""Tests that the list of mutants matches the code; `make mutants` applies them."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Every notebook is committed with what it shows, and runs from top to bottom; what it claims it asserts itself."""
+"""Tests the notebooks: each is committed with its outputs, and runs from top to bottom."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Members of other packages: the drafter of docs/own-drafter.md, in a package that is installed beside jaxspec."""
+"""Tests members from other packages: the drafter of docs/own-drafter.md, installed beside jaxspec."""
 
 import importlib
 import re

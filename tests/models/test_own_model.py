@@ -1,4 +1,4 @@
-"""Networks of one's own: decoded with drafts, heads trained for them; and what is missing is named."""
+"""Tests a user's own network: decoding with drafts, training heads for it, and errors that name what is missing."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The coupled rule: the walk against one in Python, its match probability, and the law of what it emits."""
+"""Tests the coupled rule: the walk against one in Python, its match probability, and the law of emitted tokens."""
 
 import jax
 import jax.numpy as jnp

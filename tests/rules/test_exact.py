@@ -1,4 +1,4 @@
-"""Every lossless rule emits exactly the target's law: enumerated, with no sampling error at all."""
+"""Tests that every lossless rule emits exactly the target's law, by enumeration, without sampling error."""
 
 import itertools
 

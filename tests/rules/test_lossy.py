@@ -1,4 +1,4 @@
-"""The lossy rules do what they say: their formulas, written out, and how far from the target they may go."""
+"""Tests the lossy rules: their formulas, and how far they may deviate from the target."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Schedules: what they decide, that limits are obeyed and cost nothing they forbid, and that no law is moved."""
+"""Tests schedules: their decisions, that limits are obeyed and save computation, and that no law changes."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The statistics: what a G-test says, what it can see, and sampled text against its exact law."""
+"""Tests the statistics: the G-test, its power, and sampled text against its exact law."""
 
 import itertools
 

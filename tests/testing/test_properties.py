@@ -1,4 +1,4 @@
-"""One suite of properties over every rule and every drafter of the registry; and that each can fail."""
+"""Tests the properties of every registered rule and drafter, and that each property can fail."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is trained on: every layout of a file, rows that are bad, masks of the assistant's tokens alone."""
+"""Tests training data: every layout of a file, malformed rows, and masks of the assistant's tokens."""
 
 import dataclasses
 import json

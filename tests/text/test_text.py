@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates, incremental decoding, stop strings: small vocabularies, any text."""
+"""Tests tokenizers, incremental decoding and stop strings with small vocabularies."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of SmolLM2, against golden files made with other implementations."""
+"""Tests SmolLM2's tokenizer and chat template against golden files from other implementations."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The losses against a float64 reference in numpy: values, gradients, labels, weights, and what is not counted."""
+"""Tests the losses against a float64 reference in numpy: values, gradients, labels, weights, and masks."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A training run as a whole: it learns, leaves the target alone, resumes to the bit, and says what is wrong."""
+"""Tests a training run: it learns, leaves the target unchanged, resumes bit for bit, and reports errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run that is ended twenty times, by kills and Ctrl-C, goes on by the same command to the same bits."""
+"""Tests that a run interrupted twenty times, by kills and Ctrl-C, resumes to the same bits."""
 
 import os
 import pathlib

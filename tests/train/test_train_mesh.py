@@ -1,4 +1,4 @@
-"""One device and eight give the same losses and the same order of the data."""
+"""Tests that one device and eight give the same losses and the same order of the data."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or refused, whatever happened to their files, and never lost."""
+"""Tests the checkpoints of a run: whole or refused, whatever happened to their files, and never lost."""
 
 import errno
 import json
