@@ -1,4 +1,4 @@
-"""What a user calls: `load`, `generate` and its streaming twin `stream`."""
+"""The functions that generate text: `generate`, and `stream` for chunks as they are emitted."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.generation.drafting import DRAFTER, Drafting, as_drafting
+from jaxspec.generation.drafting import DRAFTER, Drafting, resolve_drafting
 from jaxspec.generation.inputs import Prompt
-from jaxspec.generation.job import extend, make_job, say_rounded
+from jaxspec.generation.job import extend_session, make_job, report_rounding
 from jaxspec.generation.output import Generation, Output
-from jaxspec.generation.results_file import Journal
+from jaxspec.generation.results_file import ResultsFile
 from jaxspec.generation.stream import Stream
 from jaxspec.heads.files import load_heads as load_heads
 from jaxspec.heads.network import DraftHeads
@@ -30,7 +30,7 @@ from jaxspec.storage.reading import check_path
 from jaxspec.text.stops import StopStrings
 
 STEP = 4
-"""Rounds between two looks at the device while streaming."""
+"""Default number of rounds between two reads from the device while streaming."""
 
 
 @checks.named()
@@ -67,60 +67,62 @@ def generate(
     rounds: int | None = None,
     verbose: bool = True,
 ) -> Output:
-    """Continues prompts speculatively. With the default rule the text is that of plain decoding.
+    """Generates text by speculative decoding. With the default rule the text is that of plain decoding.
 
     Args:
-        target: the model that decides; see `load`.
-        prompts: text, token ids or chat messages, or any number of them; lengths may differ.
-        key: a JAX random key; needed unless every temperature is 0. The same key gives the same text with any drafter,
-            tree and batch.
-        drafter: a registered name, or a drafter object, which brings its own tree.
-        rule: a registered name, or a rule object.
-        sampling: settings, for all rows or per row.
-        max_new_tokens: emitted per row, at most; exactly, unless a stop is met.
-        draft: the draft model of the drafter "model"; None: that of the target's preset, if it has one.
+        target: target model; see `load`.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
+            tree and batch size.
+        drafter: name of a registered drafter, or a drafter object, which brings its own tree.
+        rule: name of a registered rule, or a rule object.
+        sampling: sampling settings, for all rows or per row.
+        max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
+        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
         draft_params: parameters of a drafter object.
-        tree: the draft's topology, or `jaxspec.dynamic()` for one that is chosen every round; a number is a chain of
-            that length. None: the drafter's default.
-        heads: the heads of the drafter "medusa", or where they are, see `load_heads`; None: those that come with the
-            target's preset, if it has some.
-        drafter_options: options of the drafter's own, by name, such as {"exit_layers": 10} of "early-exit".
-        schedule: how deep each round may draft: a registered name, or a schedule object. None: all of the tree in
-            every round; where it is copied from the text, as by prompt lookup, only while that pays.
-        drafting: a `Drafting`, or the file that `jaxspec tune` wrote, instead of `drafter`, `drafter_options`, `tree`
-            and `schedule`.
-        samples: rows per prompt, each with its own noise.
-        chat: whether text prompts are messages of a user, to be wrapped into the model's chat template; None: where it
-            has one. False continues raw text. Token ids and messages stay as they are.
-        stop: strings that end a text; the text is cut before, the token that completes one is kept.
-        stop_ids: tokens that end a text, besides the model's own.
-        ignore_eos: do not end at the model's own stop tokens.
-        logprobs: give the log-probability of every emitted token, under the raw logits and under the law that is
-            sampled; a number gives as many of the likeliest tokens of every place, too. See `Generation`.
-        on_token: called with (row, token, new text) for every token; False ends the row, the token is kept.
-        width_matched: let every target call have the tree's width, also where there is no draft; the text is then bit
-            for bit that of `drafter="none"` with the same tree and `width_matched=True`.
-        capacity: cache slots, rounded up to whole blocks of 256; None for as many as needed. Give more to continue the
-            session later.
-        session: of an earlier `Output` with the same settings: the prompts are appended to its rows, each text as a
-            message of its own where there is a chat template.
-        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are spread over its axis "data", the target's matrices
-            over "model".
-        batch: rows decoded at once, at most; a row that has ended gives its place to the next. None: all, in a number
-            of places that is rounded up so that like numbers of rows share a compilation. A batch holds rows whose
-            caches are of one size, and a text depends neither on it nor on its neighbours.
-        out: a file of JSON lines that every text is written to as it ends, see
-            `jaxspec.generation.results_file.Journal`. The same call resumes the job: texts that the file holds are not
-            decoded again.
-        progress: called with (texts ended, texts).
-        rounds: rounds between two looks at the device; None: as many as there are, fewer where each token is looked at.
-        verbose: say on standard error when compiling begins and ends, and that a capacity is rounded.
+        tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
+            length of a chain. None for the drafter's default.
+        heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
+            preset, if any.
+        drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
+        schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
+            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
+            drafting pays.
+        drafting: a `Drafting`, or the path of a file that `jaxspec tune` wrote, instead of `drafter`,
+            `drafter_options`, `tree` and `schedule`.
+        samples: rows per prompt, each with its own random numbers.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
+            template. False continues raw text. Token ids and chat messages are not affected.
+        stop: stop strings. The text is cut before the stop string; the token that completes it is kept.
+        stop_ids: ids of stop tokens, in addition to the model's own.
+        ignore_eos: whether to ignore the model's own stop tokens.
+        logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the law
+            that is sampled from; a number also returns that many of the most likely tokens. See `Generation`.
+        on_token: called with (row, token, new text) for every token; returning False ends the row after this token.
+        width_matched: whether every target call has the width of the tree, even without a draft. The text is then
+            bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
+        capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
+            to continue the session later.
+        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows, each text
+            as a new message if there is a chat template.
+        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are sharded over its axis "data", the target's
+            matrices over "model".
+        batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
+            None for all rows, in a batch that is rounded up so that similar numbers of rows share a compilation. The
+            rows of a batch have caches of one size. Batching does not change a row's text.
+        out: path of a file of JSON lines to which each text is written when it is finished, see
+            `jaxspec.generation.results_file.ResultsFile`. The same call resumes an interrupted job: texts in the file
+            are not generated again.
+        progress: called with (finished texts, total texts).
+        rounds: rounds between two reads from the device; None for all at once, or 4 with stop strings or `on_token`.
+        verbose: whether to print notices to standard error: when compilation begins and ends, and when a capacity is
+            rounded up.
 
     Returns:
-        An `Output`: a sequence of `Generation`s with timing, statistics and a session.
+        An `Output`: a sequence of `Generation`s, with timing, statistics and a session.
 
     Raises:
-        JaxspecError: bad input, before anything compiles.
+        JaxspecError: an argument is invalid; raised before anything compiles.
     """
     if rounds is None:
         rounds = STEP if stop or on_token else FOREVER
@@ -170,60 +172,62 @@ def stream(
     rounds: int = STEP,
     verbose: bool = True,
 ) -> Stream:
-    """Begins to continue prompts as `generate` does: iterate over `Chunk`s, then read `.output`.
+    """Starts generating text as `generate` does: iterate over the `Chunk`s, then read `.output`.
 
     Args:
-        target: the model that decides; see `load`.
-        prompts: text, token ids or chat messages, or any number of them; lengths may differ.
-        key: a JAX random key; needed unless every temperature is 0. The same key gives the same text with any drafter,
-            tree and batch.
-        drafter: a registered name, or a drafter object, which brings its own tree.
-        rule: a registered name, or a rule object.
-        sampling: settings, for all rows or per row.
-        max_new_tokens: emitted per row, at most; exactly, unless a stop is met.
-        draft: the draft model of the drafter "model"; None: that of the target's preset, if it has one.
+        target: target model; see `load`.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
+            tree and batch size.
+        drafter: name of a registered drafter, or a drafter object, which brings its own tree.
+        rule: name of a registered rule, or a rule object.
+        sampling: sampling settings, for all rows or per row.
+        max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
+        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
         draft_params: parameters of a drafter object.
-        tree: the draft's topology, or `jaxspec.dynamic()` for one that is chosen every round; a number is a chain of
-            that length. None: the drafter's default.
-        heads: the heads of the drafter "medusa", or where they are, see `load_heads`; None: those that come with the
-            target's preset, if it has some.
-        drafter_options: options of the drafter's own, by name, such as {"exit_layers": 10} of "early-exit".
-        schedule: how deep each round may draft: a registered name, or a schedule object. None: all of the tree in
-            every round; where it is copied from the text, as by prompt lookup, only while that pays.
-        drafting: a `Drafting`, or the file that `jaxspec tune` wrote, instead of `drafter`, `drafter_options`, `tree`
-            and `schedule`.
-        samples: rows per prompt, each with its own noise.
-        chat: whether text prompts are messages of a user, to be wrapped into the model's chat template; None: where it
-            has one. False continues raw text. Token ids and messages stay as they are.
-        stop: strings that end a text; the text is cut before, the token that completes one is kept.
-        stop_ids: tokens that end a text, besides the model's own.
-        ignore_eos: do not end at the model's own stop tokens.
-        logprobs: give the log-probability of every emitted token, under the raw logits and under the law that is
-            sampled; a number gives as many of the likeliest tokens of every place, too. See `Generation`.
-        on_token: called with (row, token, new text) for every token; False ends the row, the token is kept.
-        width_matched: let every target call have the tree's width, also where there is no draft; the text is then bit
-            for bit that of `drafter="none"` with the same tree and `width_matched=True`.
-        capacity: cache slots, rounded up to whole blocks of 256; None for as many as needed. Give more to continue the
-            session later.
-        session: of an earlier `Output` with the same settings: the prompts are appended to its rows, each text as a
-            message of its own where there is a chat template.
-        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are spread over its axis "data", the target's matrices
-            over "model".
-        batch: rows decoded at once, at most; a row that has ended gives its place to the next. None: all, in a number
-            of places that is rounded up so that like numbers of rows share a compilation. A batch holds rows whose
-            caches are of one size, and a text depends neither on it nor on its neighbours.
-        out: a file of JSON lines that every text is written to as it ends, see
-            `jaxspec.generation.results_file.Journal`. The same call resumes the job: texts that the file holds are not
-            decoded again.
-        progress: called with (texts ended, texts).
-        rounds: rounds between two looks at the device.
-        verbose: say on standard error when compiling begins and ends, and that a capacity is rounded.
+        tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
+            length of a chain. None for the drafter's default.
+        heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
+            preset, if any.
+        drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
+        schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
+            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
+            drafting pays.
+        drafting: a `Drafting`, or the path of a file that `jaxspec tune` wrote, instead of `drafter`,
+            `drafter_options`, `tree` and `schedule`.
+        samples: rows per prompt, each with its own random numbers.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
+            template. False continues raw text. Token ids and chat messages are not affected.
+        stop: stop strings. The text is cut before the stop string; the token that completes it is kept.
+        stop_ids: ids of stop tokens, in addition to the model's own.
+        ignore_eos: whether to ignore the model's own stop tokens.
+        logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the law
+            that is sampled from; a number also returns that many of the most likely tokens. See `Generation`.
+        on_token: called with (row, token, new text) for every token; returning False ends the row after this token.
+        width_matched: whether every target call has the width of the tree, even without a draft. The text is then
+            bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
+        capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
+            to continue the session later.
+        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows, each text
+            as a new message if there is a chat template.
+        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are sharded over its axis "data", the target's
+            matrices over "model".
+        batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
+            None for all rows, in a batch that is rounded up so that similar numbers of rows share a compilation. The
+            rows of a batch have caches of one size. Batching does not change a row's text.
+        out: path of a file of JSON lines to which each text is written when it is finished, see
+            `jaxspec.generation.results_file.ResultsFile`. The same call resumes an interrupted job: texts in the file
+            are not generated again.
+        progress: called with (finished texts, total texts).
+        rounds: rounds between two reads from the device; at most 4 with stop strings or `on_token`.
+        verbose: whether to print notices to standard error: when compilation begins and ends, and when a capacity is
+            rounded up.
 
     Returns:
         A `Stream`, which decodes as it is iterated over.
 
     Raises:
-        JaxspecError: bad input, before anything compiles.
+        JaxspecError: an argument is invalid; raised before anything compiles.
     """
     checks.called("on_token", on_token)
     checks.called("progress", progress)
@@ -231,7 +235,7 @@ def stream(
     if session is not None and not isinstance(session, Session):
         raise InvalidConfig(f"session must be the session of an earlier output, got {shown(session)}")
     if session is not None and not (batch is None and out is None):
-        raise InvalidConfig("a session is one batch, and knows no file; give it without batch= and out=")
+        raise InvalidConfig("session= cannot be combined with batch= or out=; leave them out")
     rounds = checks.whole("rounds", rounds)
     stops = StopStrings(stop)
     if stops.strings or on_token:
@@ -240,29 +244,29 @@ def stream(
         check_path(out, "out")
     keywords = Drafting(drafter, rule, tree, schedule, draft, heads, drafter_options, draft_params)
     job = make_job(
-        target, prompts, as_drafting(drafting, keywords), key=key, sampling=sampling, max_new_tokens=max_new_tokens,
-        samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos, logprobs=logprobs,
-        width_matched=width_matched, mesh=mesh,
+        target, prompts, resolve_drafting(drafting, keywords), key=key, sampling=sampling,
+        max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
+        logprobs=logprobs, width_matched=width_matched, mesh=mesh,
     )  # fmt: skip
     if stops.strings:
-        target.decode([])  # a stop string needs a tokenizer
-    journal = None if out is None else Journal(out, job, stops.strings)
-    done = {} if journal is None else journal.done
-    ended = len(done)
+        target.decode([])  # stop strings need a tokenizer
+    results = None if out is None else ResultsFile(out, job, stops.strings)
+    done = {} if results is None else results.done
+    finished = len(done)
 
     def on_end(row: int, text: Generation) -> None:
-        nonlocal ended
-        ended += 1
-        if journal is not None:
-            journal.append(row, text)
+        nonlocal finished
+        finished += 1
+        if results is not None:
+            results.append(row, text)
         if progress is not None:
-            progress(ended, job.rows)
+            progress(finished, job.rows)
 
     if session is None:
         batches = job.batches(batch, capacity, [row for row in range(job.rows) if row not in done])
-        say_rounded(notice, capacity, batches)
+        report_rounding(notice, capacity, batches)
     else:
-        batches = [extend(session, job)]
+        batches = [extend_session(session, job)]
     return Stream(
         job, batches, stops, rounds=rounds, on_token=on_token, on_end=on_end, session=session, done=done, notice=notice
     )

@@ -85,7 +85,7 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
     Raises:
         InvalidConfig: the drafter has none.
     """
-    built, params = drafting.member(target)
+    built, params = drafting.build_drafter(target)
     if not isinstance(built, ModelDrafter):
         raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law that acceptance could be computed from")
     return built.model, target.params if params is None else params
@@ -135,7 +135,7 @@ def measure(
             f"{draft.context}; leave out long prompts or lower --max-new-tokens"
         )
     slots = sizes.shared(sizes.slots(longest, sizes.CHUNK))
-    rows = inputs.with_padding_masked(target, sampling, POSITIONS)
+    rows = inputs.mask_padding(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))

@@ -48,7 +48,7 @@ def certify(
     if one is None or other is None:
         return dataclasses.replace(difference, certificate="peer" if foreign else None)
     target = setup.target
-    sampling = inputs.with_padding_masked(target, setup.common["sampling"], 1)
+    sampling = inputs.mask_padding(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
     with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)

@@ -33,8 +33,8 @@ def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = Non
     methods = []
     for name in DRAFTERS:
         try:
-            drafting = Drafting(name, draft=draft, heads=heads).only_taken()
-            drafting.member(target)
+            drafting = Drafting(name, draft=draft, heads=heads).without_unused()
+            drafting.build_drafter(target)
         except JaxspecError:
             continue
         methods.append(Method(name, drafting))

@@ -86,7 +86,7 @@ def tune(
         JaxspecError: bad input, before anything compiles.
         TuningError: nothing was drafted on these prompts.
     """
-    inputs.need_model("target", target)
+    inputs.check_model("target", target)
     whole("max_new_tokens", max_new_tokens)
     if not isinstance(drafter, str):
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
@@ -95,13 +95,13 @@ def tune(
     asked = dataclasses.replace(asked, draft=found.draft, heads=found.heads)
     given = as_topology(tree)
     if given is None:
-        own = asked.member(target)[0].shape.depth
+        own = asked.build_drafter(target)[0].shape.depth
         given = chain(max(own, DEPTH) if asked.heads is None else own)
     if not isinstance(given, Topology):
         raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
     ids = inputs.encode_prompts(target, prompts, chat)
     keys = inputs.row_keys(key, len(ids), 1, sampling)
-    settings = inputs.with_padding_masked(target, sampling, 1)
+    settings = inputs.mask_padding(target, sampling, 1)
 
     def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Decoder, Weights]:
         """Also the seconds of a round by its depth, and what played."""

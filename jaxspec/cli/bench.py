@@ -210,7 +210,7 @@ def completed(
     """The method with those of the models and options that its drafter takes; its own options go before."""
     own = method.drafting
     all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
-    return dataclasses.replace(method, drafting=all_of.only_taken())
+    return dataclasses.replace(method, drafting=all_of.without_unused())
 
 
 def _check(args: argparse.Namespace) -> list["Method"] | None:

@@ -110,7 +110,7 @@ class Bench:
         from jaxspec.generation.drafting import Drafting
 
         return {
-            "drafting": Drafting(name, tree=LENGTHS.get(name), draft=self._draft, heads=self._heads).only_taken(),
+            "drafting": Drafting(name, tree=LENGTHS.get(name), draft=self._draft, heads=self._heads).without_unused(),
             "max_new_tokens": count,
             "chat": self._model.chat_template is not None,
             "verbose": False,  # the lines shown here say what is compiled

@@ -1,1 +1,1 @@
-"""Runs the decoder on prompts: what is drafted, a job, streams, outputs and result files."""
+"""Generation from prompts: drafting settings, jobs, streams, outputs, and files of results."""

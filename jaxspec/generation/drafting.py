@@ -1,8 +1,7 @@
-"""What is drafted and how: the one form that keywords, the command line, benchmarks and tuned files are brought into.
+"""Drafting settings: `Drafting`, the common form of keywords, command-line options, benchmark methods and tuned files.
 
-The file of a `Drafting`, which `jaxspec tune` writes, is JSON: a version, the drafter by name, the parents of its tree,
-the options of the drafter's own, and a schedule by name with its fields. What was measured stands beside them, for
-people.
+The file of a `Drafting`, which `jaxspec tune` writes, is JSON: a version, the name of the drafter, the parents of its
+tree, the drafter's options, the name of the schedule with its fields, and the measurements, which are informational.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jaxspec.core.tree import Dynamic, Topology, as_topology, read_parents
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
-from jaxspec.generation.inputs import need_model
+from jaxspec.generation.inputs import check_model
 from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
@@ -33,7 +32,7 @@ from jaxspec.storage.reading import check_path, read_json
 from jaxspec.text.tokenizer import check_same_vocab
 
 DRAFTER = "prompt-lookup"
-"""Where a user names none."""
+"""The default drafter."""
 NODE_COST = 0.1
 """Assumed cost of one drafted token in a target call, in units of a call with one token."""
 VERSION = 3
@@ -50,23 +49,23 @@ _ADAPTIVE_BEFORE_3 = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Drafting:
-    """What drafts, along which tree, how deep each round, and which rule decides.
+    """A drafter with its tree, schedule and options, and the rule that verifies its drafts.
 
-    `generate(..., drafting=...)` takes it, or the file that `jaxspec tune` wrote.
+    Pass it to `generate(..., drafting=...)`, or the path of a file that `jaxspec tune` wrote.
 
     Attributes:
-        drafter: a registered name, or a drafter object, which brings its own tree.
-        rule: a registered name, or a rule object.
-        tree: the topology, or how to choose one every round; a number is a chain of that length. None: the drafter's
-            default.
-        schedule: a registered name, or a schedule object. None: all of the tree in every round; where it is copied
-            from the text, only while that pays.
-        draft: the draft model of the drafter "model"; None: that of the target's preset, if it has one.
-        heads: the heads of the drafter "medusa", or where they are, see `load_heads`; None: those that come with the
-            target's preset, if it has some.
-        options: options of the drafter's own, by name, such as {"exit_layers": 10} of "early-exit".
+        drafter: name of a registered drafter, or a drafter object, which brings its own tree.
+        rule: name of a registered rule, or a rule object.
+        tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
+            length of a chain. None for the drafter's default.
+        schedule: name of a registered schedule, or a schedule object. None for the whole tree in every round; for
+            drafts that are copied from the text, only while drafting pays.
+        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
+        heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
+            preset, if any.
+        options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         draft_params: parameters of a drafter object.
-        measured: figures, which nothing reads.
+        measured: measurements of `jaxspec tune`, for information only.
     """
 
     drafter: str | Drafter = DRAFTER
@@ -90,8 +89,8 @@ class Drafting:
         parts = [brief(self.drafter), *(f"{name}={brief(value)}" for name, value in given.items() if value is not None)]
         return f"Drafting({', '.join(parts)})"
 
-    def only_taken(self) -> Self:
-        """Leaves out the draft model, the heads and the options that the drafter does not take."""
+    def without_unused(self) -> Self:
+        """Returns a copy without the draft model, the heads and the options that the drafter does not take."""
         takes = find("drafter", self.drafter).takes if isinstance(self.drafter, str) else frozenset()
         return dataclasses.replace(
             self,
@@ -101,28 +100,28 @@ class Drafting:
         )
 
     def inputs(self, target: Model) -> DrafterInputs:
-        """What the drafter is built from, by name; what it was not given comes from the target's preset.
+        """Returns the inputs of a registered drafter, with draft model and heads of the target's preset as defaults.
 
         Raises:
-            JaxspecError: something of it is not what it should be.
+            JaxspecError: an input is invalid.
         """
         heads = self.heads
         if isinstance(heads, (str, os.PathLike)):
             heads = load_heads(heads, target=target)
         if self.draft is not None:
-            need_model("draft", self.draft)
+            check_model("draft", self.draft)
         if heads is not None:
             check_heads(heads)
         if clash := self.options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
-            raise InvalidConfig(f"{min(clash)} is an argument of its own, and none of drafter_options")
+            raise InvalidConfig(f"{min(clash)} is a separate argument; pass it outside of drafter_options")
         inputs = DrafterInputs(target, self.draft, as_topology(self.tree), heads, dict(self.options))
         return inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
 
-    def member(self, target: Model) -> tuple[Drafter, Params]:
-        """The drafter, by name or as an object, and its parameters.
+    def build_drafter(self, target: Model) -> tuple[Drafter, Params]:
+        """Returns the drafter and its parameters.
 
         Raises:
-            JaxspecError: it cannot be built from these models, or makes no use of something that was given.
+            JaxspecError: the drafter cannot be built for this target, or does not take one of the inputs.
         """
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(self.options)}")
@@ -133,31 +132,33 @@ class Drafting:
             member = find("drafter", drafter)
             inputs = self.inputs(target)
             if unused := given - member.takes:
-                raise InvalidConfig(f"the drafter {drafter!r} makes no use of {', '.join(sorted(unused))}")
+                raise InvalidConfig(f"the drafter {drafter!r} does not take {', '.join(sorted(unused))}; leave it out")
             if draft_params is not None:
-                raise InvalidConfig(f"draft_params are of a drafter object; the drafter {drafter!r} brings its own")
+                raise InvalidConfig(
+                    f"draft_params is for drafter objects; the drafter {drafter!r} has its own parameters"
+                )
             if inputs.draft is not None and inputs.draft.tokenizer is not None and target.tokenizer is not None:
                 check_same_vocab(target.tokenizer, inputs.draft.tokenizer)
             return member.build(inputs)
         if isinstance(drafter, type) or not isinstance(drafter, Drafter):
             raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
         if given:
-            raise InvalidConfig(f"{', '.join(sorted(given))} build a drafter by name; a drafter object has its own")
+            raise InvalidConfig(f"{', '.join(sorted(given))}: only for drafters by name; a drafter object has its own")
         if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
-            raise InvalidConfig(f"draft_params must be arrays, or a pytree of them, got {shown(draft_params)}")
+            raise InvalidConfig(f"draft_params must be a pytree of arrays, got {shown(draft_params)}")
         return drafter, draft_params
 
     def build(self, target: Model, **options: Any) -> tuple[Decoder, Weights]:
-        """The decoder of these members for a target, and the weights of both models.
+        """Builds the decoder for a target, and the parameters of target and drafter.
 
         Args:
-            target: the model that decides.
-            **options: of `Decoder`.
+            target: the target model.
+            **options: further arguments of `Decoder`.
 
         Raises:
-            JaxspecError: members that do not fit one another, or the target.
+            JaxspecError: drafter, rule, schedule and target do not fit together.
         """
-        drafter, draft_params = self.member(target)
+        drafter, draft_params = self.build_drafter(target)
         rule, schedule = self.rule, self.schedule
         if isinstance(rule, str):
             rule = find("rule", rule)()
@@ -173,19 +174,19 @@ class Drafting:
         return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the file of a drafter by name, with a tree of one shape and a registered schedule.
+        """Writes a file. The drafter must be a name, the tree static, and the schedule a registered one.
 
-        Models, heads and the rule are not written: they are given again beside the file.
+        Models, heads and the rule are not saved; pass them together with the file.
 
         Raises:
-            InvalidConfig: an object that has no registered name, or no tree.
+            InvalidConfig: drafter or schedule is an object without a registered name, or the tree is not static.
         """
         place = check_path(path, "the file of jaxspec tune")
         names = {find("schedule", name): name for name in SCHEDULES}
         tree = as_topology(self.tree)
         if not isinstance(self.drafter, str) or not isinstance(tree, Topology) or type(self.schedule) not in names:
             raise InvalidConfig(
-                f"{self} cannot be written; give a drafter by name, a static tree, a registered schedule"
+                f"{self} cannot be saved: it needs a drafter by name, a static tree and a registered schedule"
             )
         schedule: Any = self.schedule
         record = {
@@ -203,7 +204,7 @@ class Drafting:
         """Reads a file.
 
         Raises:
-            TuningError: it is none, of another version, or does not say what it should; naming the file.
+            TuningError: it is malformed or of an unsupported version; the message names the file.
         """
         record = read_json(check_path(path, "the file of jaxspec tune"), TuningError)
         try:
@@ -214,12 +215,12 @@ class Drafting:
     @classmethod
     def _parse(cls, record: dict[str, Any]) -> "Drafting":
         if type(got := record.get("version")) is not int or not 1 <= got <= VERSION:
-            raise TuningError(f"expected version {VERSION} of what 'jaxspec tune' writes, got {got!r:.40}; tune again")
+            raise TuningError(f"expected a file of 'jaxspec tune' of version {VERSION}, got {got!r:.40}; tune again")
         fields = _FIELDS if got > 1 else _FIELDS - {"options"} | {"exit_layers"}
         if record.keys() != fields:
             odd = sorted(map(str, record.keys() ^ fields))
             raise TuningError(f"expected the fields {', '.join(sorted(fields))}; missing or unknown: {odd[0]:.40}")
-        if got == 1:  # when the one option that there was had a field of its own
+        if got == 1:  # had a field for its only option
             layers = record["exit_layers"]
             record = record | {"options": {} if layers is None else {"exit_layers": layers}}
         drafter, parents, options, given = (record[name] for name in ("drafter", "tree", "options", "schedule"))
@@ -242,22 +243,26 @@ class Drafting:
             raise TuningError(f"the schedule {given['name']!r} has no {min(unknown)!r}")
         try:
             schedule = member(**settings)
-        except (TypeError, OverflowError) as error:  # a text where a number should be, or too large a number
+        except (TypeError, OverflowError) as error:  # a string instead of a number, or too large a number
             raise TuningError(f"the schedule {given['name']!r}: {error}") from None
         return cls(drafter, tree=read_parents(parents), schedule=schedule, options=options, measured=record["measured"])
 
 
-def as_drafting(given: Any, keywords: Drafting) -> Drafting:
-    """What the keywords of a call say; or, where `drafting=` is given, that object or file, with their models and rule.
+def resolve_drafting(given: Any, keywords: Drafting) -> Drafting:
+    """Combines the argument `drafting=` with the keywords of a call.
+
+    Args:
+        given: a `Drafting`, the path of its file, or None for the keywords alone.
+        keywords: the keywords of the call, whose models, heads and rule apply to `given`, too.
 
     Raises:
-        InvalidConfig: `drafting=` is neither, or keywords beside it also say how to draft.
+        InvalidConfig: `given` is neither, or the keywords also specify drafter, options, tree or schedule.
     """
     if given is None:
         return keywords
     own = any(value is not None for value in (keywords.tree, keywords.schedule, keywords.draft_params))
     if own or keywords.options != {} or not isinstance(keywords.drafter, str) or keywords.drafter != DRAFTER:
-        raise InvalidConfig("drafting= says how to draft; give it without drafter, drafter_options, tree or schedule")
+        raise InvalidConfig("drafting= cannot be combined with drafter, drafter_options, tree or schedule")
     if isinstance(given, (str, os.PathLike)):
         given = Drafting.load(given)
     if not isinstance(given, Drafting):

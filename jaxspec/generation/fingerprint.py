@@ -1,7 +1,7 @@
-"""What decides the texts of a job, as JSON: two jobs with equal descriptions write the same texts.
+"""Descriptions of jobs as JSON: two jobs with equal descriptions generate the same texts.
 
-Which way round matrices are stored, the kind of device and the batch are no part of it. With the coupled rule the
-drafter is none either, since the text does not depend on it.
+The layout of matrices, the kind of device and the batch size are not part of a description. With the coupled rule the
+drafter is not either, since the text does not depend on it.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from jaxspec.models.out_major import OutMajor
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
-_DEPTH = 24  # of nested values that are described; deeper ones are named by their type
+_DEPTH = 24  # levels of nested values that are described; deeper values are described by their type
 
 
 def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that decides the texts of a job, by name.
+    """Describes everything that determines the texts of a job, by name.
 
     Args:
         job: the job.
-        stops: the strings that end a text.
+        stops: the stop strings.
     """
     decoder, lm = job.decoder, job.target.lm
     sampling = {f.name: _numbers(getattr(job.sampling, f.name)) for f in dataclasses.fields(job.sampling)}
-    free = decoder.rule.noise is Noise.SHARED and bool(decoder.widths)
+    drafter_free = decoder.rule.noise is Noise.SHARED and bool(decoder.widths)
     drafting = (decoder.drafter, decoder.schedule, decoder.widths)
     return {
         "noise": noise.VERSION,
@@ -55,17 +55,17 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         "stops": digest([list(stops), np.asarray(job.stop_ids).tolist()]),
         "rule": static(decoder.rule),
         "logprobs": job.logprobs,
-        "drafter": "any" if free else digest([static(drafting), weights(job.weights.draft)]),
+        "drafter": "any" if drafter_free else digest([static(drafting), weights(job.weights.draft)]),
     }
 
 
 def digest(value: Any) -> str:
-    """The first 16 digits of the sha256 of a value of JSON."""
+    """Returns the first 16 hexadecimal digits of the sha256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first place where two descriptions differ: its dotted name and both values; None if they are equal."""
+    """Returns the dotted name of the first difference of two descriptions, and both values; None if they are equal."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in [*here, *(key for key in there if key not in here)]:
             if found := difference(there.get(key), here.get(key), f"{name}.{key}" if name else key):
@@ -75,14 +75,14 @@ def difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | 
 
 
 def static(value: Any, depth: int = 0) -> Any:
-    """A static value as JSON, the same in every process: dataclasses by their fields, functions by their code."""
+    """Describes a static value as JSON, the same in every process: dataclasses by fields, functions by code."""
     below = functools.partial(static, depth=depth + 1)
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if depth > _DEPTH:
         return _name(type(value))
     if isinstance(value, TransformerLM):
-        value = dataclasses.replace(value, known=value.vocab)  # None is all of them
+        value = dataclasses.replace(value, known=value.vocab)  # None means the whole vocabulary
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -112,20 +112,20 @@ def _name(value: Any) -> str:
 
 
 def _code(code: types.CodeType) -> str:
-    """What a function does; where it was defined is no part of it."""
+    """Describes what a function does, independently of where it is defined."""
     inner = [_code(one) if isinstance(one, types.CodeType) else static(one) for one in code.co_consts]
     return digest([code.co_code.hex(), inner, code.co_names, code.co_varnames, code.co_freevars])
 
 
 def _numbers(value: Any) -> Any:
-    """A sampling setting as the float32 numbers that it is used as."""
+    """Returns a sampling setting as the float32 numbers that are used in sampling."""
     if isinstance(value, Mapping):
         return sorted([int(token), float(np.float32(bias))] for token, bias in value.items())
     return None if value is None else np.asarray(value, np.float32).tolist()
 
 
 def _tokens(tokenizer: Tokenizer) -> str:
-    """A digest of what decides the text of token ids; how text is encoded shows in the prompts' ids."""
+    """Returns a digest of the text of each token id; encoding is described by the ids of the prompts."""
     found = hashlib.sha256(repr((tokenizer.strips_space, sorted(tokenizer.special_ids))).encode())
     for token in range(tokenizer.vocab_size):
         piece = tokenizer.token_bytes(token)
@@ -134,31 +134,31 @@ def _tokens(tokenizer: Tokenizer) -> str:
 
 
 def weights(params: Any) -> list[list]:
-    """What tells parameters apart: the name, shape, dtype and checksum of every array.
+    """Returns the name, shape, dtype and checksum of every array of a pytree.
 
-    A float matrix has the same checksum whichever way round it is stored.
+    The checksum of a floating-point matrix does not depend on its layout.
     """
 
-    def turned(leaf: Any) -> bool:
+    def transposed(leaf: Any) -> bool:
         return isinstance(leaf, OutMajor) and leaf.scale is None
 
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=turned):
-        held = jnp.asarray(leaf.values if turned(leaf) else leaf)
-        if jnp.issubdtype(held.dtype, jax.dtypes.prng_key):
-            held = jax.random.key_data(held)
-        sums = [f"{int(part):08x}" for part in _checksum(held, turned(leaf))]
-        shape = held.shape[::-1] if turned(leaf) else held.shape
-        found.append([jax.tree_util.keystr(path), list(shape), str(held.dtype), "".join(sums)])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=transposed):
+        array = jnp.asarray(leaf.values if transposed(leaf) else leaf)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        sums = [f"{int(part):08x}" for part in _checksum(array, transposed(leaf))]
+        shape = array.shape[::-1] if transposed(leaf) else array.shape
+        found.append([jax.tree_util.keystr(path), list(shape), str(array.dtype), "".join(sums)])
     return found
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _checksum(array: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
-    """Two sums, modulo 2^32, of every number's bits mixed with its place; of the transpose where `turned`.
+def _checksum(array: jax.Array, transpose: bool) -> tuple[jax.Array, jax.Array]:
+    """Computes two sums modulo 2^32 of each number's bits mixed with its index; those of the transpose if `transpose`.
 
-    Sums of integers are exact in any order, so they are the same on every device and mesh, and reading the weights
-    once on the device is all that they cost.
+    Integer sums are exact in any order, hence the same on every device and mesh, and cost one pass over the weights on
+    the device.
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
@@ -166,16 +166,16 @@ def _checksum(array: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array, width = jnp.stack([array.real, array.imag], axis=-1), width // 2
     if width == 8:
-        bits = lax.bitcast_convert_type(array, jnp.uint32)  # with an axis of two more
+        bits = lax.bitcast_convert_type(array, jnp.uint32)  # adds an axis of size 2
     else:
         bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
-    place, step = jnp.zeros(bits.shape, jnp.uint32), 1
-    for axis in range(bits.ndim) if turned else reversed(range(bits.ndim)):
-        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(step % 2**32)
+    index, step = jnp.zeros(bits.shape, jnp.uint32), 1
+    for axis in range(bits.ndim) if transpose else reversed(range(bits.ndim)):
+        index += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(step % 2**32)
         step *= bits.shape[axis]
 
     def mixed(seed: int) -> jax.Array:  # the finalizer of MurmurHash3
-        word = bits ^ (place * np.uint32(0x9E3779B1) + np.uint32(seed))
+        word = bits ^ (index * np.uint32(0x9E3779B1) + np.uint32(seed))
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             word = (word ^ (word >> shift)) * np.uint32(factor)
         return jnp.sum(word ^ (word >> 16), dtype=jnp.uint32)

@@ -1,4 +1,4 @@
-"""What a user hands in, checked before anything compiles: prompts, keys, sampling, stop tokens; and the `Request`."""
+"""Checks and converts user input before anything compiles: prompts, keys, sampling, stop tokens; makes a `Request`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,39 +16,48 @@ from jaxspec.errors import EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
 from jaxspec.models.model import Model
 
 MOST_SAMPLES = 1 << 20
-"""Of a prompt."""
+"""Maximum number of samples per prompt."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or the messages of a chat."""
+"""Text, token ids, or chat messages."""
 
 
-def need_model(name: str, model: Any) -> None:
+def check_model(name: str, model: Any) -> None:
+    """Raises InvalidConfig unless the argument `name` is a `Model`."""
     if not isinstance(model, Model):
         raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {shown(model)}")
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts, of one prompt or of any iterable of them.
+    """Converts one prompt, or any iterable of prompts, to a list of prompts.
 
     Raises:
-        EmptyPrompt: there is none.
+        InvalidConfig: `prompts` is neither.
+        EmptyPrompt: there is no prompt.
     """
     if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, (Iterable, np.ndarray, jax.Array)):
-        raise InvalidConfig(f"prompts must be text, token ids, chat messages, or a list of such, got {shown(prompts)}")
+        raise InvalidConfig(f"prompts must be text, token ids, chat messages, or a list of them, got {shown(prompts)}")
     if isinstance(prompts, (str, np.ndarray, jax.Array)) or (
         isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
     ):
         prompts = [prompts]
     prompts = list(prompts)
     if not prompts:
-        raise EmptyPrompt(f"expected one prompt or more, got {prompts!r}")
+        raise EmptyPrompt(f"expected at least one prompt, got {prompts!r}")
     return prompts
 
 
 def encode_prompts(target: Model, prompts: Any, chat: bool | None) -> list[list[int]]:
-    """The token ids of every prompt; text is a user's message where `chat` says so, or the target has a chat template.
+    """Returns the token ids of every prompt.
+
+    Args:
+        target: the model, with its tokenizer and chat template.
+        prompts: one prompt, or any iterable of prompts.
+        chat: whether to wrap text in the chat template, as a message of the user; None: if there is a template.
 
     Raises:
-        EmptyPrompt, TokenOutOfRange, InvalidConfig: naming the prompt.
+        EmptyPrompt: a prompt has no token.
+        TokenOutOfRange: a token id is not in the vocabulary.
+        InvalidConfig: a prompt is of the wrong type. All messages name the prompt.
     """
     chat = target.chat_template is not None if chat is None else flag("chat", chat)
     return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(as_prompts(prompts))]
@@ -64,7 +73,7 @@ def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
     else:
         try:
             array = np.asarray(prompt)
-        except Exception:  # ragged, or arrays that were deleted
+        except Exception:  # ragged lists, deleted arrays
             array = np.asarray(None)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
@@ -72,22 +81,25 @@ def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
     if not ids:
         raise EmptyPrompt(f"{where} has no token; give at least one to continue")
     vocab = target.lm.vocab
-    for place, token in enumerate(ids):
+    for i, token in enumerate(ids):
         if not 0 <= token < vocab:
-            raise TokenOutOfRange(f"{where} has token {token} at place {place}; ids go from 0 to {vocab - 1}")
+            raise TokenOutOfRange(f"{where} has token {token} at index {i}; ids go from 0 to {vocab - 1}")
     return ids
 
 
 def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Array:
-    """One typed key per row: the given key folded with the prompt's index and the sample's.
+    """Returns one typed key per row: the key folded with the index of the prompt and of the sample.
 
-    A row's key depends on nothing else, so its text does not depend on its neighbours. A key per row may be
-    given instead.
+    A row's key depends on nothing else, so that its text does not depend on the other rows. `key` may also be an array
+    with one key per row.
+
+    Raises:
+        InvalidConfig: it is not a random key or has the wrong shape, or it is None and a row is not greedy.
     """
     if key is None:
         if np.any(np.asarray(sampling.temperature) >= GREEDY):
-            raise InvalidConfig("sampling needs a key: give key=jax.random.key(seed)")
-        key = jax.random.key(0)  # not read: greedy decoding draws nothing
+            raise InvalidConfig("sampling needs a key: pass key=jax.random.key(seed)")
+        key = jax.random.key(0)  # unused: greedy decoding draws nothing
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -105,11 +117,8 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
     return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
 
 
-def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampling:
-    """The settings as rows, with the tokens that the tokenizer does not know banned.
-
-    Checkpoints pad the vocabulary; a padded id has no text.
-    """
+def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:
+    """Returns the settings of each row, with a bias of -inf for the ids that pad the vocabulary and have no text."""
     vocab = target.lm.vocab
     known = vocab if target.tokenizer is None else min(target.tokenizer.vocab_size, vocab)
     rows = sampling.rows(batch, vocab)
@@ -121,7 +130,7 @@ def with_padding_masked(target: Model, sampling: Sampling, batch: int) -> Sampli
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
-    """The values of all rows, without an array of the vocabulary for each.
+    """Checks the settings of all rows, without allocating a bias over the vocabulary for each.
 
     Raises:
         InvalidConfig, TokenOutOfRange: see `Sampling.rows`.
@@ -137,45 +146,52 @@ def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
 
 
 def check_logprobs(value: Any) -> int:
-    """Gives how many alternatives `logprobs` asks for with each token: none where it is False or True.
+    """Returns how many alternatives `logprobs` requests for each token; 0 for False and True.
 
     Raises:
-        InvalidConfig: it is neither, and no whole number of alternatives.
+        InvalidConfig: `logprobs` is neither a bool nor a valid number of alternatives.
     """
     if isinstance(value, (bool, np.bool_)):
         return 0
     number = index(value)
     if number is None or not 0 <= number <= sizes.MOST_LOGPROBS:
         raise InvalidConfig(
-            f"logprobs must be True, or how many alternatives to give with each token, 0 to {sizes.MOST_LOGPROBS}; "
+            f"logprobs must be True, False, or the number of alternatives for each token, 0 to {sizes.MOST_LOGPROBS}; "
             f"got {shown(value)}"
         )
     return number
 
 
 def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: int) -> jax.Array:
-    """`[batch, M]`, M in steps of 8 so that a stop id more does not compile anew."""
+    """Returns the stop ids of each row, `[batch, M]`, padded with -1.
+
+    M is a multiple of 8, so that one more stop id does not recompile.
+
+    Raises:
+        InvalidConfig: `stop_ids` is not a list.
+        TokenOutOfRange: an id is not in the vocabulary.
+    """
     try:
-        given = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(stop_ids)
+        listed = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(stop_ids)
     except TypeError:
-        given = None
-    if given is None:
+        listed = None
+    if listed is None:
         raise InvalidConfig(f"stop_ids must be a list of token ids, got {shown(stop_ids)}")
     own = () if flag("ignore_eos", ignore_eos) else target.stop_ids
-    found: dict[int, None] = {}
-    for token in (*own, *given):
+    unique: dict[int, None] = {}
+    for token in (*own, *listed):
         number = index(token)
         if number is None or not 0 <= number < target.lm.vocab:
-            raise TokenOutOfRange(f"stop id {shown(token)} is no token; ids go from 0 to {target.lm.vocab - 1}")
-        found[number] = None
-    ids = list(found)
+            raise TokenOutOfRange(f"stop id {shown(token)} is not a token; ids go from 0 to {target.lm.vocab - 1}")
+        unique[number] = None
+    ids = list(unique)
     row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
     row[: len(ids)] = ids
     return jnp.broadcast_to(jnp.asarray(row), (batch, row.size))
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], size: int) -> tuple[jax.Array, jax.Array]:
-    """`[rows, size]` and the counts."""
+    """Returns the prompts padded to `[rows, size]`, and their lengths `[rows]`."""
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
@@ -191,7 +207,10 @@ def make_request(
     size: int,
     logprobs: bool = False,
 ) -> Request:
-    """`sampling` as rows, prompts padded to `size`. With or without log-probabilities it compiles the same program."""
+    """Makes a request; `sampling` has a value per row, and prompts are padded to `size`.
+
+    The program is the same with and without log-probabilities.
+    """
     tokens, count = pad_prompts(prompts, size)
     budget = np.broadcast_to(np.asarray(max_new_tokens, np.int32), count.shape)
     recorded = np.full(count.shape, logprobs)

@@ -1,4 +1,4 @@
-"""A whole job of decoding, checked: what `generate` and `stream` make of their arguments."""
+"""A decoding job: the checked arguments of `generate` and `stream`, and their division into batches."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,47 +25,47 @@ from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
 
-class Batch(NamedTuple):
-    """Rows that share a cache: `places` at a time, another taking the place of one that has ended."""
+class RowBatch(NamedTuple):
+    """Rows that are decoded with one cache, `batch_size` at a time (continuous batching)."""
 
-    rows: list[int]  # in the order in which they get a place
-    places: int
-    capacity: int
-
-    @property
-    def first(self) -> list[int | None]:
-        """The rows that begin; None for a place without one."""
-        return [*self.rows, *[None] * self.places][: self.places]
+    rows: list[int]  # in the order in which they start
+    batch_size: int
+    capacity: int  # slots per row
 
     @property
-    def waiting(self) -> list[int]:
-        """Those that get a place later."""
-        return self.rows[self.places :]
+    def initial_rows(self) -> list[int | None]:
+        """The rows that start first; None for an empty position of the batch."""
+        return [*self.rows, *[None] * self.batch_size][: self.batch_size]
+
+    @property
+    def queue(self) -> list[int]:
+        """The rows that start when another one has finished."""
+        return self.rows[self.batch_size :]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Job:
-    """What is to be decoded, checked. A row is one sample of one prompt; those of a prompt stand together.
+    """A decoding job with checked arguments. A row is one sample of one prompt; the rows of a prompt are adjacent.
 
     Attributes:
-        target: the model.
-        decoder: put together from its members.
-        weights: of target and drafter.
-        given: every prompt as it was given.
-        ids: the tokens of every prompt.
-        keys: `[rows]`.
-        sampling: as given, for all rows or per row.
-        max_new_tokens: of a row.
+        target: the target model.
+        decoder: the decoder.
+        weights: parameters of target and drafter.
+        prompts: the prompts, as passed by the user.
+        ids: token ids of every prompt.
+        keys: random key of each row, `[rows]`.
+        sampling: sampling settings, for all rows or per row.
+        max_new_tokens: maximum number of new tokens of each row.
         samples: rows per prompt.
-        stop_ids: `[1, M]`.
-        logprobs: alternatives that are asked for with each token's log-probabilities; None: neither is asked for.
-        mesh: the devices; None for the default one.
+        stop_ids: stop ids of all rows, `[1, M]`.
+        logprobs: number of alternatives for each token besides its log-probabilities; None for no log-probabilities.
+        mesh: the devices; None for the default device.
     """
 
     target: Model
     decoder: Decoder
     weights: Weights
-    given: list[Any]
+    prompts: list[Any]
     ids: list[list[int]]
     keys: jax.Array
     sampling: Sampling
@@ -77,13 +77,15 @@ class Job:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return len(self.ids) * self.samples
 
     def prompt(self, row: int) -> list[int]:
+        """Returns the token ids of a row's prompt."""
         return self.ids[row // self.samples]
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
-        """These rows, their prompts padded to `size`; None for a place without one, which stands still."""
+        """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""
         at = np.asarray([0 if row is None else row for row in rows])
 
         def own(name: str) -> Any:
@@ -95,7 +97,7 @@ class Job:
         return inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),
-            inputs.with_padding_masked(self.target, sampling, len(at)),
+            inputs.mask_padding(self.target, sampling, len(at)),
             [0 if row is None else self.max_new_tokens for row in rows],
             jnp.broadcast_to(self.stop_ids, (len(at), self.stop_ids.shape[1])),
             size,
@@ -103,46 +105,51 @@ class Job:
         )
 
     def _keys(self, rows: np.ndarray) -> jax.Array:
-        """Those of the rows; taken by NumPy, which compiles nothing for another number of them."""
+        """Returns the keys of these rows. NumPy selects them, since JAX would compile for each number of rows."""
         data = np.asarray(jax.random.key_data(self.keys))[rows]
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(self.keys))
 
-    def batches(self, places: int | None, capacity: int | None, left: Sequence[int]) -> list[Batch]:
-        """What is decoded together: all rows, or `places` at a time of those whose caches are of one size.
+    def batches(self, batch: int | None, capacity: int | None, rows: Sequence[int]) -> list[RowBatch]:
+        """Divides rows into batches: all rows at once, or up to `batch` at a time of those with caches of one size.
 
-        The places are rounded up as `sizes.rows` says, in each group of devices, but never to more than `places` asks
-        for. Those without a row stand still.
+        Batch sizes are rounded up to those of `sizes.rows` in each group of devices, but never above `batch`. Empty
+        positions of a batch do not run.
 
-        Where rows wait, the longest come first, so that what takes most memory is known to fit, and rows of like length
-        are neighbours: a step costs what the longest text's length costs.
+        With a queue, the longest prompts come first: what needs most memory fails early if at all, and adjacent rows
+        have similar lengths, which matters because a step costs what the longest text's length costs.
+
+        Args:
+            batch: maximum number of rows decoded at once; None for all.
+            capacity: cache slots of each row; None for as many as needed.
+            rows: the rows to decode.
 
         Raises:
-            InvalidConfig: `places` is no whole number from 1.
-            CapacityError: a row does not fit the model's context, or the capacity.
+            InvalidConfig: `batch` is not a whole number from 1.
+            CapacityError: a row does not fit into the model's context or the capacity.
         """
-        if places is not None:
-            whole("batch", places)
+        if batch is not None:
+            whole("batch", batch)
 
-        def slots(rows: Sequence[int], batch: int) -> int:
+        def slots(rows: Sequence[int], size: int) -> int:
             longest = max(len(self.prompt(row)) for row in rows) + self.max_new_tokens
-            return memory.fit_capacity(self.decoder, self.weights, longest, batch, capacity)
+            return memory.fit_capacity(self.decoder, self.weights, longest, size, capacity)
 
-        def rounded(rows: int) -> int:
-            count = groups(self.mesh)  # each has as many places
-            each = sizes.rows(-(-rows // count))
-            return count * (each if places is None else min(each, -(-places // count)))
+        def rounded(count: int) -> int:
+            parts = groups(self.mesh)  # of equal size
+            each = sizes.rows(-(-count // parts))
+            return parts * (each if batch is None else min(each, -(-batch // parts)))
 
-        if places is None:
-            return [Batch(list(left), rounded(len(left)), slots(left, len(left)))] if left else []
-        by_size: dict[int, list[int]] = {}
-        for row in sorted(left, key=lambda row: -len(self.prompt(row))):
-            by_size.setdefault(slots([row], places), []).append(row)
-        found = [Batch(rows, rounded(min(places, len(rows))), size) for size, rows in by_size.items()]
-        return [batch if batch.waiting else batch._replace(rows=sorted(batch.rows)) for batch in found]
+        if batch is None:
+            return [RowBatch(list(rows), rounded(len(rows)), slots(rows, len(rows)))] if rows else []
+        by_slots: dict[int, list[int]] = {}
+        for row in sorted(rows, key=lambda row: -len(self.prompt(row))):
+            by_slots.setdefault(slots([row], batch), []).append(row)
+        found = [RowBatch(some, rounded(min(batch, len(some))), count) for count, some in by_slots.items()]
+        return [one if one.queue else one._replace(rows=sorted(one.rows)) for one in found]
 
-    def memory(self, batch: Batch) -> int:
-        """Bytes of the caches of a batch; where rows are replaced, one row more in every group of devices."""
-        rows = batch.places + groups(self.mesh) * (bool(batch.waiting))
+    def memory(self, batch: RowBatch) -> int:
+        """Returns the memory of a batch's caches in bytes; with a queue, of one more row in every group of devices."""
+        rows = batch.batch_size + groups(self.mesh) * (bool(batch.queue))
         return memory.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 
@@ -162,18 +169,18 @@ def make_job(
     width_matched: bool = False,
     mesh: Any = None,
 ) -> Job:
-    """Makes a job of what a user handed in; arguments as those of `jaxspec.generate`.
+    """Makes a job from the arguments of `jaxspec.generate`.
 
     Raises:
-        JaxspecError: whatever can be found wrong without memory on the device.
+        JaxspecError: an argument is invalid. All checks that need no device memory are made here.
     """
     max_new_tokens = whole("max_new_tokens", max_new_tokens)
     samples = whole("samples", samples, 1, inputs.MOST_SAMPLES)
-    inputs.need_model("target", target)
+    inputs.check_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
     elif isinstance(target.lm, TransformerLM) and (parts := target.lm.shards) > 1:
-        raise InvalidConfig(f"{target.name} is split over {parts} devices; give the mesh, too (mesh=...)")
+        raise InvalidConfig(f"{target.name} is split over {parts} devices; pass the mesh, too (mesh=...)")
     prompts = inputs.as_prompts(prompts)
     ids = inputs.encode_prompts(target, prompts, chat)
     inputs.check_sampling(sampling, len(ids) * samples, target.lm.vocab)
@@ -181,38 +188,40 @@ def make_job(
     stopping = inputs.stop_array(target, stop_ids, ignore_eos, 1)
     alternatives = inputs.check_logprobs(logprobs)
     if alternatives > target.lm.vocab:
-        raise InvalidConfig(f"logprobs={alternatives}: {target.name} has no more than {target.lm.vocab} tokens")
+        raise InvalidConfig(f"logprobs={alternatives}: {target.name} has only {target.lm.vocab} tokens")
     widths = () if flag("width_matched", width_matched) else (1,)
     decoder, weights = drafting.build(
         target, widths=widths, top_logprobs=sizes.top_logprobs(alternatives, target.lm.vocab)
     )
     if mesh is not None:
         weights = weights._replace(draft=everywhere(weights.draft, mesh))
-    asked = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
-    return Job(target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, asked, mesh)
+    recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
+    return Job(
+        target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh
+    )
 
 
-def extend(session: Session, job: Job) -> Batch:
+def extend_session(session: Session, job: Job) -> RowBatch:
     """Appends a job's prompts to the rows of a session.
 
     Raises:
-        InvalidConfig: the session was begun with other settings.
+        InvalidConfig: the session has other settings or another number of rows.
         CapacityError: the session has too few slots.
     """
     if session.decoder != job.decoder or session.rows != job.rows or session.mesh != job.mesh:
-        raise InvalidConfig("a session goes on with the settings and the number of rows it began with")
+        raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
     longest = int(fetch(session.state.length).max()) + max(map(len, job.ids)) + job.max_new_tokens
     if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
         raise CapacityError(
-            f"the session has room for {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
-            "begin with a larger capacity=..."
+            f"the session has {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
+            "start the session with a larger capacity=..."
         )
-    batch = Batch(list(range(job.rows)), len(session.state.length), session.capacity)
-    session.extend(job.request(batch.first, session.capacity))
+    batch = RowBatch(list(range(job.rows)), len(session.state.length), session.capacity)
+    session.extend(job.request(batch.initial_rows, session.capacity))
     return batch
 
 
-def say_rounded(notice: Notice, capacity: int | None, batches: Sequence[Batch]) -> None:
-    """Says that caches get more slots than were asked for, where they do."""
+def report_rounding(notice: Notice, capacity: int | None, batches: Sequence[RowBatch]) -> None:
+    """Prints a notice if the requested capacity is rounded up."""
     if capacity is not None and batches and batches[0].capacity != capacity:
         notice.say(f"capacity {capacity} is rounded up to {batches[0].capacity} slots, whole blocks of {sizes.BLOCK}")

@@ -1,4 +1,4 @@
-"""How large the caches of a batch are, and whether the machine holds them."""
+"""The memory of caches: chooses a capacity and checks that it fits on the machine."""
 
 import functools
 import math
@@ -14,22 +14,27 @@ from jaxspec.errors import CapacityError, InvalidConfig, shown
 
 
 def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
-    """Cache slots for texts of `longest` tokens, in powers of two so that lengths share a compilation.
+    """Returns the cache slots of each row for texts of up to `longest` tokens.
 
-    A capacity that is given is rounded up to whole blocks.
+    Args:
+        decoder: the decoder.
+        weights: parameters of target and drafter.
+        longest: length of the longest text, prompt included, in tokens.
+        batch: number of rows.
+        capacity: requested slots, rounded up to whole blocks; None to choose, in powers of two so that similar lengths
+            share a compilation.
 
     Raises:
-        CapacityError: longer than the model's context, or than the capacity that was asked for, or more than a machine
-            holds.
+        InvalidConfig: the capacity is not a whole number.
+        CapacityError: the text exceeds the model's context or the requested capacity, or the caches exceed the memory.
     """
     if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
         raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
     context = decoder.target.context
     if longest > context:
         raise CapacityError(
-            f"prompt and new tokens make {longest} tokens, the model's context is {context}; "
-            "shorten the prompt or lower max_new_tokens "
-            f"(all of it would be a cache of {_memory(decoder, weights, batch, longest)})"
+            f"prompt and new tokens make {longest} tokens, the model's context is {context}; shorten the prompt or "
+            f"lower max_new_tokens (the cache would take {_memory(decoder, weights, batch, longest)})"
         )
     need = decoder.slots(longest)
     if capacity is not None and capacity < need:
@@ -41,13 +46,13 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
         raise CapacityError(
             f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
-            f"{machine_bytes() / 1e9:.0f} GB there are; lower max_new_tokens, samples or capacity, or give batch="
+            f"{machine_bytes() / 1e9:.0f} GB of memory; lower max_new_tokens, samples or capacity, or pass batch="
         )
     return slots
 
 
 def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
-    """Memory of what target and drafter remember."""
+    """Returns the memory of the target's cache and the drafter's state, in bytes."""
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
@@ -55,7 +60,7 @@ def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> i
 
 @functools.cache
 def machine_bytes() -> float:
-    """Memory of the devices, all together; infinite where it is not known."""
+    """Returns the memory of all devices together, in bytes; infinity if it is not known."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit", math.inf) * jax.device_count()
@@ -66,5 +71,6 @@ def machine_bytes() -> float:
 
 
 def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
+    """Formats the memory of a cache."""
     size = cache_bytes(decoder, weights, batch, slots)
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""What a generation gives back, whole or in pieces."""
+"""The results of a generation: the whole output, its rows, and the chunks of a stream."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,28 +9,29 @@ from jaxspec.decode.stats import Stats
 from jaxspec.errors import shown
 
 SHOWN = 3
-"""Rows of an output that its `repr` shows."""
+"""Number of rows that the `repr` of an output shows."""
 
 
 @dataclasses.dataclass(repr=False)
 class Generation:
-    """One row's text.
+    """The generated text of one row.
 
     Attributes:
         prompt: index of the prompt.
         sample: index among the prompt's samples.
-        prompt_tokens: the ids it continues.
-        tokens: the emitted ids, the stop token included.
-        text: of the emitted ids, special tokens left out, cut before a stop string; None without a tokenizer.
-        finish_reason: "stop" (stop token or string), "length" (budget), "callback" (ended by `on_token`),
-            "error" (the target's logits were not finite; nothing was emitted from them).
-        stats: counted over what was emitted.
-        logprobs: the log-probability of each emitted token under the target's raw logits; None unless asked for.
-        sampled_logprobs: the same under the law that tokens are sampled from: after logit bias, temperature, top-k,
-            top-p and min-p. 0.0 where the row is greedy; -inf where a lossy rule emitted what the law excludes. None
-            unless asked for.
-        top_logprobs: for each emitted token, the likeliest tokens at its place by the target's raw logits, likeliest
-            first, each with its log-probability; None unless a number of them was asked for.
+        prompt_tokens: token ids of the prompt.
+        tokens: ids of the emitted tokens, including the stop token.
+        text: text of the emitted tokens, without special tokens, cut before a stop string; None without a tokenizer.
+        finish_reason: "stop" (stop token or stop string), "length" (`max_new_tokens` reached), "callback" (ended by
+            `on_token`) or "error" (non-finite logits of the target, from which nothing is emitted); None while the row
+            is running.
+        stats: statistics of the emitted tokens.
+        logprobs: log-probability of each emitted token under the target's raw logits; None unless requested.
+        sampled_logprobs: log-probability of each emitted token under the law that it was sampled from: after logit
+            bias, temperature, top-k, top-p and min-p. 0.0 for greedy rows; -inf if a lossy rule emitted a token that
+            the law excludes. None unless requested.
+        top_logprobs: for each emitted token, the most likely tokens at its position under the target's raw logits, in
+            descending order, each with its log-probability; None unless requested.
     """
 
     prompt: int
@@ -54,14 +55,14 @@ class Generation:
 
 @dataclasses.dataclass(repr=False)
 class Output(Sequence):
-    """All rows, in the order of the prompts, samples of one prompt together.
+    """The generations of all rows: a sequence in the order of the prompts, with the samples of a prompt together.
 
     Attributes:
         rows: the generations.
-        timing: compile, prefill and decode apart.
-        session: hand it to `generate` to continue every row without reading its text again; None where rows took
-            turns, or came out of a file.
-        noise_version: which noise the keys stood for; the same key gives the same text within a version.
+        timing: seconds of compilation, prefill and decoding.
+        session: pass it to `generate` to continue every row without reading its text again; None if the rows did not
+            fit into one batch or were read from a file.
+        noise_version: version of the random numbers; the same key gives the same text within a version.
     """
 
     rows: list[Generation]
@@ -83,19 +84,25 @@ class Output(Sequence):
 
     @property
     def text(self) -> list[str | None]:
+        """The text of each row; None without a tokenizer."""
         return [row.text for row in self.rows]
 
     @property
     def stats(self) -> Stats:
-        """Of all rows together."""
+        """The statistics of all rows together."""
         return Stats.total(row.stats for row in self.rows)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Chunk:
-    """What arrived since the last look: some tokens of one row, and their text.
+    """Newly emitted tokens of one row.
 
-    `drafted` says of each token whether the drafter had proposed it; the others are the target's own.
+    Attributes:
+        row: index of the row.
+        text: the text that the tokens complete; empty without a tokenizer.
+        tokens: ids of the tokens.
+        finish_reason: see `Generation`; None while the row is running.
+        drafted: for each token, whether the drafter proposed it; the others were drawn from the target.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Compiles before the first call: `precompile`."""
+"""Compilation ahead of the first call: `precompile`."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,9 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
-from jaxspec.generation.drafting import DRAFTER, Drafting, as_drafting
+from jaxspec.generation.drafting import DRAFTER, Drafting, resolve_drafting
 from jaxspec.generation.inputs import Prompt
-from jaxspec.generation.job import Batch, Job, make_job, say_rounded
+from jaxspec.generation.job import Job, RowBatch, make_job, report_rounding
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 
@@ -51,75 +51,77 @@ def precompile(
     batch: int | None = None,
     verbose: bool = True,
 ) -> float:
-    """Compiles what `generate` with these arguments would; the prompts are read, and nothing is written.
+    """Compiles the programs that `generate` needs for these arguments, without generating text.
 
-    A later call with the same arguments and caches of the same sizes begins at once, one of another process, too: what
-    takes a second or more to compile is kept in the cache directory, unless JAX is told otherwise. What prompts say
-    does not matter, but how many there are and, roughly, how long they are.
+    A later call with the same arguments and caches of the same sizes starts immediately, in another process, too:
+    programs that take at least a second to compile are kept in the cache directory, unless JAX's compilation cache is
+    configured otherwise. Only the number of prompts and their approximate lengths matter, and not their content.
 
     Args:
-        target: the model that decides; see `load`.
-        prompts: text, token ids or chat messages, or any number of them; lengths may differ.
-        key: a JAX random key; needed unless every temperature is 0. The same key gives the same text with any drafter,
-            tree and batch.
-        drafter: a registered name, or a drafter object, which brings its own tree.
-        rule: a registered name, or a rule object.
-        sampling: settings, for all rows or per row.
-        max_new_tokens: emitted per row, at most; exactly, unless a stop is met.
-        draft: the draft model of the drafter "model"; None: that of the target's preset, if it has one.
+        target: target model; see `load`.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
+            tree and batch size.
+        drafter: name of a registered drafter, or a drafter object, which brings its own tree.
+        rule: name of a registered rule, or a rule object.
+        sampling: sampling settings, for all rows or per row.
+        max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
+        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
         draft_params: parameters of a drafter object.
-        tree: the draft's topology, or `jaxspec.dynamic()` for one that is chosen every round; a number is a chain of
-            that length. None: the drafter's default.
-        heads: the heads of the drafter "medusa", or where they are, see `load_heads`; None: those that come with the
-            target's preset, if it has some.
-        drafter_options: options of the drafter's own, by name, such as {"exit_layers": 10} of "early-exit".
-        schedule: how deep each round may draft: a registered name, or a schedule object. None: all of the tree in
-            every round; where it is copied from the text, as by prompt lookup, only while that pays.
-        drafting: a `Drafting`, or the file that `jaxspec tune` wrote, instead of `drafter`, `drafter_options`, `tree`
-            and `schedule`.
-        samples: rows per prompt, each with its own noise.
-        chat: whether text prompts are messages of a user, to be wrapped into the model's chat template; None: where it
-            has one. False continues raw text. Token ids and messages stay as they are.
-        stop: changes nothing that is compiled.
-        stop_ids: tokens that end a text, besides the model's own.
-        ignore_eos: do not end at the model's own stop tokens.
-        logprobs: give the log-probability of every emitted token, under the raw logits and under the law that is
-            sampled; a number gives as many of the likeliest tokens of every place, too. See `Generation`.
-        width_matched: let every target call have the tree's width, also where there is no draft; the text is then bit
-            for bit that of `drafter="none"` with the same tree and `width_matched=True`.
-        capacity: cache slots, rounded up to whole blocks of 256; None for as many as needed. Give more to continue the
-            session later.
-        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are spread over its axis "data", the target's matrices
-            over "model".
-        batch: rows decoded at once, at most; a row that has ended gives its place to the next. None: all, in a number
-            of places that is rounded up so that like numbers of rows share a compilation. A batch holds rows whose
-            caches are of one size, and a text depends neither on it nor on its neighbours.
-        verbose: say on standard error when compiling begins and ends, and that a capacity is rounded.
+        tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
+            length of a chain. None for the drafter's default.
+        heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
+            preset, if any.
+        drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
+        schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
+            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
+            drafting pays.
+        drafting: a `Drafting`, or the path of a file that `jaxspec tune` wrote, instead of `drafter`,
+            `drafter_options`, `tree` and `schedule`.
+        samples: rows per prompt, each with its own random numbers.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
+            template. False continues raw text. Token ids and chat messages are not affected.
+        stop: stop strings, which do not affect compilation.
+        stop_ids: ids of stop tokens, in addition to the model's own.
+        ignore_eos: whether to ignore the model's own stop tokens.
+        logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the law
+            that is sampled from; a number also returns that many of the most likely tokens. See `Generation`.
+        width_matched: whether every target call has the width of the tree, even without a draft. The text is then
+            bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
+        capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
+            to continue the session later.
+        mesh: devices to decode on, see `jaxspec.make_mesh`: rows are sharded over its axis "data", the target's
+            matrices over "model".
+        batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
+            None for all rows, in a batch that is rounded up so that similar numbers of rows share a compilation. The
+            rows of a batch have caches of one size. Batching does not change a row's text.
+        verbose: whether to print notices to standard error: when compilation begins and ends, and when a capacity is
+            rounded up.
 
     Returns:
-        Seconds of compilation.
+        The seconds spent compiling.
 
     Raises:
-        JaxspecError: bad input, before anything compiles.
+        JaxspecError: an argument is invalid; raised before anything compiles.
     """
     notice = Notice(checks.flag("verbose", verbose))
     keywords = Drafting(drafter, rule, tree, schedule, draft, heads, drafter_options, draft_params)
     job = make_job(
-        target, prompts, as_drafting(drafting, keywords), key=key, sampling=sampling, max_new_tokens=max_new_tokens,
-        samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos, logprobs=logprobs,
-        width_matched=width_matched, mesh=mesh,
+        target, prompts, resolve_drafting(drafting, keywords), key=key, sampling=sampling,
+        max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
+        logprobs=logprobs, width_matched=width_matched, mesh=mesh,
     )  # fmt: skip
     batches = job.batches(batch, capacity, range(job.rows))
-    say_rounded(notice, capacity, batches)
+    report_rounding(notice, capacity, batches)
     return sum(_compile(job, one, notice) for one in batches)
 
 
-def _compile(job: Job, batch: Batch, notice: Notice) -> float:
-    """Calls everything that decodes a batch once, for no rounds, and returns the seconds that compiling took."""
-    request = job.request(batch.first, batch.capacity)
+def _compile(job: Job, batch: RowBatch, notice: Notice) -> float:
+    """Calls each program of a batch once, with zero rounds, and returns the seconds of compilation."""
+    request = job.request(batch.initial_rows, batch.capacity)
     session = Session(job.decoder, job.weights, request, batch.capacity, job.mesh, notice=notice)
     session.run(0)
-    if batch.waiting:
-        nobody = groups(job.mesh)
-        session.replace([-1] * nobody, job.request([None] * nobody, batch.capacity))
+    if batch.queue:
+        count = groups(job.mesh)
+        session.replace([-1] * count, job.request([None] * count, batch.capacity))
     return session.timing.compile_s

@@ -1,4 +1,4 @@
-"""The file that a long job writes its texts to as they end, and resumes from."""
+"""The file to which a long job writes each finished text, and from which it resumes."""
 
 import contextlib
 import dataclasses
@@ -21,54 +21,54 @@ from jaxspec.storage.plain import plain, typed
 from jaxspec.storage.reading import check_path
 
 VERSION = 2
-BESIDE = ".job.json"
-"""What the name of the job's file adds to that of the file of texts."""
+JOB_SUFFIX = ".job.json"
+"""Suffix of the file that describes the job, appended to the name of the results file."""
 _BEGIN, _JOB_BEGIN = b'{"index": ', b'{"format": "jaxspec-texts"'
 _LINE = re.compile(rb'(\{"index": .*), "checksum": "([0-9a-f]{16})"\}\r?', re.DOTALL)
 _END = re.compile(rb'"checksum": "[0-9a-f]{16}"\}')
 
 
-class Journal:
-    """A file of JSON lines, one per text, and beside it `OUT.job.json`, which says what job they are of.
+class ResultsFile:
+    """A file of JSON lines, one per finished text, with a file `OUT.job.json` that describes the job.
 
-    A line is written as its text ends, and holds everything of a `Generation`: the `index` of the prompt and of the
-    `sample`, the `prompt` as it was given (text, messages or token ids), `text`, `tokens`, `finish_reason`, `stats`,
-    log-probabilities where they were asked for, else null, and a `checksum` over the line and the job. All lines have
-    the same keys. When the last text is written, the lines are put into the order of the prompts, in one step.
+    Each line is written when its text is finished and contains a whole `Generation`: the `index` of the prompt and of
+    the `sample`, the `prompt` as passed by the user (text, messages or token ids), `text`, `tokens`, `finish_reason`,
+    `stats`, log-probabilities (null unless requested), and a `checksum` over the line and the job. All lines have the
+    same keys. After the last text, the lines are sorted by prompt, atomically.
 
-    The same job resumes from the two files: it keeps every whole line, and drops what a killed process left of the last
-    one. If the job's file is lost or damaged, it is written again if the lines are this job's. A file is for one job;
-    see `jaxspec.generation.fingerprint` for what decides its texts.
+    The same job resumes from the two files: it keeps every complete line, and drops a truncated last line of a killed
+    process. If `OUT.job.json` is missing or damaged, it is written again, provided that the lines belong to this job. A
+    results file belongs to one job; see `jaxspec.generation.fingerprint` for what determines its texts.
 
     Attributes:
-        done: the texts that are there, by row.
+        done: the finished texts, by row.
 
     Raises:
-        InvalidConfig: the file is another job's, was changed, or is no such file. It is left as it is.
+        InvalidConfig: the file belongs to another job, was edited, or is not a results file. It is left unchanged.
         StorageError: a file cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike, job: Job, stops: tuple[str, ...]):
         self.done = dict[int, Generation]()
-        self._job, self._places = job, dict[int, tuple[int, int]]()  # of each row's line: where it begins, its size
-        self._path = _checked(path)
-        self._beside = self._path.with_name(self._path.name + BESIDE)
+        self._job, self._lines = job, dict[int, tuple[int, int]]()  # offset and size of each row's line
+        self._path = _resolve(path)
+        self._job_path = self._path.with_name(self._path.name + JOB_SUFFIX)
         about = json.loads(json.dumps(fingerprint.describe(job, stops)))
         self._digest = fingerprint.digest([VERSION, about])
         try:
             self._open(about)
-            for part in map(writing.part_of, (self._path, self._beside)):
+            for part in map(writing.part_of, (self._path, self._job_path)):
                 part.unlink(missing_ok=True)
         except OSError as error:
             why = writing.reason(error, self._path.parent)
             raise StorageError(f"{error.filename or self._path} cannot be read or written: {why}") from None
-        self._put_in_order()
+        self._sort()
 
     def append(self, row: int, text: Generation) -> None:
-        """Writes a text down, and puts the lines in order if it was the last one.
+        """Appends a text, and sorts the lines if it is the last one.
 
         Raises:
-            StorageError: the line cannot be written; the file ends with the last whole one.
+            StorageError: the line cannot be written; the file then ends with the last complete line.
         """
         line, written = self._line(text), 0
         try:
@@ -78,52 +78,53 @@ class Journal:
                     while written < len(line):
                         written += file.write(line[written:])
                 except BaseException:
-                    with contextlib.suppress(OSError):  # what is left of a line is also dropped when the job resumes
+                    with contextlib.suppress(OSError):  # a truncated line is also dropped when the job resumes
                         file.truncate(begin)
                     raise
         except OSError as error:
             why = writing.reason(error, self._path.parent)
             raise StorageError(f"{self._path} cannot be written: {why}; the same call resumes the job") from None
-        self._places[row] = begin, len(line)
-        self._put_in_order()
+        self._lines[row] = begin, len(line)
+        self._sort()
 
     def _open(self, about: dict) -> None:
-        """Reads what is there, and leaves both files as a new line needs them."""
-        there, damage = self._read_job()
-        held = self._path.exists()
+        """Reads both files, if they exist, and prepares them for appending lines."""
+        existing, damage = self._read_job()
+        exists = self._path.exists()
         first = b""
-        if held:
+        if exists:
             with self._path.open("rb") as file:
                 first = file.readline()
         lines = first.endswith(b"\n") or _LINE.fullmatch(first) is not None
-        if there is None and first and not _torn(first) and not (lines and first.startswith(_BEGIN)):
-            raise InvalidConfig(f"{self._path} holds something else than jaxspec's texts; name a new file")
-        if lines and there is not None and (odd := fingerprint.difference(there, about)):
-            name, was, now = odd
-            told = "" if isinstance(now, (str, list)) else f" ({was!r:.40} there, {now!r:.40} now)"
-            shown = name if "." in name else name.replace("_", " ")
+        if existing is None and first and not _is_truncated(first) and not (lines and first.startswith(_BEGIN)):
+            raise InvalidConfig(f"{self._path} is not a results file of jaxspec; choose a new file")
+        if lines and existing is not None and (found := fingerprint.difference(existing, about)):
+            name, before, now = found
+            values = "" if isinstance(now, (str, list)) else f" ({before!r:.40} in the file, {now!r:.40} now)"
+            label = name if "." in name else name.replace("_", " ")
             raise InvalidConfig(
-                f"{self._path} holds texts of another {shown}{told}; name a new file, or remove it and "
-                f"{self._beside.name}"
+                f"{self._path} has texts of another {label}{values}; choose a new file, or remove it and "
+                f"{self._job_path.name}"
             )
-        size = self._read_lines(damage) if held else 0
-        if there != about:
+        size = self._read_lines(damage) if exists else 0
+        if existing != about:
             content = {"format": "jaxspec-texts", "version": VERSION, "job": self._digest, "about": about}
-            writing.write_whole(self._beside, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
-        if held and size < self._path.stat().st_size:
+            text = json.dumps(content, indent=1) + "\n"
+            writing.write_whole(self._job_path, lambda file: file.write(text.encode()))
+        if exists and size < self._path.stat().st_size:
             os.truncate(self._path, size)
-        if held and size and self._last_byte() != b"\n":
+        if exists and size and self._last_byte() != b"\n":
             with self._path.open("ab") as file:
                 file.write(b"\n")
-        if not held:
+        if not exists:
             self._path.touch()
 
     def _read_job(self) -> tuple[dict | None, str]:
-        """What the job's file describes, or None and why nothing can be read from it."""
+        """Reads the description of the job, or returns None and the reason why it cannot be read."""
         try:
-            data = self._beside.read_bytes()
+            data = self._job_path.read_bytes()
         except FileNotFoundError:
-            return None, f"{self._beside.name} is missing"
+            return None, f"{self._job_path.name} is missing"
         try:
             found = json.loads(data)
             about, ours = found["about"], found["format"] == "jaxspec-texts"
@@ -133,29 +134,29 @@ class Journal:
             pass
         start = data.replace(b"\n ", b"")[: len(_JOB_BEGIN)]
         if not (self._path.exists() or _JOB_BEGIN.startswith(start)):
-            raise InvalidConfig(f"{self._beside} is in the way, and does not describe jaxspec's texts; name a new file")
-        return None, f"{self._beside.name} is damaged"
+            raise InvalidConfig(f"{self._job_path} exists and is not the description of a job; choose a new file")
+        return None, f"{self._job_path.name} is damaged"
 
     def _read_lines(self, damage: str) -> int:
-        """Takes every line; the size of the file up to the end of the last one."""
+        """Reads every line; returns the size of the file up to the end of the last complete one."""
         size = 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 whole = line.endswith(b"\n")
-                if not whole and _torn(line):
+                if not whole and _is_truncated(line):
                     break
                 try:
-                    row, text = self._take(line.removesuffix(b"\n"))
+                    row, text = self._parse(line.removesuffix(b"\n"))
                     if row in self.done:
                         raise ValueError(f"it is a second text of prompt {text.prompt}, sample {text.sample}")
                 except (ValueError, KeyError, OverflowError, RecursionError) as error:
                     why = f"{error or type(error).__name__}" + (f", and {damage}" if damage else "")
                     raise InvalidConfig(
-                        f"{self._path}, line {number}: {why:.200}; remove that line, and its text is written again, or "
-                        "name a new file"
+                        f"{self._path}, line {number}: {why:.200}; remove that line to generate its text again, or "
+                        "choose a new file"
                     ) from None
                 self.done[row] = text
-                self._places[row] = size, len(line) + (not whole)
+                self._lines[row] = size, len(line) + (not whole)
                 size += len(line)
         return size
 
@@ -165,7 +166,7 @@ class Journal:
             return file.read(1)
 
     def _line(self, text: Generation) -> bytes:
-        record: dict[str, Any] = {"index": text.prompt, "sample": text.sample, "prompt": self._given(text.prompt)}
+        record: dict[str, Any] = {"index": text.prompt, "sample": text.sample, "prompt": self._prompt(text.prompt)}
         for field in _fields():
             if field not in ("prompt", "sample"):
                 record[field] = plain(getattr(text, field))
@@ -173,55 +174,55 @@ class Journal:
         body = json.dumps(record, allow_nan=False).encode()
         return body[:-1] + f', "checksum": "{self._checksum(body[:-1])}"}}\n'.encode()
 
-    def _given(self, index: int) -> Any:
-        """The prompt as it was given: text, messages or token ids."""
-        given = self._job.given[index]
-        if isinstance(given, str):
-            return given
-        if not isinstance(given[0], Mapping):
+    def _prompt(self, index: int) -> Any:
+        """Returns a prompt as passed by the user: text, messages or token ids."""
+        prompt = self._job.prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        if not isinstance(prompt[0], Mapping):
             return self._job.ids[index]
-        messages = [dict(message) for message in given]
+        messages = [dict(message) for message in prompt]
         try:
             return json.loads(json.dumps(messages, allow_nan=False))
-        except (ValueError, TypeError, RecursionError):  # of messages only the text is sure to be JSON
+        except (ValueError, TypeError, RecursionError):  # role and content are always valid JSON, other keys may not be
             return [{name: message[name] for name in ("role", "content")} for message in messages]
 
     def _checksum(self, body: bytes) -> str:
         return hashlib.sha256(self._digest.encode() + body).hexdigest()[:16]
 
-    def _take(self, line: bytes) -> tuple[int, Generation]:
-        """The row and the text of a line.
+    def _parse(self, line: bytes) -> tuple[int, Generation]:
+        """Returns the row and the text of a line.
 
         Raises:
-            ValueError: saying what is wrong with it.
+            ValueError: the line is invalid; the message says why.
         """
         parts = _LINE.fullmatch(line)
         if parts is None:
-            raise ValueError("it is no line of jaxspec's texts")
+            raise ValueError("it is not a line of a results file")
         body, checksum = parts.groups()
         if self._checksum(body) != checksum.decode():
-            raise ValueError("it does not match its checksum, so it was changed, or is of another job")
+            raise ValueError("it does not match its checksum: it was edited, or belongs to another job")
         record = json.loads(body + b"}")
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
         index, job = typed(record["index"], int, "index"), self._job
         row = index * job.samples + values["sample"]
         if not (0 <= index < len(job.ids) and 0 <= values["sample"] < job.samples):
             raise ValueError(
-                f"it is of prompt {index}, sample {values['sample']}; there are {len(job.ids)} prompts with "
+                f"it belongs to prompt {index}, sample {values['sample']}; there are {len(job.ids)} prompts with "
                 f"{job.samples} samples each"
             )
         return row, Generation(prompt=index, prompt_tokens=job.prompt(row), **values)
 
-    def _put_in_order(self) -> None:
-        """Once all texts are there, moves the lines into the order of the prompts."""
-        order = sorted(self._places)
-        if len(order) < self._job.rows or order == list(self._places):
+    def _sort(self) -> None:
+        """Sorts the lines by prompt, once all texts are written."""
+        order = sorted(self._lines)
+        if len(order) < self._job.rows or order == list(self._lines):
             return
 
         def write(file: Any) -> None:
             with self._path.open("rb") as source:
                 for row in order:
-                    begin, size = self._places[row]
+                    begin, size = self._lines[row]
                     source.seek(begin)
                     file.write(source.read(size))
 
@@ -230,35 +231,34 @@ class Journal:
             writing.write_whole(self._path, write)
             self._path.chmod(mode)
         except (OSError, StorageError) as error:
-            raise StorageError(f"all texts are written, but not in the order of the prompts: {error}") from None
+            raise StorageError(f"all texts are written, but not sorted by prompt: {error}") from None
         begin = 0
         for row in order:
-            size = self._places.pop(row)[1]
-            self._places[row] = begin, size
+            size = self._lines.pop(row)[1]
+            self._lines[row] = begin, size
             begin += size
 
 
-def _checked(path: Any) -> pathlib.Path:
-    """The place of a file of texts, links followed."""
-    given = check_path(path, "out")
+def _resolve(path: Any) -> pathlib.Path:
+    """Returns the path of a results file, with links resolved."""
     try:
-        place = given.resolve()
-        if place.exists() and not place.is_file():
+        resolved = check_path(path, "out").resolve()
+        if resolved.exists() and not resolved.is_file():
             raise InvalidConfig(f"out must be the path of a file, {path} is something else")
-        if not place.parent.is_dir():
-            raise InvalidConfig(f"out={str(path)!r}: there is no folder {place.parent}; make it first")
-    except OSError as error:  # a folder that may not be looked into
+        if not resolved.parent.is_dir():
+            raise InvalidConfig(f"out={str(path)!r}: there is no directory {resolved.parent}; create it first")
+    except OSError as error:  # a directory without permission
         raise InvalidConfig(f"out={shown(str(path))} cannot be used: {error.strerror}") from None
-    return place
+    return resolved
 
 
-def _torn(line: bytes) -> bool:
-    """Whether this may be what a killed process left of a line."""
+def _is_truncated(line: bytes) -> bool:
+    """Returns whether this may be a line that a killed process wrote in part."""
     return _BEGIN.startswith(line[: len(_BEGIN)]) and not _END.search(line)
 
 
 @functools.cache
 def _fields() -> dict[str, Any]:
-    """The fields of a `Generation` that a line holds, and their types."""
+    """Returns the types of the fields of a `Generation` that a line contains."""
     hints = typing.get_type_hints(Generation)
     return {f.name: hints[f.name] for f in dataclasses.fields(Generation) if f.name != "prompt_tokens"}

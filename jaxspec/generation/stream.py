@@ -1,4 +1,4 @@
-"""A generation under way: a session stepped, and what has come so far taken from the device."""
+"""Streams: step a session and collect the emitted tokens, row by row."""
 
 import collections
 import functools
@@ -13,7 +13,7 @@ from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats, from_draft
-from jaxspec.generation.job import Batch, Job
+from jaxspec.generation.job import Job, RowBatch
 from jaxspec.generation.output import Chunk, Generation, Output
 from jaxspec.models.model import Model
 from jaxspec.text.incremental import IncrementalDecoder
@@ -23,16 +23,16 @@ _REASONS = {Status.STOP: "stop", Status.LENGTH: "length", Status.ERROR: "error"}
 
 
 class Stream(Iterator[Chunk]):
-    """A generation under way; `output` is what has come so far, and all of it at the end.
+    """An iterator over the chunks of a running generation; `output` has the results so far.
 
     Attributes:
-        memory: bytes of the caches of the batch that takes most.
+        memory: memory of the largest batch's caches, in bytes.
     """
 
     def __init__(
         self,
         job: Job,
-        batches: Sequence[Batch],
+        batches: Sequence[RowBatch],
         stops: StopStrings,
         *,
         rounds: int,
@@ -47,14 +47,14 @@ class Stream(Iterator[Chunk]):
         self._batches, self._rounds, self._timing = collections.deque(batches), rounds, Timing()
         self._generations = dict(done or {})
         self._ready: list[Chunk] = []
-        self._whole = len(batches) == 1 and not batches[0].waiting and not done
+        self._single_batch = len(batches) == 1 and not batches[0].queue and not done
         self.memory = max(map(job.memory, batches), default=0)
-        # Of the batch that is being decoded:
+        # The current batch:
         self._session: Session | None = None
-        self._waiting: collections.deque[int] = collections.deque()
-        self._places: list[_Row | None] = []
-        self._looked = np.zeros(0, np.int32)  # rounds of each place that were looked at
-        self._begin(session)
+        self._queue: collections.deque[int] = collections.deque()
+        self._rows: list[_Row | None] = []  # by position in the batch
+        self._rounds_read = np.zeros(0, np.int32)  # rounds of each position whose log has been read
+        self._start_batch(session)
 
     def __next__(self) -> Chunk:
         while not self._ready:
@@ -62,58 +62,58 @@ class Stream(Iterator[Chunk]):
             if not any(active):
                 if not self._batches:
                     raise StopIteration
-                self._begin()
+                self._start_batch()
                 continue
             assert self._session is not None
-            self._session.run(self._rounds, active if self._waiting else None)
-            self._look(self._session)
+            self._session.run(self._rounds, active if self._queue else None)
+            self._collect(self._session)
         return self._ready.pop(0)
 
     def __repr__(self) -> str:
         ended = sum(row.finish_reason is not None for row in self._generations.values())
         tokens = sum(len(row.tokens) for row in self._generations.values())
-        return f"Stream({ended} of {self._job.rows} rows ended, {tokens} tokens so far)"
+        return f"Stream({ended} of {self._job.rows} rows finished, {tokens} tokens so far)"
 
-    def _begin(self, session: Session | None = None) -> None:
-        """The next batch."""
+    def _start_batch(self, session: Session | None = None) -> None:
+        """Starts the next batch, in `session` if it is not None."""
         if not self._batches:
             return
         batch = self._batches.popleft()
         self._timing = self.timing
-        first, self._waiting = batch.first, collections.deque(batch.waiting)
+        rows, self._queue = batch.initial_rows, collections.deque(batch.queue)
         if session is None:
-            self._session = None  # its memory goes before the next one's comes
+            self._session = None  # frees its memory before the next session is allocated
             job = self._job
-            request = job.request(first, batch.capacity)
+            request = job.request(rows, batch.capacity)
             session = Session(
                 job.decoder, job.weights, request, batch.capacity, job.mesh, len(batch.rows), self._notice
             )
         session.notice = self._notice
         self._session = session
-        self._places = [None if row is None else self._row(row) for row in first]
-        self._looked = fetch(session.state.round)
+        self._rows = [None if row is None else self._start_row(row) for row in rows]
+        self._rounds_read = fetch(session.state.round)
 
-    def _row(self, row: int) -> "_Row":
+    def _start_row(self, row: int) -> "_Row":
         job = self._job
         text = None if job.target.tokenizer is None else ""
         out = Generation(row // job.samples, row % job.samples, job.prompt(row), [], text)
         self._generations[row] = out
         return _Row(row, out, job.target, self._stops, self._on_token)
 
-    def _look(self, session: Session) -> None:
-        """Fetches what the device has written, ends the rows that the host must end, and gives their places away."""
+    def _collect(self, session: Session) -> None:
+        """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued ones."""
         state = session.state
         tokens, length, start, status = map(fetch, (state.tokens, state.length, state.start, state.status))
-        rounds = self._log_since_last(session)
+        rounds = self._read_log(session)
         new_status, new_length, ended = status.copy(), length.copy(), []
-        for b, row in enumerate(self._places):
+        for b, row in enumerate(self._rows):
             if row is None:
                 continue
             seen = len(row.out.tokens)
-            fresh = tokens[b, start[b] + seen : length[b]].tolist()
+            new = tokens[b, start[b] + seen : length[b]].tolist()
             reason = _REASONS.get(Status(status[b]))
-            chunk = row.push(fresh, from_draft(rounds[b]).tolist(), reason)
-            if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(fresh)):
+            chunk = row.push(new, from_draft(rounds[b]).tolist(), reason)
+            if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(new)):
                 new_status[b], new_length[b] = Status.STOP, start[b] + len(row.out.tokens)
             if chunk.tokens or chunk.finish_reason:
                 self._ready.append(chunk)
@@ -122,47 +122,47 @@ class Stream(Iterator[Chunk]):
         if (new_status != status).any() or (new_length != length).any():
             session.cut(new_length, new_status)
         if ended:
-            self._count(session, ended)
+            self._update_stats(session, ended)
         for b in ended:
-            row = self._places[b]
+            row = self._rows[b]
             assert row is not None
             if self._on_end is not None:
                 self._on_end(row.index, row.out)
-            self._places[b] = None
+            self._rows[b] = None
         free = [[i for i, row in enumerate(some) if row is None] for some in self._by_group()]
-        while self._waiting and any(free):
-            rows = [self._waiting.popleft() if some and self._waiting else None for some in free]
-            places = [-1 if row is None else some.pop(0) for row, some in zip(rows, free)]
-            session.replace(places, self._job.request(rows, session.capacity))
-            for group, (place, row) in enumerate(zip(places, rows)):
+        while self._queue and any(free):
+            rows = [self._queue.popleft() if some and self._queue else None for some in free]
+            positions = [-1 if row is None else some.pop(0) for row, some in zip(rows, free)]
+            session.replace(positions, self._job.request(rows, session.capacity))
+            for group, (position, row) in enumerate(zip(positions, rows)):
                 if row is not None:
-                    b = group * len(self._places) // len(places) + place
-                    self._places[b], self._looked[b] = self._row(row), 0
+                    b = group * len(self._rows) // len(positions) + position
+                    self._rows[b], self._rounds_read[b] = self._start_row(row), 0
 
     def _by_group(self) -> list[list["_Row | None"]]:
-        """The places of each group of devices."""
+        """Returns the rows of each group of devices."""
         count = groups(self._job.mesh)
-        size = len(self._places) // count
-        return [self._places[i * size : (i + 1) * size] for i in range(count)]
+        size = len(self._rows) // count
+        return [self._rows[i * size : (i + 1) * size] for i in range(count)]
 
-    def _log_since_last(self, session: Session) -> list[np.ndarray]:
-        """`[rounds, columns]` of each place: the log of the rounds since the last look, which alone are fetched."""
-        log, begin, end = session.state.log, self._looked, fetch(session.state.round)
-        self._looked = end.copy()
-        size = min(self._rounds, log.shape[1])  # static, so that a look does not compile anew
+    def _read_log(self, session: Session) -> list[np.ndarray]:
+        """Reads the log of each row's new rounds, `[rounds, columns]` each."""
+        log, begin, end = session.state.log, self._rounds_read, fetch(session.state.round)
+        self._rounds_read = end.copy()
+        size = min(self._rounds, log.shape[1])  # static, to compile once
         first = np.minimum(begin, log.shape[1] - size)
         some = fetch(_slices(log, first, size))
         return [row[i - at : j - at] for row, i, j, at in zip(some, begin, end, first)]
 
-    def _count(self, session: Session, places: Iterable[int]) -> None:
-        """The statistics of the rows at these places, as they are now."""
+    def _update_stats(self, session: Session, positions: Iterable[int]) -> None:
+        """Updates statistics and log-probabilities of the rows at these positions of the batch."""
         state = session.state
         log, start, rounds = map(fetch, (state.log, state.start, state.round))
         alternatives, logprobs = self._job.logprobs, state.logprobs
         if alternatives is not None:
             logprobs = jax.tree.map(fetch, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
-        for b in places:
-            row = self._places[b]
+        for b in positions:
+            row = self._rows[b]
             assert row is not None
             emitted = len(row.out.tokens)
             row.out.stats = Stats.from_log(log[b, : rounds[b]], session.decoder.drafter.calls, emitted)
@@ -176,15 +176,16 @@ class Stream(Iterator[Chunk]):
 
     @property
     def timing(self) -> Timing:
-        """Of all batches so far."""
+        """Seconds of compilation, prefill and decoding, of all batches so far."""
         return self._timing + (Timing() if self._session is None else self._session.timing)
 
     @property
     def output(self) -> Output:
+        """The results so far; complete when the iterator is exhausted."""
         if self._session is not None:
-            self._count(self._session, [b for b, row in enumerate(self._places) if row is not None])
+            self._update_stats(self._session, [b for b, row in enumerate(self._rows) if row is not None])
         rows = [self._generations[row] for row in sorted(self._generations)]
-        return Output(rows, self.timing, self._session if self._whole else None)
+        return Output(rows, self.timing, self._session if self._single_batch else None)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -193,7 +194,7 @@ def _slices(rows: jax.Array, starts: jax.Array, size: int) -> jax.Array:
 
 
 class _Row:
-    """One row's way from tokens to text, and the stops only the host can see."""
+    """A running row: decodes its tokens to text, and ends it at stop strings and at the callback's request."""
 
     def __init__(self, index: int, out: Generation, target: Model, stops: StopStrings, on_token: Callable | None):
         self.index, self.out, self._on_token = index, out, on_token
@@ -201,7 +202,13 @@ class _Row:
         self._stops = StopStrings(stops.strings)
 
     def push(self, tokens: list[int], drafted: list[bool], reason: str | None) -> Chunk:
-        """Takes new tokens up to the first that ends the row; `reason` is why the device ended it, if it did."""
+        """Adds new tokens, up to the first that ends the row.
+
+        Args:
+            tokens: the new tokens.
+            drafted: for each, whether the drafter proposed it.
+            reason: the finish reason if the device ended the row; None otherwise.
+        """
         text, taken = "", []
         for token in tokens:
             piece, matched = self._stops.push(self._decoder.push([token])) if self._decoder else ("", False)

@@ -125,7 +125,7 @@ class Reader:
 
     def _request(self, at: slice, sampling: jaxspec.Sampling):
         ids = self.ids[at]
-        settings = inputs.with_padding_masked(self.target, sampling, len(ids))
+        settings = inputs.mask_padding(self.target, sampling, len(ids))
         stops = inputs.stop_array(self.target, (), False, len(ids))
         return inputs.make_request(ids, self.keys[at], settings, self.tokens, stops, self.slots)
 

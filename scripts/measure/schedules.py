@@ -47,9 +47,8 @@ def main() -> int:
         "drafter_options": {"exit_layers": int(layers)} if layers else {},
     }
     longest = max(arguments.lengths)
-    length = max(
-        longest, Drafting(name, draft=models["draft"], options=models["drafter_options"]).member(target)[0].shape.depth
-    )
+    drafting = Drafting(name, draft=models["draft"], options=models["drafter_options"])
+    length = max(longest, drafting.build_drafter(target)[0].shape.depth)
     tuned = tune(target, prompts(1, arguments.limit), drafter=name, **models, tree=length, chat=True)
     print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
 

@@ -139,7 +139,7 @@ def test_many_prompts_into_a_file(generate, tmp_path):
     assert out.read_bytes() == whole
     status, _, err = generate(*command, "--seed", "1")
     assert status == 1
-    assert "texts of another key; name a new file" in err
+    assert "texts of another key; choose a new file" in err
     assert out.read_bytes() == whole
 
 

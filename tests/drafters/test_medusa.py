@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused():
     say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="medusa")
     with pytest.raises(MissingDraft, match="needs heads"):
         say()
-    with pytest.raises(InvalidConfig, match="makes no use of heads"):
+    with pytest.raises(InvalidConfig, match="does not take heads"):
         jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)
     with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
         say(heads=made, tree=4)

@@ -361,7 +361,7 @@ class TestSession:
         for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}):
             with (
                 nothing_compiles(),
-                pytest.raises(InvalidConfig, match="session goes on with the settings and the number of rows"),
+                pytest.raises(InvalidConfig, match="session must be continued with the settings"),
             ):
                 go(**{"session": first.session} | change)
 
@@ -457,7 +457,7 @@ ERRORS = {
     # vocabulary and prompts
     "vocabulary": (VocabMismatch, {"drafter": "model", "draft": WIDE_DRAFT}, ["17", "16"]),
     "tokens": (VocabMismatch, {"drafter": "model", "draft": OTHER_TOKENS}, ["token 1 is b'a' in", "b'b' in the draft"]),
-    "no prompts": (EmptyPrompt, {"prompts": []}, ["one prompt or more", "[]"]),
+    "no prompts": (EmptyPrompt, {"prompts": []}, ["at least one prompt", "[]"]),
     "empty text": (EmptyPrompt, {"prompts": ["ab", ""]}, ["prompt 1", "at least one"]),
     "empty ids": (EmptyPrompt, {"prompts": [[1], []]}, ["prompt 1", "at least one"]),
     "empty array": (EmptyPrompt, {"prompts": np.zeros(0, np.int32)}, ["prompt 0", "at least one"]),

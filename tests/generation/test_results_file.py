@@ -24,7 +24,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.generation import fingerprint, results_file
 from jaxspec.generation.output import Generation
-from jaxspec.generation.results_file import Journal
+from jaxspec.generation.results_file import ResultsFile
 from jaxspec.models.out_major import OutMajor
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
@@ -188,7 +188,7 @@ def transformed(tmp_path_factory):
         ({"key": lambda: jax.random.key(6)}, "key"),
         ({"sampling": lambda: Sampling(temperature=0.3)}, "sampling"),
         ({"sampling": lambda: Sampling(temperature=1.0, logit_bias={2: 0.5})}, "sampling"),
-        ({"max_new_tokens": lambda: 31}, r"max new tokens \(30 there, 31 now\)"),
+        ({"max_new_tokens": lambda: 31}, r"max new tokens \(30 in the file, 31 now\)"),
         ({"stop_ids": lambda: [4]}, "stops"),
         ({"stop": lambda: "ABA"}, "stops"),
         ({"samples": lambda: 2}, "key"),
@@ -196,8 +196,8 @@ def transformed(tmp_path_factory):
         ({"logprobs": lambda: False}, "logprobs"),
         ({"width_matched": lambda: True}, "drafter"),
         ({"prompts": lambda: [[1, 2, 3], [4, 6]]}, "prompts"),
-        ({"target": lambda: model(rope=5e5)}, r"network.config.rope.theta \(10000.0 there, 500000.0 now\)"),
-        ({"target": lambda: model(epsilon=1e-6)}, r"network.config.norm_eps \(1e-05 there, 1e-06 now\)"),
+        ({"target": lambda: model(rope=5e5)}, r"network.config.rope.theta \(10000.0 in the file, 500000.0 now\)"),
+        ({"target": lambda: model(epsilon=1e-6)}, r"network.config.norm_eps \(1e-05 in the file, 1e-06 now\)"),
         ({"target": lambda: model(context=256)}, "network.config.max_position"),
         ({"target": lambda: model(known=V - 1)}, "network.known"),
         ({"target": same_but(params=lambda: noisy(model().params, 1, 1e-3))}, "weights"),
@@ -211,7 +211,7 @@ def test_a_file_is_for_one_job(tmp_path, transformed, change, named):
     path.write_bytes(transformed[0])
     beside(path).write_bytes(transformed[1])
     changed = {"target": model()} | JOB | {name: make() for name, make in change.items()}
-    with pytest.raises(InvalidConfig, match=f"texts of another {named}.*; name a new file") as caught:
+    with pytest.raises(InvalidConfig, match=f"texts of another {named}.*; choose a new file") as caught:
         jaxspec.generate(**changed, out=path)
     assert "\n" not in str(caught.value)
     assert (path.read_bytes(), beside(path).read_bytes()) == transformed
@@ -275,7 +275,7 @@ def opened(finished, tmp_path, monkeypatch):
         path.write_bytes(texts)
         beside(path).write_bytes(beside_it)
         try:
-            found = Journal(path, finished[0], ()).done
+            found = ResultsFile(path, finished[0], ()).done
         except JaxspecError as error:
             found = error
         if isinstance(found, JaxspecError):
@@ -342,7 +342,7 @@ def test_a_changed_file_is_never_partly_believed(finished, opened, seed, which, 
         if isinstance(found, JaxspecError):
             refused += 1
             assert which == "texts", "the job's file is written again from lines that are right"
-            assert "line " in str(found) or "something else" in str(found)
+            assert "line " in str(found) or "not a results file" in str(found)
             continue
         assert all(found[row] == right[row] for row in found)
         whole = set(texts.splitlines())
@@ -366,9 +366,9 @@ def rewritten(texts: bytes, number: int, about: bytes, **changes) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"index": 9}, "it is of prompt 9, sample 0; there are 4 prompts with 2 samples each"),
-        ({"index": -1}, "it is of prompt -1"),
-        ({"sample": 2}, "it is of prompt 1, sample 2"),
+        ({"index": 9}, "it belongs to prompt 9, sample 0; there are 4 prompts with 2 samples each"),
+        ({"index": -1}, "it belongs to prompt -1"),
+        ({"sample": 2}, "it belongs to prompt 1, sample 2"),
         ({"sample": 1}, None),
         ({"index": 0}, "it is a second text of prompt 0, sample 0"),
         ({"index": [1]}, r"index is \[1\], expected int"),
@@ -414,12 +414,12 @@ def test_a_line_of_another_job_is_refused(tmp_path):
 def test_other_files_are_left_alone(tmp_path, text):
     path = tmp_path / "mine.txt"
     path.write_text(text)
-    with pytest.raises(InvalidConfig, match=r"something else than jaxspec's texts|line 1: it is no line of jaxspec's"):
+    with pytest.raises(InvalidConfig, match=r"not a results file of jaxspec|line 1: it is not a line"):
         jaxspec.generate(TARGET, PROMPTS[:2], out=path, **OPTIONS)
     assert path.read_text() == text
     assert not beside(path).exists()
     beside(tmp_path / "new.jsonl").write_text(text)
-    with pytest.raises(InvalidConfig, match="is in the way, and does not describe jaxspec's texts"):
+    with pytest.raises(InvalidConfig, match="exists and is not the description of a job"):
         jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "new.jsonl", **OPTIONS)
 
 
@@ -430,7 +430,7 @@ def test_other_files_are_left_alone(tmp_path, text):
         ("", "out is empty"),
         ("a\0b", "out .* has a NUL"),
         (".", "is something else"),
-        ("no/such/place.jsonl", "there is no folder .*; make it first"),
+        ("no/such/place.jsonl", "there is no directory .*; create it first"),
         ("a" * 300, "cannot be used|cannot be read or written"),
     ],
     ids=str,
@@ -452,8 +452,8 @@ def test_a_line_that_cannot_be_written_leaves_the_whole_ones(finished, tmp_path)
     path, lines = tmp_path / "texts.jsonl", texts.splitlines(keepends=True)
     beside(path).write_bytes(about)
     path.write_bytes(b"".join(lines[:3]))
-    right = Journal(path, plan, ()).done | dict.fromkeys(range(3, 8))
-    kept, limit = Journal(path, plan, ()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    right = ResultsFile(path, plan, ()).done | dict.fromkeys(range(3, 8))
+    kept, limit = ResultsFile(path, plan, ()), resource.getrlimit(resource.RLIMIT_FSIZE)
     text = dataclasses.replace(right[2], prompt=1, sample=1)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limit[1]))
@@ -463,7 +463,7 @@ def test_a_line_that_cannot_be_written_leaves_the_whole_ones(finished, tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == b"".join(lines[:3])
     kept.append(3, text)
-    assert list(Journal(path, plan, ()).done) == [0, 1, 2, 3]
+    assert list(ResultsFile(path, plan, ()).done) == [0, 1, 2, 3]
 
 
 def test_a_full_disk_is_said(tmp_path):
@@ -488,10 +488,10 @@ def test_a_kill_while_lines_are_put_in_order_loses_none(finished, tmp_path, monk
     writing.part_of(path).write_bytes(texts[:50])
     with monkeypatch.context() as patch:
         patch.setattr(writing.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        with pytest.raises(StorageError, match=r"all texts are written, but not in the order .* no space is left"):
-            Journal(path, plan, ())
+        with pytest.raises(StorageError, match=r"all texts are written, but not sorted by prompt.* no space is left"):
+            ResultsFile(path, plan, ())
     assert path.read_bytes() == turned
-    assert list(Journal(path, plan, ()).done) == list(range(7, -1, -1))
+    assert list(ResultsFile(path, plan, ()).done) == list(range(7, -1, -1))
     assert path.read_bytes() == texts
     assert {file.name for file in tmp_path.iterdir()} == {path.name, beside(path).name}
 
@@ -509,8 +509,8 @@ def test_fields_that_are_added_are_written_and_read(finished, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(results_file, "Generation", More)
         one = More(0, 0, plan.prompt(0), [3], None, "stop", top=[[(3, -0.25), (4, -math.inf)], None])
-        Journal(path, plan, ()).append(0, one)
-        assert Journal(path, plan, ()).done == {0: one}
+        ResultsFile(path, plan, ()).append(0, one)
+        assert ResultsFile(path, plan, ()).done == {0: one}
         assert json.loads(path.read_text())["top"] == [[[3, -0.25], [4, None]], None]
     results_file._fields.cache_clear()
 
