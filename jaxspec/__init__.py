@@ -1,7 +1,7 @@
-"""Speculative decoding as one XLA program.
+"""Speculative decoding in JAX, compiled to one XLA program.
 
-`load` a model, `generate` text: the same key gives the same text with any drafter, or none. The names below
-are imported when first used, so that `import jaxspec` is cheap.
+`load` a model and `generate` text: the same key gives the same text with any drafter, or none. The public names are
+imported on first use, so that `import jaxspec` is fast.
 """
 
 import importlib
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.cache": ("empty_cache",),
@@ -89,11 +89,11 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *(name for names in _HOME.values() for name in names)])
+    return sorted([*globals(), *(name for names in _MODULES.values() for name in names)])

@@ -1,4 +1,4 @@
-"""`python -m jaxspec`: the command line."""
+"""The command line, as `python -m jaxspec`."""
 
 import sys
 

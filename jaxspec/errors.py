@@ -1,14 +1,14 @@
-"""Every error jaxspec raises on purpose. Each message says what was got, what was expected and what to do.
+"""The exceptions that jaxspec raises. Each message says what was got, what was expected, and what to do.
 
-All of them are raised on the host, before anything compiles. What can only be seen while decoding (logits
-that are not finite) ends the row with a status instead; see `jaxspec.core.records.Status`.
+They are raised on the host, before anything compiles. A failure during decoding (non-finite logits) ends the row with a
+status instead; see `jaxspec.core.records.Status`.
 """
 
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-MEANT = {
+SYNONYMS = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -47,27 +47,27 @@ MEANT = {
     "torch_dtype": "dtype",
     "quiet": "verbose=False",
 }
-"""Names that other libraries, or this library's commands, have for an argument; counted where it is one."""
+"""Arguments by the names that other libraries, or jaxspec's commands, use for them."""
 
 
 LONGEST = 2000
-"""Characters of a message."""
+"""Maximum length of a message, in characters."""
 
 
 def shown(value: object, width: int = 80) -> str:
-    """Gives the `repr` of any value in one line of at most `width` characters."""
+    """Returns the `repr` of a value as one line of at most `width` characters."""
     try:
         text = repr(value[: 2 * width] if isinstance(value, (str, bytes)) else value)
-    except Exception:  # integers of 4,300 digits, deleted arrays
+    except Exception:  # integers of more than 4,300 digits, deleted arrays
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 class JaxspecError(ValueError):
-    """The base of all of them: `except JaxspecError` catches what a user can mend.
+    """The base class of all errors that a user can correct.
 
-    The message becomes one line that any terminal can print, whatever a file's names and texts put into it.
+    Messages are converted to one line of printable characters, since they may quote names and texts from files.
     """
 
     def __init__(self, message: object = ""):
@@ -78,7 +78,7 @@ class JaxspecError(ValueError):
 
 
 class InvalidConfig(JaxspecError):
-    """A setting has a value it cannot have."""
+    """A setting has an invalid value."""
 
 
 class EmptyPrompt(JaxspecError):
@@ -90,7 +90,7 @@ class TokenOutOfRange(JaxspecError):
 
 
 class VocabMismatch(JaxspecError):
-    """Draft and target do not share one vocabulary."""
+    """Draft and target have different vocabularies."""
 
 
 class ShapeMismatch(JaxspecError):
@@ -98,11 +98,11 @@ class ShapeMismatch(JaxspecError):
 
 
 class CapacityError(JaxspecError):
-    """Prompt, new tokens and window do not fit the cache, or the model's context."""
+    """Prompt, new tokens and window do not fit into the cache or the model's context."""
 
 
 class UnknownName(JaxspecError):
-    """No member of a registry, preset or option has this name."""
+    """There is no member of a registry, preset or option with this name."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]):
         known = sorted(known)
@@ -112,64 +112,64 @@ class UnknownName(JaxspecError):
 
 
 class WrongArguments(JaxspecError, TypeError):
-    """A function was called with an argument it does not have, or without one it needs."""
+    """A function was called with an unknown argument or without a required one."""
 
     @classmethod
     def unknown(cls, function: str, name: str, known: Iterable[str]) -> "WrongArguments":
-        """Names the function, and what was probably meant."""
+        """Makes the error for an unknown argument; the message suggests the most similar known one."""
         known = list(known)
-        meant = MEANT.get(name, "")
+        meant = SYNONYMS.get(name, "")
         near = meant if meant.partition("=")[0] in known else nearest(name, known)
         hint = f"did you mean {near if '=' in near else f'{near}='}?" if near else f"it has {', '.join(known)}"
         return cls(f"{function}() has no argument {shown(name)}; {hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Gives the known name that is most like the given one, or None."""
+    """Returns the known name that is most similar to this one, or None."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name[:80].lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[near[0]] if near else None
 
 
 class MissingDraft(JaxspecError):
-    """The drafter needs a draft model and got none."""
+    """The drafter needs a draft model, and there is none."""
 
 
 class MissingTokenizer(JaxspecError):
-    """Text was asked for, or given, and the model has no tokenizer (or no chat template)."""
+    """Text or chat messages need a tokenizer or a chat template, which the model does not have."""
 
 
 class CheckpointError(JaxspecError):
-    """A checkpoint is malformed, incomplete, or of a kind that is not read."""
+    """A checkpoint is malformed, incomplete, or of an unsupported kind."""
 
 
 class FetchError(JaxspecError):
-    """A preset's weights, or a task's prompts, could not be fetched or failed their checksum."""
+    """A preset's weights or a task's prompts could not be downloaded, or do not match their checksum."""
 
 
 class TaskError(JaxspecError):
-    """A file of a benchmark's questions cannot be read, or a line of it is no question."""
+    """A file of benchmark questions cannot be read, or contains an invalid line."""
 
 
 class TuningError(JaxspecError):
-    """A file of `jaxspec tune` cannot be read, or the measurement found nothing to go by."""
+    """A file of `jaxspec tune` cannot be read, or its measurement has no result."""
 
 
 class TrainingError(JaxspecError):
-    """Training data cannot be read or are too few, a run cannot go on, or goes on with other settings."""
+    """Training data cannot be read or are too few, or a run cannot be resumed, for example with other settings."""
 
 
 class MissingPackage(JaxspecError):
-    """A package that only some commands use is not installed."""
+    """An optional package is not installed."""
 
 
 class StorageError(JaxspecError):
-    """A file cannot be written: the disk is full, or the folder may not be written to."""
+    """A file cannot be written: the disk is full, or write permission is missing."""
 
 
 @contextlib.contextmanager
 def in_source(where: str) -> Iterator[None]:
-    """Names the checkpoint in errors of readers that do not know it, those of its tokenizer and chat template."""
+    """Adds the name of the checkpoint to the errors of readers that do not know it (tokenizer, chat template)."""
     try:
         yield
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""The members by name, one line each, and those of other packages. Tests, commands and benchmarks take lists from here.
+"""The registry of drafters, rules and schedules, by name. Tests, commands and benchmarks take their lists from here.
 
-A package adds members through entry points of the groups `jaxspec.drafters`, `jaxspec.rules` and `jaxspec.schedules`;
+Other packages add members through the entry-point groups `jaxspec.drafters`, `jaxspec.rules` and `jaxspec.schedules`;
 see docs/own-drafter.md.
 """
 
@@ -13,14 +13,14 @@ from jaxspec.errors import InvalidConfig, UnknownName
 
 
 class Members(MutableMapping[str, str]):
-    """Where the class of each member is, "module:Class", by the member's name.
+    """A mapping from the name of each member to its class, as "module:Class".
 
-    jaxspec's own come first, and keep their names. Other packages are looked for when all names are wanted, or one that
-    is not jaxspec's own.
+    jaxspec's own members come first, and other packages cannot replace them. Entry points are only read to list all
+    names or to look up a name that is not jaxspec's own.
     """
 
     def __init__(self, group: str, own: dict[str, str]):
-        """`group`: of the entry points of other packages."""
+        """Makes a registry of jaxspec's own members and those of the entry-point group."""
         self._group, self._own = group, own
 
     def _all(self) -> dict[str, str]:
@@ -30,8 +30,8 @@ class Members(MutableMapping[str, str]):
     def __getitem__(self, name: str) -> str:
         return self._own[name] if name in self._own else self._all()[name]
 
-    def __setitem__(self, name: str, place: str) -> None:
-        self._own[name] = place
+    def __setitem__(self, name: str, location: str) -> None:
+        self._own[name] = location
 
     def __delitem__(self, name: str) -> None:
         del self._own[name]
@@ -43,7 +43,7 @@ class Members(MutableMapping[str, str]):
         return len(self._all())
 
     def own(self, name: str) -> bool:
-        """Whether a member is jaxspec's own."""
+        """Returns whether a member is jaxspec's own."""
         return name in self._own
 
 
@@ -84,20 +84,24 @@ SCHEDULES = Members(
 
 
 def find(kind: str, name: str) -> Any:
-    """Gives the class of a member; `kind` is "drafter", "rule" or "schedule".
+    """Returns the class of a member.
+
+    Args:
+        kind: "drafter", "rule" or "schedule".
+        name: name of the member.
 
     Raises:
-        UnknownName: naming the nearest.
-        InvalidConfig: it is another package's, and cannot be imported.
+        UnknownName: there is no such member; the message suggests a similar name.
+        InvalidConfig: a member of another package cannot be imported.
     """
     members = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES}[kind]
     if name not in members:
         raise UnknownName(kind, name, members)
-    place = members[name]
-    module, _, attribute = place.partition(":")
+    location = members[name]
+    module, _, attribute = location.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
         if members.own(name):
             raise
-        raise InvalidConfig(f"the {kind} {name!r} cannot be imported from {place}: {error!r:.200}") from error
+        raise InvalidConfig(f"the {kind} {name!r} cannot be imported from {location}: {error!r:.200}") from error
