@@ -355,7 +355,7 @@ class TestSession:
         first = go()
         with (
             nothing_compiles(),
-            pytest.raises(CapacityError, match=r"room for 512 slots, this turn needs \d+; begin with a larger"),
+            pytest.raises(CapacityError, match=r"has 512 slots, this turn needs \d+; start the session with a larger"),
         ):
             go(session=first.session, max_new_tokens=600)
         for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}):
