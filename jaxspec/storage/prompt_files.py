@@ -1,4 +1,4 @@
-"""Files of plain text: what of a `.txt` file is one prompt."""
+"""Splits plain-text files into prompts."""
 
 import codecs
 import re
@@ -11,17 +11,17 @@ SPLITS = ("line", "blank", "file")
 
 
 def split_text(data: bytes, split: str = "line") -> Iterator[tuple[int, str]]:
-    """The texts of a `.txt` file, each with the number of its first line.
+    """Yields the texts of a `.txt` file, each with the number of its first line.
 
-    A byte order mark is skipped, and lines may end as on Unix, Windows or an old Macintosh. A line of white space alone
-    is blank. Texts are as written, without the line ends around them.
+    A byte order mark is skipped; lines may end with LF, CR LF or CR. A line of only white space is blank. Texts are
+    unchanged but for leading and trailing line ends.
 
     Args:
-        data: the file, in UTF-8.
+        data: content of the file, in UTF-8.
         split: one of `SPLITS`.
 
     Raises:
-        InvalidConfig: the file is not UTF-8, or there is no such split.
+        InvalidConfig: the file is not UTF-8, or `split` is invalid.
     """
     if split not in SPLITS:
         raise InvalidConfig(f"split must be one of {', '.join(SPLITS)}, got {split!r:.40}")
@@ -29,7 +29,7 @@ def split_text(data: bytes, split: str = "line") -> Iterator[tuple[int, str]]:
         text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        what = "UTF-16" if utf16 else f"no UTF-8 (byte {data[error.start]:#04x} at {error.start} cannot be decoded)"
+        what = "UTF-16" if utf16 else f"not UTF-8 (byte {data[error.start]:#04x} at {error.start} cannot be decoded)"
         raise InvalidConfig(f"the file is {what}; save it as UTF-8") from None
     lines = re.split("\r\n|\r|\n", text)
     if split == "file":

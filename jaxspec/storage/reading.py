@@ -1,6 +1,6 @@
-"""Reads paths and files that anyone may have written: every failure is a typed error that names the file.
+"""Reads untrusted paths and files: every failure is a typed error that names the file.
 
-All readers of JSON in this package read it here, so that one file is judged the same wherever it is named.
+All JSON in this package is read here, so that a file is accepted or rejected the same everywhere.
 """
 
 import json
@@ -14,22 +14,22 @@ from typing import Any
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, shown
 
 MAX_BYTES = 64 << 20
-"""Of a file that holds settings; the largest published ones, indices of shards, have less than one megabyte."""
+"""Maximum size of a settings file; the largest published ones, indices of shards, are below one megabyte."""
 MAX_DIGITS, MAX_DEPTH = 40, 64
-"""Of a whole number (published files go up to 31 digits), and of lists and objects in one another."""
+"""Maximum digits of a whole number (published files have up to 31), and maximum nesting of lists and objects."""
 
 
 def check_path(given: Any, what: str = "path", error: type[JaxspecError] = InvalidConfig) -> pathlib.Path:
-    """Returns a path, whether or not a file is there, with `~` replaced.
+    """Returns a path with `~` expanded; the file need not exist.
 
     Args:
-        given: a str, or an object with a path of str such as `pathlib.Path`.
-        what: what it is the path of, for messages.
-        error: what is raised.
+        given: a str, or a path-like object of str such as `pathlib.Path`.
+        what: description of the path, for messages.
+        error: type of the error to raise.
 
     Raises:
-        JaxspecError: of type `error`; it is of another type, empty, not a path that the system takes, or names the
-            home directory of an unknown user.
+        JaxspecError: of type `error`: the path is of another type, empty, not valid on this system, or in the home
+            directory of an unknown user.
     """
     try:
         name = os.fspath(given)
@@ -40,29 +40,29 @@ def check_path(given: Any, what: str = "path", error: type[JaxspecError] = Inval
     if not name.strip():
         raise error(f"{what} is empty, expected the name of a file or directory")
     if "\0" in name:
-        raise error(f"{what} {shown(name)} has a NUL character, which no file name can have; remove it")
+        raise error(f"{what} {shown(name)} contains a NUL character, which no file name can have; remove it")
     path = os.path.expanduser(name)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except UnicodeEncodeError:
-        raise error(f"{what} {shown(name)} has a lone surrogate, which no file name can have; remove it") from None
+        raise error(f"{what} {shown(name)} contains a lone surrogate, which no file name can have; remove it") from None
     except OSError as problem:  # too long, a loop of links, no permission
         raise error(f"{what} {shown(name)} cannot be used: {problem.strerror}") from None
     if path.startswith("~"):
         user = pathlib.PurePath(path).parts[0]
         raise error(f"{what} {shown(name)} begins with {user}, but no home directory is known for that user; "
-                    f"write the directory out, or ./{user} for a file of this name")  # fmt: skip
+                    f"write the directory in full, or ./{user} for a file of this name")  # fmt: skip
     return pathlib.Path(path)
 
 
 def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> bytes:
-    """The content of a regular file.
+    """Reads a regular file.
 
     Raises:
-        JaxspecError: of type `error`; there is none, it is of another kind (a pipe would block), it has more than
-            `limit` bytes, or it cannot be read.
+        JaxspecError: of type `error`: the file does not exist, is not a regular file (a pipe would block), has more
+            than `limit` bytes, or cannot be read.
     """
     try:
         found = os.stat(path)
@@ -79,24 +79,24 @@ def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, 
 
 
 def read_text(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> str:
-    """The text of a regular file of UTF-8, without a byte order mark; errors as those of `read_bytes`."""
+    """Reads a regular file of UTF-8 text, without its byte order mark; raises the errors of `read_bytes`."""
     return _decode(read_bytes(path, error, limit), str(path), error)
 
 
 def read_json(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> dict:
-    """The object of a JSON file; errors as those of `read_bytes` and `parse_object`."""
+    """Reads the object of a JSON file; raises the errors of `read_bytes` and `parse_object`."""
     return parse_object(read_bytes(path, error, limit), str(path), error)
 
 
 def parse_object(data: bytes | str, where: str, error: type[JaxspecError] = CheckpointError) -> dict:
-    """The object that a JSON text holds.
+    """Parses a JSON text whose value is an object.
 
-    The text must mean one thing to every reader. So an error are also: NaN and infinite numbers, which JSON does not
-    have; whole numbers of more than `MAX_DIGITS` digits; a key that is given two values; a lone surrogate, which no
-    text can hold; and nesting deeper than `MAX_DEPTH`.
+    The text must have the same meaning to every JSON reader. These are therefore errors, too: NaN and infinite numbers,
+    which are not JSON; whole numbers of more than `MAX_DIGITS` digits; a key with two different values; a lone
+    surrogate; and nesting deeper than `MAX_DEPTH`.
 
     Raises:
-        JaxspecError: of type `error`, beginning with `where`.
+        JaxspecError: of type `error`, with a message that begins with `where`.
     """
     text = _decode(data, f"{where}: not JSON", error) if isinstance(data, bytes) else data
     if not text.strip():
@@ -107,13 +107,13 @@ def parse_object(data: bytes | str, where: str, error: type[JaxspecError] = Chec
             json.dumps(content, ensure_ascii=False).encode()
         _check_depth(content)
     except UnicodeEncodeError:
-        raise error(f"{where}: a text in it has a lone surrogate, which is not a character") from None
+        raise error(f"{where}: a string in it contains a lone surrogate, which is not a character") from None
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as problem:
         raise error(f"{where}: not JSON: {problem}") from None
     if not isinstance(content, dict):
-        raise error(f"{where}: holds a {type(content).__name__}, expected an object")
+        raise error(f"{where}: contains a {type(content).__name__}, expected an object")
     return content
 
 
@@ -150,7 +150,7 @@ def _real(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number that JSON has")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         for key, value in pairs:
             if made[key] != value:
-                raise ValueError(f"the key {key!r:.80} is given two different values")
+                raise ValueError(f"the key {key!r:.80} has two different values")
     return made
 
 

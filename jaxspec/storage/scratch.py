@@ -1,8 +1,8 @@
-"""Folders for what is being made, which do not outlive their process: the next one removes what a killed one left.
+"""Temporary directories, which the next process removes if their own process was killed.
 
-A folder in use is locked. The system drops the lock with the last process that holds it, however that ends, so an
-unlocked folder is abandoned. Where folders cannot be locked (on Windows, and on some network disks), it is one that is
-older than a day.
+A directory in use is locked. The system releases the lock when the last process that holds it ends, however that
+happens, so that an unlocked directory is abandoned. Where directories cannot be locked (on Windows and on some network
+file systems), a directory is abandoned if it is older than a day.
 """
 
 import contextlib
@@ -20,25 +20,29 @@ except ImportError:  # Windows
 
 PREFIX = ".fetch-"
 OLD = 24 * 3600
-"""Seconds after which a folder that cannot be locked is taken for abandoned."""
+"""Seconds after which a directory that cannot be locked counts as abandoned."""
 
 
 @contextlib.contextmanager
 def folder(parent: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[int, ...]]]:
-    """A new folder in `parent`, removed at the end, and what locks it: descriptors for child processes to inherit."""
-    with _locked(parent):  # else another process might lock the new folder first, and remove it
+    """Makes a temporary directory in `parent`, which is removed at the end.
+
+    Yields:
+        The directory, and the descriptors that lock it, for child processes to inherit.
+    """
+    with _locked(parent):  # otherwise another process might lock the new directory first, and remove it
         place = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=PREFIX))
-        held = _lock(place)
+        lock = _lock(place)
     try:
-        yield place, () if held is None else (held,)
+        yield place, () if lock is None else (lock,)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def remove_abandoned(places: Iterable[pathlib.Path]) -> None:
-    """Removes those of these folders whose processes have ended; what cannot be removed stays."""
+    """Removes the abandoned ones of these directories, as far as possible."""
     for place in places:
         with contextlib.suppress(OSError), _locked(place.parent):
             if is_abandoned(place):
@@ -46,41 +50,41 @@ def remove_abandoned(places: Iterable[pathlib.Path]) -> None:
 
 
 def is_abandoned(place: pathlib.Path, lock: pathlib.Path | None = None, least: float = 0) -> bool:
-    """Whether no process is using a folder or a file, by its lock, or by its age where nothing can be locked.
+    """Returns whether no process uses a directory or file, judged by its lock, or by its age without locks.
 
     Args:
-        place: the folder or file.
-        lock: what a process that uses it has locked; itself if None. No process does if the lock does not exist.
-        least: its age in seconds, at least.
+        place: the directory or file.
+        lock: the file that a process locks while it uses `place`, and that need not exist; None for `place` itself.
+        least: minimum age of an abandoned directory or file, in seconds.
     """
     age = time.time() - place.stat().st_mtime
     if age < least:
         return False
     try:
-        held = _lock(lock or place)
+        descriptor = _lock(lock or place)
     except FileNotFoundError:
         return lock is not None
     except BlockingIOError:
         return False
-    if held is None:
+    if descriptor is None:
         return age > OLD
-    os.close(held)
+    os.close(descriptor)
     return True
 
 
 @contextlib.contextmanager
 def _locked(parent: pathlib.Path) -> Iterator[None]:
-    """Waits for the lock of a folder in which folders are made and removed."""
-    held = _lock(parent, wait=True)
+    """Locks a directory while temporary directories are made in it or removed from it."""
+    descriptor = _lock(parent, wait=True)
     try:
         yield
     finally:
-        if held is not None:
-            os.close(held)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _lock(place: pathlib.Path, wait: bool = False) -> int | None:
-    """A descriptor that locks a file or folder while any process has it open; None where that cannot be locked.
+    """Returns a descriptor that locks a file or directory while a process has it open; None if locks do not work.
 
     Raises:
         BlockingIOError: another process has locked it.

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what to say of a disk that is full."""
+"""Atomic writes of files, and error messages for full disks."""
 
 import contextlib
 import errno
@@ -16,10 +16,11 @@ _SAYS_FULL = re.compile(r"No space left on device|Disk quota exceeded|There is n
 
 
 def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file beside its place, and moves it there once it is on the disk.
+    """Writes a file atomically: to a temporary file in the same directory, which is flushed to disk and renamed.
 
     Args:
-        path: the place; a file there is replaced, or kept if anything fails. Missing folders are made.
+        path: path of the file. An existing file is replaced, or unchanged if writing fails. Missing directories are
+            created.
         write: called with the open binary file.
 
     Raises:
@@ -41,7 +42,7 @@ def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Writes a folder's entries to the disk: without it a renamed file may be lost when the machine stops."""
+    """Flushes a directory's entries to disk; otherwise a renamed file may be lost in a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -50,12 +51,12 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def part_of(path: pathlib.Path) -> pathlib.Path:
-    """The place where `write_whole` writes; a file there is what a killed process left."""
+    """Returns the path of the temporary file of `write_whole`; an existing one is left over from a killed process."""
     return path.with_name(f".{path.name}.part")
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an exception, or one that it was raised from, says that a disk or a quota is full."""
+    """Returns whether an exception, or one of its causes, reports a full disk or quota."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if (isinstance(error, OSError) and error.errno in _FULL) or says_full(str(error)):
@@ -66,24 +67,24 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def says_full(text: str) -> bool:
-    """Whether what another program said, or its traceback, is that a disk or a quota is full."""
+    """Returns whether the output of another program reports a full disk or quota."""
     return _SAYS_FULL.search(text) is not None
 
 
 def reason(error: OSError, folder: pathlib.Path) -> str:
-    """Says in a few words why a file in `folder` cannot be written."""
+    """Describes briefly why a file in `folder` cannot be written."""
     return full(folder) if is_full(error) else error.strerror or type(error).__name__
 
 
 def full(folder: pathlib.Path, needed: int | None = None) -> str:
-    """Says that the disk of `folder` is full, how much of it is free, and how many bytes are `needed`, if known."""
-    wanted = "" if needed is None else f"about {_size(needed)} are needed, "
+    """Describes a full disk: the space that is free on the disk of `folder`, and the bytes `needed`, if known."""
+    required = "" if needed is None else f"about {_size(needed)} are needed, "
     place = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
         free = f"{_size(shutil.disk_usage(place).free)} are free"
     except OSError:
-        free = "how much is free cannot be read"
-    return f"no space is left on the disk of {folder} ({wanted}{free})"
+        free = "the free space is not known"
+    return f"no space is left on the disk of {folder} ({required}{free})"
 
 
 def _size(count: int) -> str:

@@ -90,7 +90,7 @@ def test_both_layouts_are_read():
     [
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
-        (b"[1]", "holds a list, expected an object"),
+        (b"[1]", "contains a list, expected an object"),
         (b'{"question": "x"}', r"got the keys \['question'\], expected \"turns\" or \"prompt\""),
         (b'{"prompt": ""}', "\"prompt\" is '', expected a text, none of them empty"),
         (b'{"prompt": 3}', '"prompt" is 3, expected a text'),
@@ -132,7 +132,7 @@ def test_text_files(tmp_path):
     with pytest.raises(TaskError, match=r"mine.txt: holds no prompt; expected one per line"):
         tasks.load(str(path))
     path.write_bytes(b"\xff")
-    with pytest.raises(TaskError, match=r"mine.txt: the file is no UTF-8 .*; save it as UTF-8"):
+    with pytest.raises(TaskError, match=r"mine.txt: the file is not UTF-8 .*; save it as UTF-8"):
         tasks.load(str(path))
     (tmp_path / "mine.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}')
     assert len(tasks.load(str(tmp_path / "mine.jsonl")).questions) == 1

@@ -59,14 +59,14 @@ def test_json_is_what_json_says(text, expected):
         (b"\xff\xfe{\0}\0", "not UTF-8: invalid start byte at byte 0"),
         ('{"é": 1}'.encode("latin-1"), "not UTF-8"),
         (b'{"a": "x\0"}', "not JSON"),
-        (b"[1]", "holds a list, expected an object"),
-        (b"5", "holds a int, expected an object"),
+        (b"[1]", "contains a list, expected an object"),
+        (b"5", "contains a int, expected an object"),
         (b'{"a": ' + b"9" * 4000 + b"}", "a whole number of 4000 digits, expected at most 40"),
         (b'{"a": -' + b"9" * 5000 + b"}", "a whole number of 5001 digits"),
         (b'{"a": 1e999}', "the number 1e999 is too large"),
-        (b'{"a": NaN}', "NaN is not a number that JSON has"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": [-Infinity]}', "-Infinity is not"),
-        (b'{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' is given two different values"),
+        (b'{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' has two different values"),
         (b'{"a": "\\ud800"}', "lone surrogate"),
         (b'{"\\uDFFFa": 1}', "lone surrogate"),
         (nested(MAX_DEPTH + 1).encode(), "nested deeper than 64 levels"),
@@ -90,7 +90,7 @@ class BytesPath:
 
 NO_PATHS = [5, None, True, 2.5, b"model", BytesPath(), [], {}, np.zeros(3), object, "", " ", pathlib.Path("a\0b"),
             "a\0b", "\ud800", "x" * 5000, "x/" * 5000, "~" + "x" * 5000, "~nosuchuser/model"]  # fmt: skip
-REFUSED = "must be a str|is empty|has a|cannot be used|no home directory"
+REFUSED = "must be a str|is empty|contains a|cannot be used|no home directory"
 READERS = {
     "load": jaxspec.load,
     "open_checkpoint": open_checkpoint,
@@ -105,7 +105,7 @@ READERS = {
 def test_what_is_no_path_is_refused_in_a_line(name, given):
     with (
         bounded(),
-        pytest.raises(JaxspecError, match=r"must be a str|is empty|has a|cannot be used|no home directory") as caught,
+        pytest.raises(JaxspecError, match=r"must be a str|is empty|contains a|cannot be used|no home directory") as caught,
     ):
         READERS[name](given)
     assert str(caught.value).isprintable()

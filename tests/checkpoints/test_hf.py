@@ -134,7 +134,7 @@ def test_settings_that_are_refused(tmp_path, settings, words):
 def test_a_config_that_is_no_json_object(tmp_path, raw):
     write_hf(tmp_path, CONFIG, PARAMS)
     (tmp_path / "config.json").write_bytes(raw if isinstance(raw, bytes) else raw.encode())
-    with pytest.raises(CheckpointError, match=r"config.json: (not JSON|holds a|lists and objects nested deeper)"):
+    with pytest.raises(CheckpointError, match=r"config.json: (not JSON|contains a|lists and objects nested deeper)"):
         open_checkpoint(tmp_path)
 
 
@@ -361,7 +361,7 @@ def test_open_source_takes_a_preset_a_path_or_a_repository(tmp_path, monkeypatch
         ("a b/c", UnknownName, "unknown model"),
         ("./nowhere", CheckpointError, "no such file or directory"),
         ("models/model.gguf", CheckpointError, "no such file or directory"),
-        ("a\0b", InvalidConfig, r"'a\\x00b' has a NUL character"),
+        ("a\0b", InvalidConfig, r"'a\\x00b' contains a NUL character"),
     ],
 )
 def test_names_of_nothing(source, error, words):

@@ -129,7 +129,7 @@ def test_what_is_damaged_is_refused(tmp_path):
             load(place)
 
     with_manifest("{", "jaxspec.json: not JSON")
-    with_manifest([], "jaxspec.json: holds a list, expected an object")
+    with_manifest([], "jaxspec.json: contains a list, expected an object")
     with_manifest(good | {"version": 2}, "expected format jaxspec, version 1")
     with_manifest(good | {"config": good["config"] | {"hidden_size": 32}}, "has shape .* expected")
     with_manifest(good | {"config": good["config"] | {"num_layers": 1, "windowed": [True]}}, "not expected: layers.1")

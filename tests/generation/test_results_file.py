@@ -428,7 +428,7 @@ def test_other_files_are_left_alone(tmp_path, text):
     [
         (5, "out must be a str or a pathlib.Path, got 5"),
         ("", "out is empty"),
-        ("a\0b", "out .* has a NUL"),
+        ("a\0b", "out .* contains a NUL"),
         (".", "is something else"),
         ("no/such/place.jsonl", "there is no directory .*; create it first"),
         ("a" * 300, "cannot be used|cannot be read or written"),

@@ -172,7 +172,7 @@ def test_files_that_are_none(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(TrainingError, match=why):
             read([tmp_path / name])
-    for data, why in ((b"a\xff", "no UTF-8 (byte 0xff at 1 cannot be decoded)"), ("a".encode("utf-16"), "UTF-16")):
+    for data, why in ((b"a\xff", "not UTF-8 (byte 0xff at 1 cannot be decoded)"), ("a".encode("utf-16"), "UTF-16")):
         (tmp_path / "d.txt").write_bytes(data)
         with pytest.raises(TrainingError, match=re.escape(f"d.txt: the file is {why}; save it as UTF-8")):
             read([tmp_path / "d.txt"])
