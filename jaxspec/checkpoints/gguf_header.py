@@ -73,7 +73,7 @@ class _Cursor:
     def name(self, what: str, taken: Mapping[str, object]) -> str:
         name = self.string(what)
         if not name or len(name) > 65535 or name in taken:
-            raise self.fail(f"{what} {name[:80]!r} is empty, too long or given twice")
+            raise self.fail(f"{what} {name[:80]!r} is empty, too long or duplicated")
         return name
 
     def value(self, key: str):

@@ -135,22 +135,22 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         raise CheckpointError(
             f"{where}: model_type {settings.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    given = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
+    entries = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
-        given["sliding_window"] = None
+        entries["sliding_window"] = None
     for key, plain in _ONLY.items():
-        if (got := given.get(key, plain)) != plain:
+        if (got := entries.get(key, plain)) != plain:
             raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other value is supported")
 
     def whole(key: str, default: int | None = None) -> int:
-        value = given.get(key, default)
+        value = entries.get(key, default)
         if type(value) is not int or value <= 0:
             problem = "is missing" if value is None else f"is {value!r:.80}"
             raise CheckpointError(f"{where}: {key} {problem}, expected a positive whole number")
         return value
 
     def flag(key: str) -> bool:
-        if not isinstance(value := given.get(key, False), bool):
+        if not isinstance(value := entries.get(key, False), bool):
             raise CheckpointError(f"{where}: {key} is {value!r:.80}, expected true or false")
         return value
 
@@ -161,8 +161,8 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if head_dim > MAX_WIDTH:
         raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
     longest = whole("max_position_embeddings", 2048)
-    window, windowed = _windows(where, given, family, layers)
-    reader = RopeReader(where, given, head_dim, longest, context)
+    window, windowed = _windows(where, entries, family, layers)
+    reader = RopeReader(where, entries, head_dim, longest, context)
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
         "hidden_size": hidden,
@@ -171,27 +171,27 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "num_heads": heads,
         "num_kv_heads": whole("num_key_value_heads", heads),
         "head_dim": head_dim,
-        "norm_eps": given.get("rms_norm_eps", 1e-6),
+        "norm_eps": entries.get("rms_norm_eps", 1e-6),
         "tie_embeddings": flag("tie_word_embeddings"),
         "rope": reader.read("full_attention"),
         "window": window,
         "windowed": windowed,
-        "activation": _activation(where, given),
+        "activation": _activation(where, entries),
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
     }
-    if window and "rope_local_base_freq" in given:
+    if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
         values["embed_scale"] = hidden**0.5
-    if "query_pre_attn_scalar" in given and whole("query_pre_attn_scalar") != head_dim:
+    if "query_pre_attn_scalar" in entries and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
 
 
-def _activation(where: str, given: Mapping) -> str:
-    name = given.get("hidden_activation", given.get("hidden_act", "silu"))
+def _activation(where: str, entries: Mapping) -> str:
+    name = entries.get("hidden_activation", entries.get("hidden_act", "silu"))
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise CheckpointError(
             f"{where}: activation {name!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}"
@@ -199,9 +199,9 @@ def _activation(where: str, given: Mapping) -> str:
     return _ACTIVATIONS[name]
 
 
-def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _windows(where: str, entries: Mapping, family: Family, layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """Returns `window` and `windowed` of the config."""
-    reach, types = given.get("sliding_window"), given.get("layer_types")
+    reach, types = entries.get("sliding_window"), entries.get("layer_types")
     if types is not None:
         known = isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)
         if not known:
@@ -211,9 +211,9 @@ def _windows(where: str, given: Mapping, family: Family, layers: int) -> tuple[i
         slides = tuple(kind == "sliding_attention" for kind in types)
     else:
         for key, least in (("sliding_window_pattern", 1), ("max_window_layers", 0)):
-            if key in given and (type(given[key]) is not int or given[key] < least):
-                raise CheckpointError(f"{where}: {key} is {given[key]!r:.80}, expected a whole number from {least}")
-        slides = tuple(reach is not None and family.slides(given, i) for i in range(layers))
+            if key in entries and (type(entries[key]) is not int or entries[key] < least):
+                raise CheckpointError(f"{where}: {key} is {entries[key]!r:.80}, expected a whole number from {least}")
+        slides = tuple(reach is not None and family.slides(entries, i) for i in range(layers))
     if not any(slides):
         return None, ()
     if type(reach) is not int or reach < 1:

@@ -19,27 +19,27 @@ class RopeReader:
         longest: context length, which `read` may lower.
     """
 
-    def __init__(self, where: str, given: Mapping, head_dim: int, longest: int, context: int | None):
-        self._where, self._given, self._head_dim, self._context = where, given, head_dim, context
+    def __init__(self, where: str, entries: Mapping, head_dim: int, longest: int, context: int | None):
+        self._where, self._entries, self._head_dim, self._context = where, entries, head_dim, context
         self.longest = longest
 
     def read(self, layer_type: str) -> Rope:
         """Returns the rotary embeddings of one layer type; may lower `longest`."""
-        given, found = self._given, {}
+        entries, found = self._entries, {}
         for key in ("rope_scaling", "rope_parameters"):
-            value = given.get(key) or {}
+            value = entries.get(key) or {}
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected an object")
             if any(isinstance(value.get(kind), dict) for kind in LAYER_TYPES):
                 value = value.get(layer_type) or {}
-            elif "rope_local_base_freq" in given and layer_type == "sliding_attention":
+            elif "rope_local_base_freq" in entries and layer_type == "sliding_attention":
                 value = {}  # this entry belongs to the other layers
             found |= value
         local = layer_type == "sliding_attention"
-        theta = found.get("rope_theta") or given.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
+        theta = found.get("rope_theta") or entries.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
         self._settings = found | {"rope_theta": theta}
         theta, share = self._number("rope_theta"), found.get("partial_rotary_factor")
-        share = given.get("partial_rotary_factor", 1.0) if share is None else share
+        share = entries.get("partial_rotary_factor", 1.0) if share is None else share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise CheckpointError(f"{self._where}: partial_rotary_factor is {share!r:.80}, expected 0 to 1")
         width = int(self._head_dim * share)
@@ -55,7 +55,7 @@ class RopeReader:
     def _scaling(self, theta: float, width: int) -> tuple[tuple[float, ...], float]:
         kind = self._settings.get("rope_type", self._settings.get("type", "default"))
         number = self._number
-        if kind in ("su", "yarn") and self._given.get("model_type") == "phi3":
+        if kind in ("su", "yarn") and self._entries.get("model_type") == "phi3":
             kind = "longrope"  # former names
         if kind == "default":
             return (), 1.0
@@ -100,7 +100,7 @@ class RopeReader:
         return tuple(map(float, divisors)), scale
 
     def _original(self) -> int:
-        value = self._given.get("original_max_position_embeddings")
+        value = self._entries.get("original_max_position_embeddings")
         value = self._settings.get("original_max_position_embeddings", self.longest) if value is None else value
         if type(value) is not int or value < 2:
             raise CheckpointError(

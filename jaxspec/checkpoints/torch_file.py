@@ -180,10 +180,10 @@ def _name(module: Any, name: Any) -> _Name:
     return _Name(module, name)
 
 
-def _storage(given: Any) -> _Storage:
-    if type(given) is not tuple or len(given) != 5:
+def _storage(arguments: Any) -> _Storage:
+    if type(arguments) is not tuple or len(arguments) != 5:
         raise _Malformed("a storage is not a tuple of five entries")
-    tag, kind, key, _, size = given
+    tag, kind, key, _, size = arguments
     if not (type(tag) is str and tag == "storage" and isinstance(kind, _Name) and kind.name in _STORAGES):
         raise _Malformed("a storage has an unknown type")
     if not (type(key) is str and re.fullmatch(r"\d{1,9}", key, re.ASCII) and type(size) is int and size >= 0):
@@ -191,13 +191,13 @@ def _storage(given: Any) -> _Storage:
     return _Storage(kind.name, key, size)
 
 
-def _reduce(function: Any, given: Any) -> Any:
+def _reduce(function: Any, arguments: Any) -> Any:
     known = (function.module, function.name) if isinstance(function, _Name) else None
-    if known == _ORDERED and type(given) is tuple and not given:
+    if known == _ORDERED and type(arguments) is tuple and not arguments:
         return {}
-    if known != _REBUILD or type(given) is not tuple or len(given) not in (6, 7):
+    if known != _REBUILD or type(arguments) is not tuple or len(arguments) not in (6, 7):
         raise _Malformed("its pickle calls something that does not make a tensor")
-    storage, offset, shape, strides = given[:4]
+    storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, _Storage) or type(shape) is not tuple or type(strides) is not tuple:
         raise _Malformed("a tensor has an invalid storage, shape or strides")
     numbers = (offset, *shape, *strides)

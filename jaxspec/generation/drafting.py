@@ -84,10 +84,10 @@ class Drafting:
                 return f"a tree of {value.shape.nodes} nodes, {value.shape.depth} deep"
             return repr(value) if value is None or isinstance(value, (str, int, dict)) else type(value).__name__
 
-        given = {"tree": self.tree, "schedule": self.schedule, "draft": self.draft, "heads": self.heads}
-        given |= {"rule": None if self.rule == "coupled" else self.rule, "options": self.options or None}
-        parts = [brief(self.drafter), *(f"{name}={brief(value)}" for name, value in given.items() if value is not None)]
-        return f"Drafting({', '.join(parts)})"
+        fields = {"tree": self.tree, "schedule": self.schedule, "draft": self.draft, "heads": self.heads}
+        fields |= {"rule": None if self.rule == "coupled" else self.rule, "options": self.options or None}
+        parts = [f"{name}={brief(value)}" for name, value in fields.items() if value is not None]
+        return f"Drafting({', '.join([brief(self.drafter), *parts])})"
 
     def without_unused(self) -> Self:
         """Returns a copy without the draft model, the heads and the options that the drafter does not take."""
@@ -126,12 +126,12 @@ class Drafting:
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(self.options)}")
         shared = {"draft": self.draft, "tree": self.tree, "heads": self.heads}
-        given = {name for name, value in shared.items() if value is not None} | self.options.keys()
+        specified = {name for name, value in shared.items() if value is not None} | self.options.keys()
         drafter, draft_params = self.drafter, self.draft_params
         if isinstance(drafter, str):
             member = find("drafter", drafter)
             inputs = self.inputs(target)
-            if unused := given - member.takes:
+            if unused := specified - member.takes:
                 raise InvalidConfig(f"the drafter {drafter!r} does not take {', '.join(sorted(unused))}; leave it out")
             if draft_params is not None:
                 raise InvalidConfig(
@@ -142,8 +142,9 @@ class Drafting:
             return member.build(inputs)
         if isinstance(drafter, type) or not isinstance(drafter, Drafter):
             raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
-        if given:
-            raise InvalidConfig(f"{', '.join(sorted(given))}: only for drafters by name; a drafter object has its own")
+        if specified:
+            names = ", ".join(sorted(specified))
+            raise InvalidConfig(f"{names}: only for drafters by name; a drafter object has its own")
         if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
             raise InvalidConfig(f"draft_params must be a pytree of arrays, got {shown(draft_params)}")
         return drafter, draft_params
@@ -223,7 +224,7 @@ class Drafting:
         if got == 1:  # had a field for its only option
             layers = record["exit_layers"]
             record = record | {"options": {} if layers is None else {"exit_layers": layers}}
-        drafter, parents, options, given = (record[name] for name in ("drafter", "tree", "options", "schedule"))
+        drafter, parents, options, stored = (record[name] for name in ("drafter", "tree", "options", "schedule"))
         if not isinstance(drafter, str):
             raise TuningError(f"drafter must be a name, got {drafter!r:.40}")
         takes = find("drafter", drafter).takes
@@ -231,46 +232,46 @@ class Drafting:
             raise TuningError(f"options must be an object, got {options!r:.40}")
         if unknown := options.keys() - takes:
             raise TuningError(f"the drafter {drafter!r} has no option {min(unknown)!r:.40}")
-        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-            raise TuningError(f"schedule must be an object with a name, got {given!r:.40}")
+        if not isinstance(stored, dict) or not isinstance(stored.get("name"), str):
+            raise TuningError(f"schedule must be an object with a name, got {stored!r:.40}")
         if not isinstance(record["measured"], dict):
             raise TuningError(f"measured must be an object, got {record['measured']!r:.40}")
-        member = find("schedule", given["name"])
-        names: dict[str, str] = _ADAPTIVE_BEFORE_3 if got < 3 and given["name"] == "adaptive" else {}
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "name"}
+        member = find("schedule", stored["name"])
+        names: dict[str, str] = _ADAPTIVE_BEFORE_3 if got < 3 and stored["name"] == "adaptive" else {}
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k != "name"}
         settings = {names.get(name, name): value for name, value in settings.items()}
         if unknown := settings.keys() - {field.name for field in dataclasses.fields(member)}:
-            raise TuningError(f"the schedule {given['name']!r} has no {min(unknown)!r}")
+            raise TuningError(f"the schedule {stored['name']!r} has no {min(unknown)!r}")
         try:
             schedule = member(**settings)
         except (TypeError, OverflowError) as error:  # a string instead of a number, or too large a number
-            raise TuningError(f"the schedule {given['name']!r}: {error}") from None
+            raise TuningError(f"the schedule {stored['name']!r}: {error}") from None
         return cls(drafter, tree=read_parents(parents), schedule=schedule, options=options, measured=record["measured"])
 
 
-def resolve_drafting(given: Any, keywords: Drafting) -> Drafting:
+def resolve_drafting(drafting: Any, keywords: Drafting) -> Drafting:
     """Combines the argument `drafting=` with the keywords of a call.
 
     Args:
-        given: a `Drafting`, the path of its file, or None for the keywords alone.
-        keywords: the keywords of the call, whose models, heads and rule apply to `given`, too.
+        drafting: a `Drafting`, the path of its file, or None for the keywords alone.
+        keywords: the keywords of the call, whose models, heads and rule apply to `drafting`, too.
 
     Raises:
-        InvalidConfig: `given` is neither, or the keywords also specify drafter, options, tree or schedule.
+        InvalidConfig: `drafting` is neither, or the keywords also specify drafter, options, tree or schedule.
     """
-    if given is None:
+    if drafting is None:
         return keywords
     own = any(value is not None for value in (keywords.tree, keywords.schedule, keywords.draft_params))
     if own or keywords.options != {} or not isinstance(keywords.drafter, str) or keywords.drafter != DRAFTER:
         raise InvalidConfig("drafting= cannot be combined with drafter, drafter_options, tree or schedule")
-    if isinstance(given, (str, os.PathLike)):
-        given = Drafting.load(given)
-    if not isinstance(given, Drafting):
-        raise InvalidConfig(f"drafting must be a jaxspec.Drafting or the path of a file, got {shown(given)}")
-    rule = given.rule if isinstance(keywords.rule, str) and keywords.rule == "coupled" else keywords.rule
-    draft = given.draft if keywords.draft is None else keywords.draft
-    heads = given.heads if keywords.heads is None else keywords.heads
-    return dataclasses.replace(given, rule=rule, draft=draft, heads=heads)
+    if isinstance(drafting, (str, os.PathLike)):
+        drafting = Drafting.load(drafting)
+    if not isinstance(drafting, Drafting):
+        raise InvalidConfig(f"drafting must be a jaxspec.Drafting or the path of a file, got {shown(drafting)}")
+    rule = drafting.rule if isinstance(keywords.rule, str) and keywords.rule == "coupled" else keywords.rule
+    draft = drafting.draft if keywords.draft is None else keywords.draft
+    heads = drafting.heads if keywords.heads is None else keywords.heads
+    return dataclasses.replace(drafting, rule=rule, draft=draft, heads=heads)
 
 
 def cost_per_node(target: Model) -> float:

@@ -19,11 +19,11 @@ MAX_DIGITS, MAX_DEPTH = 40, 64
 """Maximum digits of a whole number (published files have up to 31), and maximum nesting of lists and objects."""
 
 
-def check_path(given: Any, what: str = "path", error: type[JaxspecError] = InvalidConfig) -> pathlib.Path:
+def check_path(path: Any, what: str = "path", error: type[JaxspecError] = InvalidConfig) -> pathlib.Path:
     """Returns a path with `~` expanded; the file need not exist.
 
     Args:
-        given: a str, or a path-like object of str such as `pathlib.Path`.
+        path: a str, or a path-like object of str such as `pathlib.Path`.
         what: description of the path, for messages.
         error: type of the error to raise.
 
@@ -32,29 +32,29 @@ def check_path(given: Any, what: str = "path", error: type[JaxspecError] = Inval
             directory of an unknown user.
     """
     try:
-        name = os.fspath(given)
+        name = os.fspath(path)
     except TypeError:
         name = None
     if not isinstance(name, str):
-        raise error(f"{what} must be a str or a pathlib.Path, got {shown(given)}")
+        raise error(f"{what} must be a str or a pathlib.Path, got {shown(path)}")
     if not name.strip():
         raise error(f"{what} is empty, expected the name of a file or directory")
     if "\0" in name:
         raise error(f"{what} {shown(name)} contains a NUL character, which no file name can have; remove it")
-    path = os.path.expanduser(name)
+    expanded = os.path.expanduser(name)
     try:
-        os.stat(path)
+        os.stat(expanded)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except UnicodeEncodeError:
         raise error(f"{what} {shown(name)} contains a lone surrogate, which no file name can have; remove it") from None
     except OSError as problem:  # too long, a loop of links, no permission
         raise error(f"{what} {shown(name)} cannot be used: {problem.strerror}") from None
-    if path.startswith("~"):
-        user = pathlib.PurePath(path).parts[0]
+    if expanded.startswith("~"):
+        user = pathlib.PurePath(expanded).parts[0]
         raise error(f"{what} {shown(name)} begins with {user}, but no home directory is known for that user; "
                     f"write the directory in full, or ./{user} for a file of this name")  # fmt: skip
-    return pathlib.Path(path)
+    return pathlib.Path(expanded)
 
 
 def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> bytes:

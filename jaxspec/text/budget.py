@@ -109,8 +109,8 @@ class Budget:
 
     def method(self, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Charges `text.name(*args, **kwargs)`, a call of a str method."""
-        before, given = self.left, [*args, *kwargs.values()]
-        self.weigh(given)
+        before, arguments = self.left, [*args, *kwargs.values()]
+        self.weigh(arguments)
         first = args[0] if args else kwargs.get("sep", kwargs.get("old", kwargs.get("chars")))
         part = first if isinstance(first, str) else ""
         self.spend(len(text) * (3 if name in _CASES else 1))  # 'ΐ'.upper() has three characters
@@ -124,7 +124,7 @@ class Budget:
             self.spend(PIECE * (min([_occurrences(text, part), *limits]) + 1))
         elif name == "join":
             self.join(first if isinstance(first, str) else contents(first), text)
-        if any(isinstance(value, Markup) for value in (text, *given)):
+        if any(isinstance(value, Markup) for value in (text, *arguments)):
             self.spend(ESCAPED * (before - self.left))
 
     def order(self, value: Any) -> None:

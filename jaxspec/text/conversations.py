@@ -126,8 +126,8 @@ def _conversation(row: Any, where: str) -> Conversation:
         raise _Bad(f"expected an object, got {type(row).__name__}")
     if isinstance(row.get("prompt"), list):
         answer = row.get("answer", row.get("response"))
-        given = {"prompt": row["prompt"]} | ({} if answer is None else {"answer": answer})
-        return Conversation((), None, where, tuple(_ids(name, value) for name, value in given.items()))
+        parts = {"prompt": row["prompt"]} | ({} if answer is None else {"answer": answer})
+        return Conversation((), None, where, tuple(_ids(name, value) for name, value in parts.items()))
     return Conversation(tuple(_messages(row)), None, where)
 
 

@@ -135,8 +135,8 @@ class _Meter(NodeTransformer):
             if isinstance(block := getattr(node, field, None), list):
                 setattr(node, field, [nodes.ExprStmt(_charge(block, node), lineno=node.lineno), *block])
         for field in ("dyn_args", "dyn_kwargs"):  # of `f(*args, **kwargs)`
-            if given := getattr(node, field, None):
-                setattr(node, field, _filter(given, "_spread", node))
+            if arguments := getattr(node, field, None):
+                setattr(node, field, _filter(arguments, "_spread", node))
         return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:

@@ -105,7 +105,9 @@ READERS = {
 def test_what_is_no_path_is_refused_in_a_line(name, given):
     with (
         bounded(),
-        pytest.raises(JaxspecError, match=r"must be a str|is empty|contains a|cannot be used|no home directory") as caught,
+        pytest.raises(
+            JaxspecError, match=r"must be a str|is empty|contains a|cannot be used|no home directory"
+        ) as caught,
     ):
         READERS[name](given)
     assert str(caught.value).isprintable()

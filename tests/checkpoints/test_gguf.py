@@ -250,7 +250,7 @@ MALFORMED = {
     ),
     "key empty": (header([entry("")]), "a metadata key '' is empty"),
     "key too long": (header([entry("k" * 65536)]), "too long"),
-    "key twice": (header([entry("a"), entry("a")]), "'a' is empty, too long or given twice"),
+    "key twice": (header([entry("a"), entry("a")]), "'a' is empty, too long or duplicated"),
     "key not UTF-8": (header([entry(b"\xff\xfe")]), "a metadata key is not UTF-8"),
     "value type": (header([entry("a", 13)]), "a has type 13"),
     "value type -1": (header([entry("a", 2**32 - 1)]), "a has type 4294967295"),
