@@ -464,7 +464,7 @@ ERRORS = {
     "token too large": (
         TokenOutOfRange,
         {"prompts": [[1], [2, 16]]},
-        ["prompt 1", "16", "place 1", "0 to 15"],
+        ["prompt 1", "16", "index 1", "0 to 15"],
     ),
     "token negative": (TokenOutOfRange, {"prompts": [-1]}, ["-1", "0 to 15"]),
     "stop id": (TokenOutOfRange, {"stop_ids": [16]}, ["16", "0 to 15"]),
