@@ -270,7 +270,7 @@ MALFORMED = {
     "tensor name empty": (header([], [tensor("")]), "a tensor name '' is empty"),
     "tensor name twice": (
         header([], [tensor("x"), tensor("x", offset=32)]),
-        "'x' is empty, too long or given tw",
+        "'x' is empty, too long or duplicated",
     ),
     "tensor name length": (header([], [struct.pack("<Q", HUGE) + b"\0" * 32]), "length of a tensor name is"),
     "0 dimensions": (header([], [tensor(shape=())]), "x has 0 dimensions"),
