@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 def prints(folder: pathlib.Path):
     """(sha256, name) of the log, of every checkpoint's state and of the heads."""
     from jaxspec.heads.files import load_heads
-    from jaxspec.heads.headers import MANIFEST
+    from jaxspec.heads.find import MANIFEST
     from jaxspec.train.checkpoints import Checkpoints
     from jaxspec.train.files import fingerprint
     from jaxspec.train.manifest import CHECKPOINTS, HEADS, LOG

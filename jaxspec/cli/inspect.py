@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Shows it, then raises what would keep the model from being loaded, if anything would."""
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show
-    from jaxspec.heads.headers import find_layout, hub_files
+    from jaxspec.heads.find import find_layout, hub_files
     from jaxspec.heads.layouts import FILES, LAYOUTS
 
     place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))

@@ -17,7 +17,8 @@ import numpy as np
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.heads.headers import MANIFEST, TENSORS, VERSION, open_heads
+from jaxspec.heads.find import MANIFEST, TENSORS
+from jaxspec.heads.headers import VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
 from jaxspec.models.model import Model
 from jaxspec.storage.reading import check_path

@@ -17,15 +17,14 @@ from jaxspec.checkpoints.source import find_source
 from jaxspec.core.tree import Topology, read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
 from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.layouts import CONFIG, FILES, LAYOUTS, PICKLES, Layout, is_transposed, recognise
+from jaxspec.heads.find import MANIFEST, OURS, TENSORS, hub_files
+from jaxspec.heads.layouts import CONFIG, FILES, PICKLES, Layout, is_transposed, recognise
 from jaxspec.heads.network import check_target, vocabulary
 from jaxspec.heads.sizes import IDS, find_rows, infer_sizes, read_tokens
 from jaxspec.storage.reading import check_path
 
-OURS, MANIFEST, TENSORS, VERSION = "jaxspec", "heads.json", "heads.safetensors", 1
-"""Our own layout: its name, its two files and its version."""
-PICKLE = "pickle"
-"""What `find_layout` says of a file of torch, which it does not open."""
+VERSION = 1
+"""Of our own layout."""
 WHOLE_MODEL = (
     "the heads lie in a model that was trained with them: they draft for that model, and keep its text, not the text "
     "of the model it was made from"
@@ -83,35 +82,6 @@ class HeadFile:
         """Returns the sizes without a target; a vocabulary of unknown size is taken to be as large as possible."""
         sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(self.sizes)
         return HeadsConfig(**sizes)
-
-
-def find_layout(path: pathlib.Path) -> str | None:
-    """Returns the name of the layout of the heads in a directory or a file.
-
-    `OURS` is our own, `PICKLE` that of a file of torch, which is not opened. None: there are no heads, or nothing can
-    be read.
-    """
-    if path.is_dir():
-        if os.path.exists(path / MANIFEST):
-            return OURS
-        name = next((name for name in FILES if os.path.exists(path / name)), None)
-        path = path if name is None else path / name
-    if path.suffix in PICKLES:
-        return PICKLE
-    try:
-        if path.is_dir():
-            layout = recognise(folder.open_tensors(path))
-        else:
-            layout = recognise(folder.open_shard(path.parent, path.name)) if path.suffix == ".safetensors" else None
-    except CheckpointError:
-        named = (name for name, layout in LAYOUTS.items() if path.name in layout.files)
-        return next(named, None) if path.name in FILES else None
-    return None if layout is None else layout.name
-
-
-def hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
-    """Lists the files with heads that are fetched from a repository of the Hub, besides those of a model."""
-    return (MANIFEST, TENSORS, *(name for name in FILES if allow_pickle or pathlib.Path(name).suffix not in PICKLES))
 
 
 def open_heads(

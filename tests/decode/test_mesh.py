@@ -152,7 +152,7 @@ def test_what_is_no_mesh_is_refused(eight):
             jaxspec.generate(target, [[1]], mesh=wrong)
     lm = transformer()
     split = jaxspec.Model(dataclasses.replace(lm, shards=2), lm.init_params(jax.random.key(0)))
-    with pytest.raises(InvalidConfig, match=r"split over 2 devices; give the mesh"):
+    with pytest.raises(InvalidConfig, match=r"split over 2 devices; pass the mesh"):
         jaxspec.generate(split, [[1]])
     with pytest.raises(InvalidConfig, match=re.escape("a mesh of 99 x 1 needs 99 devices")):
         jaxspec.make_mesh(data=99)

@@ -17,7 +17,8 @@ from jaxspec.checkpoints import hub
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads, save_heads
-from jaxspec.heads.headers import WHOLE_MODEL, find_layout, open_heads
+from jaxspec.heads.find import find_layout
+from jaxspec.heads.headers import WHOLE_MODEL, open_heads
 from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
 

@@ -147,7 +147,7 @@ PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
 @pytest.mark.parametrize("name", cases.DRAFTERS)
 def test_drafter(name):
     """Proposals are trees of the shape that was said, of distinct siblings, and of tokens that their laws allow."""
-    drafter, params = cases.drafting(name, TARGET).member(TARGET)
+    drafter, params = cases.drafting(name, TARGET).build_drafter(TARGET)
     prompts = [PROMPT, [5], [1, 2], [6, 6, 6, 6, 6, 6, 6]]
     proposal = check_drafter(drafter, params, LM, TARGET.params, prompts)
     drafted = np.asarray(proposal.tokens)[:, 1:] >= 0
@@ -158,7 +158,7 @@ def test_drafter(name):
 @pytest.mark.parametrize("name", [name for name in cases.DRAFTERS if name != "none"])
 def test_text_of_a_drafter_under_rejection(name):
     """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
-    drafter, params = cases.drafting(name, TARGET).member(TARGET)
+    drafter, params = cases.drafting(name, TARGET).build_drafter(TARGET)
     decoder = Decoder(LM, drafter, Rejection(), chunk=16, widths=())
     for sampling, samples in ((Sampling(temperature=1.5), 6000), (Sampling(), 1)):
         law = joint_law(model_law(LM, TARGET.params, PROMPT, sampling), 2)
