@@ -22,6 +22,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
 from jaxspec.generation.inputs import check_model
+from jaxspec.generation.members import check_law, check_member, make_rule, make_schedule
 from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
@@ -140,8 +141,7 @@ class Drafting:
             if inputs.draft is not None and inputs.draft.tokenizer is not None and target.tokenizer is not None:
                 check_same_vocab(target.tokenizer, inputs.draft.tokenizer)
             return member.build(inputs)
-        if isinstance(drafter, type) or not isinstance(drafter, Drafter):
-            raise InvalidConfig(f"drafter must be a registered name or a drafter object, got {shown(drafter)}")
+        check_member("drafter", drafter, Drafter)
         if specified:
             names = ", ".join(sorted(specified))
             raise InvalidConfig(f"{names}: only for drafters by name; a drafter object has its own")
@@ -160,18 +160,13 @@ class Drafting:
             JaxspecError: drafter, rule, schedule and target do not fit together.
         """
         drafter, draft_params = self.build_drafter(target)
-        rule, schedule = self.rule, self.schedule
-        if isinstance(rule, str):
-            rule = find("rule", rule)()
-        elif isinstance(rule, type) or not isinstance(rule, Rule):
-            raise InvalidConfig(f"rule must be a registered name or a rule object, got {shown(rule)}")
+        rule, schedule = make_rule(self.rule), self.schedule
+        check_law(rule, drafter, target.lm.vocab)
         if schedule is None:
             copies = drafter.shape.depth > 0 and not drafter.draws
             schedule = default_lookup_schedule(drafter.shape.nodes, cost_per_node(target)) if copies else Constant()
-        elif isinstance(schedule, str):
-            schedule = find("schedule", schedule)()
-        elif isinstance(schedule, type) or not isinstance(schedule, Schedule):
-            raise InvalidConfig(f"schedule must be a registered name or a schedule object, got {shown(schedule)}")
+        else:
+            schedule = make_schedule(schedule)
         return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -46,10 +46,9 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def __repr__(self) -> str:
-        text = "" if self.text is None else f", {shown(self.text, 60)}"
         return (
-            f"Generation(prompt={self.prompt}, sample={self.sample}, {len(self.tokens)} tokens{text}, "
-            f"finish_reason={self.finish_reason!r}, {self.stats.tokens_per_round:.2f} tokens/round)"
+            f"Generation({_shown(self.text, self.tokens)}, finish_reason={self.finish_reason!r}, {len(self.tokens)} "
+            f"tokens, {self.stats.tokens_per_round:.2f} tokens/round, prompt={self.prompt}, sample={self.sample})"
         )
 
 
@@ -77,10 +76,12 @@ class Output(Sequence):
         return len(self.rows)
 
     def __repr__(self) -> str:
+        count = len(self.rows)
         lines = [f"  {row!r}," for row in self.rows[:SHOWN]]
-        if len(self.rows) > SHOWN:
-            lines.append(f"  and {len(self.rows) - SHOWN} more,")
-        return "\n".join([f"Output({len(self.rows)} rows,", *lines, f"  {self.timing!r})"])
+        if count > SHOWN:
+            lines.append(f"  and {count - SHOWN} more,")
+        summary = f"{count} row{'s' * (count != 1)}, {self.stats.tokens_per_round:.2f} tokens/round"
+        return "\n".join([f"Output({summary},", *lines, f"  {self.timing!r})"])
 
     @property
     def text(self) -> list[str | None]:
@@ -113,6 +114,11 @@ class Chunk:
 
     def __repr__(self) -> str:
         return (
-            f"Chunk(row={self.row}, {len(self.tokens)} tokens, {sum(self.drafted)} drafted, {shown(self.text, 60)}, "
-            f"finish_reason={self.finish_reason!r})"
+            f"Chunk({_shown(self.text or None, self.tokens)}, finish_reason={self.finish_reason!r}, {len(self.tokens)} "
+            f"tokens, {sum(self.drafted)} drafted, row={self.row})"
         )
+
+
+def _shown(text: str | None, tokens: list[int]) -> str:
+    """Returns the text, or without a text the token ids, cut to a part of a line."""
+    return f"tokens={shown(tokens, 60)}" if text is None else shown(text, 60)

@@ -64,8 +64,8 @@ class Cascade:
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         if proposal.law is None:
             raise InvalidConfig(
-                "the cascade mixes target and draft laws, but this drafter has no law; use one that draws its tokens "
-                "from a law, such as 'model' or 'early-exit'"
+                "a cascade mixes the laws of target and draft, and this drafter proposes tokens without a law; use one "
+                "that draws its tokens, such as 'model' or 'early-exit'"
             )
         inner = (proposal.tokens[jnp.maximum(proposal.tree.children, 0)] >= 0) & (proposal.tree.children >= 0)
         mixed = jax.vmap(self.transform)(law, proposal.law)

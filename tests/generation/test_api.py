@@ -56,6 +56,7 @@ from jaxspec.errors import (
 )
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.coupled import Coupled
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.testing import TableLM
 
@@ -390,9 +391,12 @@ class TestDrafting:
         assert made.build(TOY)[0].schedule == schedule
         assert dataclasses.replace(made, schedule="constant").build(TOY)[0].schedule == Constant()
 
-    def test_a_drafter_object_is_the_drafter_of_that_name(self):
-        named, given = go(drafter="prompt-lookup"), go(drafter=PromptLookup())
+    def test_objects_are_the_members_of_those_names(self):
+        named = go(drafter="prompt-lookup", rule="coupled", schedule="constant")
+        objects = {"drafter": PromptLookup(), "rule": Coupled(), "schedule": Constant()}
+        given = go(**objects)
         assert given.session.decoder == named.session.decoder
+        assert go(**objects, call=jaxspec.precompile) == 0
         assert given.timing.compile_s == 0
         assert tokens(given) == tokens(named)
 

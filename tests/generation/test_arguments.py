@@ -1,5 +1,6 @@
 """Tests that public functions refuse wrong arguments with a typed error in one line, before anything compiles."""
 
+import dataclasses
 import inspect
 import os
 import pathlib
@@ -14,6 +15,7 @@ import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
 from helpers.toy_text import HOT, KEY, TINY, TOY
 from jaxspec import Sampling
+from jaxspec.core.draw import Noise
 from jaxspec.core.sizes import MAX_NODES
 from jaxspec.decode.session import Session
 from jaxspec.drafters.none import NoDraft
@@ -21,6 +23,8 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
 from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
+from jaxspec.rules.rejection import Rejection
+from jaxspec.schedules.plus_minus import PlusMinus
 
 pytestmark = pytest.mark.quick
 
@@ -253,6 +257,64 @@ def test_other_functions_name_their_arguments_too():
         jaxspec.generate(TOY)
 
 
+# --- members of one's own -----------------------------------------------------------------------------------
+
+
+class Unfinished:
+    """A drafter and a rule with some of their members only."""
+
+    draws, calls, lossless = False, 0, True
+
+    def check(self, shape):
+        """Takes every tree."""
+
+    def init(self, params, batch, capacity):
+        return ()
+
+
+class Loose(PromptLookup):
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as of a dataclass that is not frozen
+
+
+class Silent(Unfinished):
+    noise = Noise.SHARED
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("drafter", Unfinished(), "a drafter object; Unfinished has no shape, absorb, propose, see jaxspec.core.prot"),
+        ("drafter", Unfinished, "a drafter object, got the class Unfinished; make an object of it"),
+        ("drafter", Loose(), "a drafter is a static argument and must be hashable, Loose is not; make it a frozen dat"),
+        ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.protocols"),
+        ("rule", Silent(), "a rule object; Silent cannot be called"),
+        ("schedule", Unfinished(), "a schedule object; Unfinished has no widths, limit, update"),
+        ("schedule", 3, "a schedule object, got 3"),
+    ],
+)
+@pytest.mark.parametrize("function", [jaxspec.generate, jaxspec.stream, jaxspec.precompile])
+def test_a_member_is_refused_with_what_it_lacks(nowhere, function, name, value, message):
+    with pytest.raises(InvalidConfig, match=re.escape(message)):
+        function(**GENERATE | {name: value})
+
+
+@pytest.mark.parametrize("function", [jaxspec.generate, jaxspec.stream, jaxspec.precompile])
+def test_members_are_taken_as_objects(nowhere, function):
+    with pytest.raises(Compiles):
+        function(**GENERATE, drafter=PromptLookup(), rule=Rejection(), schedule=PlusMinus())
+    made = jaxspec.Drafting(PromptLookup(), Rejection(), schedule=PlusMinus()).build(TOY)[0]
+    assert made == jaxspec.Drafting("prompt-lookup", "rejection", schedule="plus-minus").build(TOY)[0]
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()])
+def test_a_rule_that_needs_a_law_is_refused_for_drafts_without_one(nowhere, drafter):
+    with pytest.raises(InvalidConfig, match="this drafter proposes tokens without a law; use one that draws"):
+        jaxspec.stream(**GENERATE, drafter=drafter, rule="lossy-cascade")
+    for given in ({"rule": "rejection", "drafter": drafter}, {"rule": "lossy-cascade", "drafter": "none"}):
+        with pytest.raises(Compiles):
+            jaxspec.stream(**GENERATE | given)
+
+
 # --- settings of sampling -----------------------------------------------------------------------------------
 
 
@@ -342,7 +404,14 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
         assert "array(" not in text
     assert len(repr(output).splitlines()) <= 8
     assert len(repr(output)) < 1500
-    assert "5 rows" in repr(output)
+    assert repr(output).startswith(f"Output(5 rows, {output.stats.tokens_per_round:.2f} tokens/round,\n  Generation('")
+    row = output[0]
+    assert repr(row).startswith(f"Generation({row.text[:20]!r}"[:-1])
+    assert f"finish_reason='length', 300 tokens, {row.stats.tokens_per_round:.2f} tokens/round" in repr(row)
+    assert repr(chunk).startswith(f"Chunk({chunk.text!r}, finish_reason=None, {len(chunk.tokens)} tokens, ")
+    assert repr(dataclasses.replace(row, text=None, tokens=[1, 2])).startswith(
+        "Generation(tokens=[1, 2], finish_reason="
+    )
     assert repr(TOY).startswith("Model('toy', TableLM, ")
     assert repr(Sampling(0.5)) == "Sampling(temperature=0.5)"
     assert os.path.basename(checkpoint) in repr(model)
