@@ -14,7 +14,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test slow tpu mutants test-all notebooks lint format clean
+.PHONY: help demo quick test slow tpu mutants test-all notebooks figures lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-all: test slow tpu mutants ## run all of these
 
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)
+
+figures: $(VENV)/core.stamp ## write the figures of README and docs from the records in measurements/
+	$(RUN) -m scripts.figures $(ARGS)
 
 lint: $(VENV)/dev.stamp ## check style and types
 	$(RUN) -m ruff check .

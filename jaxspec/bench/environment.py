@@ -1,4 +1,4 @@
-"""On what a benchmark ran: versions, machine, memory."""
+"""Describes what a benchmark runs on: versions, machine, memory, commit."""
 
 import datetime
 import importlib.metadata
@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 import sys
 
 import jax
@@ -13,14 +14,27 @@ import jax
 import jaxspec
 from jaxspec.core import noise
 
+FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
+"""Instruction sets that decide how fast matrix products are, as Linux names them."""
+
 
 def describe() -> dict:
-    """For JSON; `date` is now, in UTC."""
+    """Returns versions and machine for JSON; `date` is now, in UTC."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "jaxspec": jaxspec.__version__}
-        | {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy", "reasoning-gym")},
+        "versions": {name: _version(name) for name in ("flax", "numpy", "reasoning-gym")} | versions(),
         "noise_version": noise.VERSION,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": len(_usable_cores())},
@@ -28,8 +42,47 @@ def describe() -> dict:
     }
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions that decide what is compiled: Python's, JAX's, jaxlib's, jaxspec's."""
+    own = {"python": platform.python_version(), "jaxspec": jaxspec.__version__}
+    return own | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def machine() -> dict:
+    """Returns what decides how fast this machine is, without its name."""
+    device = jax.devices()[0]
+    return {
+        "cpu": cpu_model(),
+        "cores": len(_usable_cores()),
+        "memory_gib": memory_gib(),
+        "flags": [flag for flag in FLAGS if flag in _cpu_flags()],
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "devices": jax.device_count(),
+    }
+
+
+def commit() -> tuple[str | None, bool]:
+    """Returns the commit of the checkout that jaxspec is imported from, and whether package or scripts differ from it.
+
+    The commit is None where jaxspec is installed outside of a checkout, or git is missing.
+    """
+    root = pathlib.Path(jaxspec.__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        if pathlib.Path(git("rev-parse", "--show-toplevel").strip()).resolve() != root.resolve():
+            return None, False
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "jaxspec", "scripts", "pyproject.toml")
+        return git("rev-parse", "HEAD").strip(), bool(changed.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return None, False
+
+
 def peak_memory() -> int | None:
-    """Bytes of main memory that this process had at most; None where the system does not tell."""
+    """Returns the most bytes of main memory that this process has had; None where the system does not say."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -38,13 +91,30 @@ def peak_memory() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def cpu_model() -> str:
-    """As the system names it."""
+def memory_gib() -> int | None:
+    """Returns the main memory in GiB, rounded; None where the system does not say."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def cpu_model() -> str:
+    """Returns the CPU's name, as the system reports it."""
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    return set((_cpu_info("flags") or _cpu_info("Features") or "").split())
+
+
+def _cpu_info(name: str) -> str | None:
+    """Returns the first line of that name in Linux's description of its CPUs."""
+    try:
+        line = re.search(rf"^{name}\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
+        return None
+    return line.group(1) if line else None
 
 
 def _usable_cores() -> set[int]:

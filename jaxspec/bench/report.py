@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxspec.bench.measurements import significant
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.bench.summary import groups, paired, summarise
 from jaxspec.bench.table import Table
@@ -140,6 +141,44 @@ def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, mem
         "environment": environment,
         "memory_bytes": memory,
         "runs": [_run(run) for run in runs],
+    }
+
+
+def figures(runs: list[Run]) -> dict[str, Any]:
+    """Returns what a record keeps of a benchmark: medians and quartiles, per method and per task; no texts."""
+    return {"runs": [_figures(run) for run in runs]}
+
+
+def _figures(run: Run) -> dict:
+    def of(method: str) -> dict[str, Any]:
+        summary = summarise(run, method)
+        stats, predicted = summary.stats, summary.predicted_speedup
+        tasks = [task for task, category in groups(run) if category is None]
+        return {
+            "prompts": summary.prompts,
+            "tokens_per_s": significant(summary.tokens_per_s),
+            "times_plain": significant(summary.speedup),
+            "per_prompt": [significant(ratio) for ratio in dataclasses.astuple(summary.ratios)],
+            "tokens_per_round": significant(summary.mean_accepted_tokens) if stats.rounds else None,
+            "acceptance_rate": significant(stats.acceptance_rate) if stats.drafted else None,
+            "predicted": None if predicted is None else significant(predicted),
+            "same_texts": summary.same,
+            "certified": summary.certified,
+            "compile_s": significant(run.compile_s[method], 3),
+            "call_ms": significant(run.call_s[method] * 1e3) if method in run.call_s else None,
+            "tasks": {
+                task: {"times_plain": significant(part.speedup), "tokens_per_s": significant(part.tokens_per_s)}
+                for task in tasks
+                for part in (summarise(run, method, task),)
+            },
+        }
+
+    return {
+        "sampling": {name: getattr(run.sampling, name) for name in SETTINGS},
+        "rule": run.rule,
+        "lossless": run.lossless,
+        "methods": {method: of(method) for method in run.methods},
+        "peers": list(run.peers),
     }
 
 

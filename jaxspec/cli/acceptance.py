@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
-from jaxspec.cli.bench import temperatures
+from jaxspec.cli.bench import NO_ARGUMENTS, temperatures
 from jaxspec.cli.drafting import add_drafter_options, check_drafter_options, load_models, own_draft
 from jaxspec.cli.options import (
     Parser,
@@ -70,6 +71,7 @@ def add_options(parser: Parser) -> None:
     add_limits(add)
     add = parser.add_argument_group("output, beside the tables").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+    add_record(add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,13 +123,17 @@ def run(args: argparse.Namespace) -> int:
             | {"prompts": [dataclasses.asdict(prompt) for prompt in found]}
         )
     if args.json:
-        arguments = {name: value for name, value in vars(args).items() if name not in ("debug", "quiet")}
+        arguments = {name: value for name, value in vars(args).items() if name not in NO_ARGUMENTS}
         record = {"format": FORMAT, "arguments": arguments, "environment": describe(), "runs": runs}
         plain = json.dumps(
             record, indent=1, allow_nan=False, default=lambda o: o.tolist() if hasattr(o, "tolist") else str(o)
         )
         args.json.write_text(plain + "\n")
         show.say(f"written: {args.json}")
+    if args.record:
+        kept = ("sampling", "positions", "figures")
+        small = [{key: run[key] for key in kept} | {"texts": len(run["prompts"])} for run in runs]
+        show.say(f"written: {write(args.record, 'acceptance', args.words, {'runs': small})}")
     return 0
 
 

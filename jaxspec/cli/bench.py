@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.drafting import (
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from jaxspec.bench.worker import Worker
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
+
+NO_ARGUMENTS = ("debug", "quiet", "words", "record")
+"""Options that have no influence on what is measured."""
 
 
 def add_options(parser: Parser) -> None:
@@ -92,6 +96,7 @@ def add_options(parser: Parser) -> None:
 
     add = parser.add_argument_group("output, beside the tables").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+    add_record(add)
     add("--plots", type=pathlib.Path, metavar="DIR", help="write pictures there: speedup by task, acceptance by depth")
 
 
@@ -101,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
     check_split(args.split, args.tasks.split(","))
 
     import jaxspec
-    from jaxspec.bench import plots, report
-    from jaxspec.bench.environment import describe, peak_memory
+    from jaxspec.bench.environment import peak_memory
     from jaxspec.bench.extra import need
     from jaxspec.bench.run import buildable, measure
     from jaxspec.cli import show
@@ -139,16 +143,28 @@ def run(args: argparse.Namespace) -> int:
         show.tell(f"NOT MEASURED: {reason}")
     for label, why in missing.items():
         show.tell(f"NOT MEASURED: {label}: {why}")
+    memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
+    _write(args, runs, memory, missing)
+    return 1 if any(measured.wrong for measured in runs) else 0
+
+
+def _write(args: argparse.Namespace, runs: list["Run"], memory: dict, missing: dict[str, str]) -> None:
+    """Writes the files that the options ask for."""
+    from jaxspec.bench import plots, report
+    from jaxspec.bench.environment import describe
+    from jaxspec.cli import show
+
     if args.json:
-        memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
-        arguments = {name: value for name, value in vars(args).items() if name not in ("debug", "quiet")}
+        arguments = {name: value for name, value in vars(args).items() if name not in NO_ARGUMENTS}
         record = report.as_record(runs, arguments, describe(), memory) | {"peers_left_out": missing}
         args.json.write_text(json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
         show.say(f"written: {args.json}")
+    if args.record:
+        packages = {name: version for run in runs for peer in run.peers.values() for name, version in peer.items()}
+        show.say(f"written: {write(args.record, 'bench', args.words, report.figures(runs), packages)}")
     if args.plots:
         for path in plots.save(runs, args.plots):
             show.say(f"written: {path}")
-    return 1 if any(measured.wrong for measured in runs) else 0
 
 
 def show_tables(runs: list["Run"]) -> None:

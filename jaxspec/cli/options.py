@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
     def parse_options(self, words: list[str]) -> argparse.Namespace:
         """The options; positional words may stand before, between and after them."""
         args, unknown = self.parse_known_intermixed_args(self._ordered(words))
+        args.words = [*self.prog.split(), *words]
         if unknown:
             known = re.findall(r"--[\w-]+", self.format_help())
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)

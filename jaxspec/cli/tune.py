@@ -7,6 +7,7 @@ import argparse
 import pathlib
 from typing import Any
 
+from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli import drafting, options
 from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
@@ -32,6 +33,7 @@ def add_options(parser: Parser) -> None:
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
+    add_record(add)
     parser.set_defaults(tuned=None, schedule=None)
 
 
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if "speedups" in tuned.measured:
         show.tell(", ".join(f"{shape} {times:.2f} times plain" for shape, times in tuned.measured["speedups"].items()))
     show.say(f"written: {args.out}")
+    if args.record:
+        show.say(f"written: {write(args.record, 'tune', args.words, dict(tuned.measured))}")
     return 0
 
 

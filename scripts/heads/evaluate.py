@@ -18,6 +18,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.bench.summary import interval
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.heads.headers import open_heads
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--rules", nargs="*", default=list(RULES))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
+    add_record(parser.add_argument)
     given = parser.parse_args()
     target = jaxspec.load(given.target, dtype=given.dtype)
     heads = jaxspec.load_heads(given.heads)
@@ -69,7 +71,15 @@ def main() -> int:
         for prompt, row in zip(prompts, plain)
     ]
     found = ranks(target, heads, texts, 512)
-    report: dict = {"positions": found.positions, "top1": found.top1, "top5": found.top5, "rounds": []}
+    report: dict = {
+        "questions": len(prompts),
+        "tokens": given.tokens,
+        "dtype": given.dtype,
+        "positions": found.positions,
+        "top1": found.top1,
+        "top5": found.top5,
+        "rounds": [],
+    }
     for name in ("top1", "top5"):
         shown = " ".join(f"{share:.3f}" for share in report[name])
         print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)
@@ -95,9 +105,21 @@ def main() -> int:
             failed += same < 0.9 * len(rows)  # the others may be ties, see scripts/prove/identity.py
         print(line, flush=True)
         report["rounds"].append({"temperature": temperature, "rule": rule, "interval": (low, high)} | stats.as_dict())
+        if temperature == 0:
+            report["same_texts"] = same
     if given.json:
         with open(given.json, "w") as file:
             json.dump(report, file)
+    if given.record:
+        rounds = [
+            {name: row[name] for name in ("temperature", "rule")}
+            | {"tokens_per_round": significant(row["tokens_per_round"])}
+            | {"interval": [significant(end) for end in row["interval"]]}
+            for row in report["rounds"]
+        ]
+        shares = {name: [significant(share, 3) for share in report[name]] for name in ("top1", "top5")}
+        values = report | shares | {"nodes": tree.shape.nodes, "depth": tree.shape.depth, "rounds": rounds}
+        print(f"written: {write(given.record, 'heads', sys.argv, values)}")
     return 1 if failed else 0
 
 

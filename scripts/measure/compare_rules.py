@@ -16,6 +16,7 @@ import sys
 
 import numpy as np
 
+from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.summary import difference
 
 BASE = "coupled"
@@ -101,20 +102,27 @@ def main() -> int:
     parser.add_argument("acceptance", nargs="*", type=pathlib.Path)
     parser.add_argument("--pair", nargs="+", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
-    given = parser.parse_args()
-    if not given.acceptance and (given.plot or not given.pair):
+    add_record(parser.add_argument)
+    args = parser.parse_args()
+    if not args.acceptance and (args.plot or not args.pair):
         parser.error(
-            "give what `jaxspec acceptance` wrote, which --plot draws; or --pair and what scripts/measure/pair.py wrote"
+            "name files of `jaxspec acceptance`, which --plot needs, or --pair with files of scripts/measure/pair.py"
         )
-    steps = one_step(given.acceptance)
+    steps, pairs = one_step(args.acceptance), rounds(args.pair or [])
     if steps:
         print(f"One step, {', '.join(dict.fromkeys(row['on'] for row in steps))} texts.\n")
         table(steps, "children", "acceptance", 3)
         print()
-    if given.pair:
-        table(rounds(given.pair), "tree", "tokens_per_round", 2)
-    if given.plot:
-        plot(steps, given.plot)
+    if pairs:
+        table(pairs, "tree", "tokens_per_round", 2)
+    if args.plot:
+        plot(steps, args.plot)
+    if args.record:
+        kept = ("temperature", "top_p", "children", "tree", "rule", "acceptance", "optimum", "tokens_per_round", "low",
+                "high", "difference", "on")  # fmt: skip
+        values = {name: [{key: row[key] for key in kept if key in row} for row in found]
+                  for name, found in (("steps", steps), ("rounds", pairs))}  # fmt: skip
+        print(f"written: {write(args.record, 'compare-rules', sys.argv, values)}")
     return 0
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.bench.summary import interval
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
@@ -156,6 +157,7 @@ def main() -> int:
     parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
     target, draft = (jaxspec.load(name, dtype=arguments.dtype) for name in (arguments.target, arguments.draft))
     ids = prompt_ids(target, arguments.limit, arguments.longest)
@@ -186,6 +188,7 @@ def main() -> int:
             prompts = [(row.stats.committed, row.stats.rounds) for row in out]
             low, high = interval(prompts)
             row = {"temperature": temperature, "top_p": top_p, "tree": name, "rule": rule, "gaps": gaps}
+            row |= {"same_text": len(ids) - other} if same else {}
             rows.append(row | {"tokens_per_round_95": (low, high), "prompts": prompts} | stats.as_dict())
             save()
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
@@ -210,6 +213,19 @@ def main() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory {peak:.1f} GiB; parameters {(target.bytes + draft.bytes) / 2**30:.1f} GiB")
     save(target_ms=times, draft_ms=one, peak_gib=peak)
+    if arguments.record:
+        kept = ("temperature", "top_p", "tree", "rule", "tokens_per_round", "tokens_per_round_95", "acceptance_rate",
+                "speedup_from_calls")  # fmt: skip
+        values = {
+            "target_ms": {str(width): significant(ms) for width, ms in times.items()},
+            "draft_ms": significant(one),
+            "peak_gib": significant(peak, 3),
+            "prompts": len(ids),
+            "texts": sum(len(ids) for row in rows if "same_text" in row),
+            "same_texts": sum(row.get("same_text", 0) for row in rows),
+            "rows": [{key: row[key] for key in kept} for row in rows],
+        }
+        print(f"written: {write(arguments.record, 'pair', sys.argv, values)}")
     return 1 if failed else 0
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.bench.run import rotated
 from jaxspec.bench.tune import tune
 from jaxspec.cli.tune import table
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=2, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
     target = jaxspec.load(MODEL)
     name, _, layers = arguments.drafter.partition(":")
@@ -55,9 +57,9 @@ def main() -> int:
     fixed = {"drafter": name, **models}
     ways = {"plain": {"drafter": "none"}}
     ways |= {f"constant {n}": fixed | {"tree": n, "schedule": "constant"} for n in arguments.lengths}
-    ways["tuned: adaptive"] = {"draft": models["draft"], "tuned": tuned}
+    ways["tuned: adaptive"] = {"draft": models["draft"], "drafting": tuned}
     seconds = {way: [] for way in ways}
-    asked = prompts(arguments.limit, 0)
+    asked, alike = prompts(arguments.limit, 0), 0
     for prompt in asked:
         took, texts, rounds = {way: [] for way in ways}, {}, {}
         for repeat in range(arguments.repeats + 1):
@@ -80,11 +82,21 @@ def main() -> int:
         speeds = {way: seconds["plain"][-1] / seconds[way][-1] for way in ways}
         shown = ", ".join(f"{way} {speeds[way]:.2f} ({rounds[way]:.2f} tokens a round)" for way in ways)
         print(f"{prompt[:40]!r}: {shown}; texts {'alike' if same else 'DIFFER'}", flush=True)
+        alike += same
     print(f"jax {jax.__version__}, {jax.default_backend()}, float32, {len(asked)} prompts of {arguments.tokens} tokens")
-    plain = np.array(seconds["plain"])
+    plain, found = np.array(seconds["plain"]), {}
     for way, values in seconds.items():
-        each = plain / values
-        print(f"{way:16} {plain.sum() / sum(values):.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
+        each, overall = plain / values, plain.sum() / sum(values)
+        print(f"{way:16} {overall:.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
+        found[way] = {
+            "times_plain": significant(overall),
+            "least": significant(each.min()),
+            "most": significant(each.max()),
+        }
+    if arguments.record:
+        values = {"drafter": arguments.drafter, "prompts": len(asked), "tokens": arguments.tokens, "same_texts": alike,
+                  "ways": found}  # fmt: skip
+        print(f"written: {write(arguments.record, 'schedules', sys.argv, values)}")
     return 0
 
 

@@ -1,29 +1,33 @@
-"""Measures SmolLM2-135M on this machine; what is compared alternates within one run.
+"""Measures SmolLM2-135M on this machine, alternating between the configurations that are compared.
 
-    python scripts/measure/speed.py widths                 # ms a round by width, dtype and capacity; a read of weights
-    python scripts/measure/speed.py lookup                 # prompt lookup against plain: a copying task, ten ordinary
-    python scripts/measure/speed.py compile                # import time; compile time by configuration and by layers
-    python scripts/measure/speed.py memory --source S      # peak memory of loading a model, beside the model's size
-    python scripts/measure/speed.py rules --source S       # what a rule's arithmetic costs beside the target's call
-    python scripts/measure/speed.py overhead --source S    # what a round costs beyond the target's call
-    python scripts/measure/speed.py batches                # tokens/s by rows at once: plain, and with drafters
+    python scripts/measure/speed.py widths                 # time of a round by width, dtype and capacity
+    python scripts/measure/speed.py lookup                 # prompt lookup against plain decoding
+    python scripts/measure/speed.py compile                # import time; compile time by drafter and by layers
+    python scripts/measure/speed.py memory --source S      # peak memory while a model is loaded
+    python scripts/measure/speed.py rules --source S       # time of each rule, compared with the target's call
+    python scripts/measure/speed.py overhead --source S    # time of a round outside the target's call
+    python scripts/measure/speed.py batches                # tokens per second by batch size, plain and with drafters
 
-Rates are of decoding alone, medians with the quartiles beside them.
+Rates exclude compilation and prefill. They are printed as medians, with the quartiles in brackets. `--record ID` writes
+them to measurements/.
 """
 
 import argparse
 import itertools
+import pathlib
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.bench.texts import COPYING
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.laws import scores
@@ -59,7 +63,7 @@ def spread(values) -> str:
 
 
 def reader(size: int) -> Callable[[], float]:
-    """What takes the seconds of a sum over so many bytes: no round can be faster that reads as many weights."""
+    """Returns a function that times a sum over so many bytes: a lower bound for a round that reads as many weights."""
     data = jnp.ones(size // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     total(data).block_until_ready()
@@ -72,8 +76,9 @@ def reader(size: int) -> Callable[[], float]:
     return read
 
 
-def widths(arguments) -> None:
-    """By turns: every width and capacity of one dtype, 10 rounds at a time, at text lengths around 200."""
+def widths(arguments) -> dict[str, Any]:
+    """Times rounds of every width and capacity, ten at a time, at text lengths around 200."""
+    found = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
@@ -94,17 +99,23 @@ def widths(arguments) -> None:
                 session.timing.decode_s = 0.0
                 session.run(10)
                 times[key].append(session.timing.decode_s * 100)
-        one = np.array(times[1, 512])
+        one, rounds = np.array(times[1, 512]), []
         for (width, capacity), values in times.items():
             ratio = np.median(np.array(values) / one)
             print(f"{dtype} width {width:2} capacity {capacity:4}: {spread(values)} ms, {ratio:.2f} x width 1")
+            rounds.append({"width": width, "capacity": capacity, "ms": quartiles(values),
+                           "times_width_1": significant(ratio)})  # fmt: skip
         rate = model.bytes / np.median(reads) / 1e6
         print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: read in {spread(reads)} ms, {rate:.1f} GB/s, "
               f"width 1 takes {spread(one / reads)} times that")  # fmt: skip
+        found[dtype] = {"weights_gb": significant(model.bytes / 1e9), "read_ms": quartiles(reads), "rounds": rounds,
+                        "width_1_times_read": quartiles(one / reads)}  # fmt: skip
+    return found
 
 
-def lookup(arguments) -> None:
-    """Plain and prompt lookup by turns, default settings, on the same prompts."""
+def lookup(arguments) -> dict[str, Any]:
+    """Compares plain decoding with prompt lookup at its default settings, on one copying and ten ordinary prompts."""
+    found: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
@@ -121,6 +132,12 @@ def lookup(arguments) -> None:
                     if repeat:
                         values.append(out.timing.tokens_per_s)
             ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
+            found.setdefault(dtype, []).append({
+                "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": significant(stats.tokens_per_round),
+                "plain_tokens_per_s": quartiles(rates["none"]),
+                "lookup_tokens_per_s": quartiles(rates["prompt-lookup"]),
+                "times_plain": quartiles(ratio), "same_text": texts["none"] == texts["prompt-lookup"],
+            })  # fmt: skip
             print(
                 f"{dtype} {name[:40]:40} plain {np.median(rates['none']):6.1f} lookup "
                 f"{np.median(rates['prompt-lookup']):6.1f} tokens/s, ratio {spread(ratio)}, "
@@ -128,16 +145,19 @@ def lookup(arguments) -> None:
                 f"same {texts['none'] == texts['prompt-lookup']}",
                 flush=True,
             )
+    return found
 
 
-def compile_times(arguments) -> None:
-    """Fresh compilations, one after the other."""
+def compile_times(arguments) -> dict[str, Any]:
+    """Times imports and compilations without the persistent cache."""
+    found: dict[str, Any] = {"import_s": {}, "compile_s": {}, "by_layers": []}
     code = "import time; t = time.perf_counter(); import jaxspec; jaxspec.generate; print(time.perf_counter() - t)"
     bare = code.replace("jaxspec.generate; ", "")
     for name, source in (("import jaxspec", bare), ("with jaxspec.generate", code)):
         times = [float(subprocess.check_output([sys.executable, "-c", source])) for _ in range(5)]
         print(f"{name}: {spread(times)} s")
-    jax.config.update("jax_enable_compilation_cache", False)  # what an earlier run kept would only be read
+        found["import_s"][name] = quartiles(times)
+    jax.config.update("jax_enable_compilation_cache", False)  # or executables of earlier runs would only be loaded
     model = jaxspec.load(MODEL)
     draft = jaxspec.Model(TransformerLM(small(2)), TransformerLM(small(2)).init_params(jax.random.key(0)))
     for label, options in {
@@ -151,7 +171,8 @@ def compile_times(arguments) -> None:
         jax.clear_caches()
         out = jaxspec.generate(model, "Hello", chat=False, drafter=label.split()[0], max_new_tokens=2, **options)
         print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
-    for layers in (2, 8, 16, 30):
+        found["compile_s"][label] = significant(out.timing.compile_s, 3)
+    for layers in arguments.layers:
         lm = TransformerLM(small(layers))
         tiny = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
         seconds = []
@@ -160,10 +181,13 @@ def compile_times(arguments) -> None:
             jax.clear_caches()
             out = jaxspec.generate(tiny, [1, 2, 3], drafter=drafter, max_new_tokens=2)
             seconds.append(out.timing.compile_s)
+        plain, drafted = (significant(value, 3) for value in seconds)
+        found["by_layers"].append({"layers": layers, "plain_s": plain, "lookup_s": drafted})
         print(
             f"{layers:2} layers: compile {seconds[0]:.1f} s plain, {seconds[1]:.1f} s prompt-lookup",
             flush=True,
         )
+    return found
 
 
 MEMORY = """
@@ -177,8 +201,9 @@ print(before, peak(), model.bytes)
 """
 
 
-def memory(arguments) -> None:
-    """The most memory the process had, before and after loading; on a CPU the parameters are in it."""
+def memory(arguments) -> dict[str, Any]:
+    """Measures the peak memory of a process before and after loading; on a CPU the parameters count as well."""
+    found = {}
     for dtype in arguments.dtypes:
         answer = subprocess.check_output([sys.executable, "-c", MEMORY, arguments.source, dtype], text=True)
         before, after, size = map(int, answer.split()[-3:])
@@ -187,10 +212,14 @@ def memory(arguments) -> None:
             f"{arguments.source} {dtype}: parameters {size / 2**20:.0f} MiB, loading takes {taken / 2**20:.0f} MiB at "
             f"its peak ({taken / size:.2f} times), besides {before / 2**20:.0f} MiB of Python and JAX"
         )
+        found[dtype] = {"source": pathlib.Path(arguments.source).name, "parameters_mib": round(size / 2**20),
+                        "loading_mib": round(taken / 2**20), "before_mib": round(before / 2**20)}  # fmt: skip
+    return found
 
 
-def rules(arguments) -> None:
-    """By turns: the target's call, every rule's verdict on it, and a drafter's draws, at one vocabulary and tree."""
+def rules(arguments) -> dict[str, Any]:
+    """Compares the target's call with every rule's arithmetic and with drawing a node's children, on two trees."""
+    found: dict[str, Any] = {}
     model = jaxspec.load(arguments.source)
     vocab = model.lm.vocab
     rng = np.random.default_rng(0)
@@ -242,17 +271,18 @@ def rules(arguments) -> None:
                 if repeat:
                     times[label].append((time.perf_counter() - start) * 1e3)
         target = np.median(times["target call"])
+        found[name] = {"nodes": nodes, "vocab": vocab, "ms": {label: quartiles(each) for label, each in times.items()}}
         print(f"{name}, {nodes} nodes, V = {vocab}")
         for label, values in times.items():
             share = np.median(values) / (np.median(values) + target)
             print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
+    return found
 
 
 def target_calls(
     model: jaxspec.Model, rows: int, nodes: int, length: int, capacity: int, times: int
 ) -> Callable[[], float]:
-    """Compiles so many calls of the target in a row, each of `rows` windows; what is returned takes them once, and says
-    the milliseconds of one."""
+    """Compiles a loop of target calls, of `rows` windows each; returns a function that times it, in ms per call."""
     cache = model.lm.init_cache(rows, capacity)._replace(length=jnp.full((rows,), length))
 
     @jax.jit
@@ -277,8 +307,9 @@ def target_calls(
     return timed
 
 
-def overhead(arguments) -> None:
-    """By turns, ten rounds at a time: whole rounds, and the target's calls alone at the same width and length."""
+def overhead(arguments) -> dict[str, Any]:
+    """Compares whole rounds with the target's calls alone at the same width and length, ten at a time."""
+    found: dict[str, Any] = {"rows": []}
     model = jaxspec.load(arguments.source)
     vocab, capacity, length, times = model.lm.vocab, 512, 150, 10
     prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 2000, length)]
@@ -304,24 +335,29 @@ def overhead(arguments) -> None:
             rounds.append(session.timing.decode_s / times * 1e3)
             alone.append(call())
         share = 1 - np.array(alone) / np.array(rounds)
+        found["vocab"] = vocab
+        found["rows"].append({"drafter": name, "sampling": label, "round_ms": quartiles(rounds),
+                              "target_ms": quartiles(alone), "share": quartiles(share)})  # fmt: skip
         print(f"V = {vocab}, {name}, {label}: round {spread(rounds)} ms, target's call {spread(alone)} ms, "
               f"everything else {np.median(share):.1%} ({np.percentile(share, 25):.1%} to "
               f"{np.percentile(share, 75):.1%})", flush=True)  # fmt: skip
+    return found
 
 
-def batches(arguments) -> None:
-    """By turns, for every number of rows: plain decoding and the drafters, 48 tokens of each of so many prompts.
+def batches(arguments) -> dict[str, Any]:
+    """Compares plain decoding with the drafters for every batch size, 48 tokens per prompt.
 
-    A call ends with its slowest row, so rates are given beside what they would be while every row runs: tokens a round,
-    over what a round costs. Beside that, what the target alone costs at the width of the drafter's round, timed apart:
-    with more tokens a round than that, speculation should pay.
+    A call ends with its slowest row. Therefore a second ratio describes the rounds in which all rows run: tokens per
+    round, divided by the cost of a round in plain rounds. Speculation pays if a round commits more tokens than the
+    target's call at the drafter's width costs, in calls at width 1; that cost is timed separately.
     """
+    found: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         heads = jaxspec.load_heads(MODEL, target=model)
         drafters = {"none": {}, "prompt-lookup": {"tree": 4}, "medusa": {"heads": heads}}
-        given = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
-        given["schedule"] = "constant"  # every round that drafts has the full width
+        common = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+        common["schedule"] = "constant"  # so that every round that drafts has the full width
         for rows in arguments.rows:
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
@@ -329,7 +365,7 @@ def batches(arguments) -> None:
             tokens, nodes = {}, {}
             for repeat in range(arguments.repeats + 1):
                 for name, options in drafters.items():
-                    out = jaxspec.generate(model, prompts, drafter=name, **given, **options)
+                    out = jaxspec.generate(model, prompts, drafter=name, **common, **options)
                     tokens[name] = out.stats.tokens_per_round
                     nodes[name] = out.session.decoder.drafter.shape.nodes
                     if repeat:
@@ -350,12 +386,18 @@ def batches(arguments) -> None:
                         (alone[nodes[name]], alone[nodes["none"]]),
                     )
                 )
+                found.setdefault(dtype, []).append({
+                    "rows": rows, "drafter": name, "tokens_per_s": quartiles(rates[name]),
+                    "times_plain": significant(ratio), "tokens_per_round": significant(tokens[name]),
+                    "round_cost": significant(cost), "target_cost": significant(wide), "nodes": nodes[name],
+                })  # fmt: skip
                 print(
                     f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
                     f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens/round, a round costs "
                     f"{cost:.2f} plain ones, the target alone {wide:.2f}",
                     flush=True,
                 )
+    return found
 
 
 def small(layers: int) -> ModelConfig:
@@ -365,7 +407,7 @@ def small(layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {
         "widths": widths,
@@ -380,11 +422,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--source", default=MODEL)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="in `batches`")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="batch sizes of `batches`")
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 8, 16, 30], help="of small models for `compile`")
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
-    parts[arguments.part](arguments)
+    values = parts[arguments.part](arguments)
+    if arguments.record:
+        print(f"written: {write(arguments.record, arguments.part, sys.argv, values)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,11 +19,13 @@ import urllib.request
 import jax
 import jax.numpy as jnp
 import numpy as np
-from make_text_golden import TEXTS
 
 import jaxspec
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.records import Window
 
+GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "smollm2_text.json"
+TEXTS = [case["text"] for case in json.loads(GOLDEN.read_text())["encodings"]]
 PROMPTS = [
     "What is gravity?",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -63,7 +65,7 @@ class Peer:
         self._process.wait()
 
 
-def compare_tokenizers(model: jaxspec.Model, peer: Peer) -> None:
+def compare_tokenizers(model: jaxspec.Model, peer: Peer) -> dict:
     """Prints how many texts of the corpus have the same ids, and those that do not."""
     same = backward = 0
     for text in TEXTS:
@@ -75,6 +77,7 @@ def compare_tokenizers(model: jaxspec.Model, peer: Peer) -> None:
         decoded = peer.ask("detokenize", tokens=theirs)["content"]
         backward += model.tokenizer.decode(theirs, skip_special=False) == decoded.removeprefix(" ") or decoded == text
     print(f"  tokenizer: {same} of {len(TEXTS)} texts have the same ids, {backward} decode to the same text")
+    return {"encoded": len(TEXTS), "same_ids": same}
 
 
 SIZE = 384  # tokens of prompt and text, padded, so that one call is compiled
@@ -97,9 +100,9 @@ class Scorer:
         return np.asarray(self._head(self._params, features[:, len(ids) - 1 - count : len(ids) - 1])[0])
 
 
-def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> None:
+def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> dict:
     """Prints, for each prompt, how long the greedy texts agree, and the share of agreeing choices."""
-    chosen = agreed = 0
+    chosen, agreed, whole, largest = 0, 0, 0, 0.0
     scores = Scorer(model)
     for prompt in PROMPTS:
         chat = model.chat_template is not None
@@ -120,7 +123,11 @@ def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> None:
         others = gaps[gaps > 0]
         worst = f", largest gap {others.max():.3f}" if others.size else ""
         print(f"  {prompt[:40]!r}: {len(theirs)} tokens, {first}; {int((best == theirs).sum())} choices alike{worst}")
+        whole += same == len(theirs)
+        largest = max(largest, float(gaps.max()))
     print(f"  greedy choices alike: {agreed} of {chosen} ({agreed / chosen:.1%})")
+    return {"choices": chosen, "same_choices": agreed, "texts": len(PROMPTS), "same_texts": whole,
+            "largest_gap": significant(largest, 2)}  # fmt: skip
 
 
 def main() -> None:
@@ -128,14 +135,18 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--tokens", type=int, default=48)
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
+    found, versions = {}, {}
     for path in arguments.files:
         model, peer = jaxspec.load(path), Peer(arguments.peer_python, path)
         print(f"{path.name}: llama.cpp of xllamacpp {peer.version}, jax {jax.__version__}", flush=True)
-        compare_tokenizers(model, peer)
-        compare_texts(model, peer, arguments.tokens)
+        found[path.name] = compare_tokenizers(model, peer) | compare_texts(model, peer, arguments.tokens)
+        versions["xllamacpp"] = peer.version
         peer.close()
         sys.stdout.flush()
+    if arguments.record:
+        print(f"written: {write(arguments.record, 'llama-cpp', sys.argv, found, versions)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import chain, from_paths
 from jaxspec.decode.loop import Decoder
@@ -130,6 +131,7 @@ def main() -> int:
     parser.add_argument("--rule", choices=FACTORS["rule"], help="only cells of this rule")
     parser.add_argument("--seed", type=int, default=0, help="of the keys (default: 0)")
     parser.add_argument("--keep", type=pathlib.Path, help="a file of cells that were run, added to")
+    add_record(parser.add_argument)
     args = parser.parse_args()
     numbers = None if args.cells is None else {int(n) for n in args.cells.split(",")}
     cells = [
@@ -164,6 +166,10 @@ def main() -> int:
     impossible = sum(test.impossible for test in found)
     print(f"\n{len(found)} cells of {samples} texts: smallest p after Holm {least:.3g}; impossible texts: {impossible}")
     print(f"a bias of {worst:.4f} (total variation) would have been found in any of them with probability 0.999")
+    if args.record:
+        values = {"cells": len(found), "texts": samples, "least_p": significant(least, 3), "impossible": impossible,
+                  "detectable_bias": significant(worst, 2)}  # fmt: skip
+        print(f"written: {write(args.record, 'gtest', sys.argv, values)}")
     return int(least < FAILS)
 
 

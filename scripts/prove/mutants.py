@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 
+from jaxspec.bench.measurements import add_record, write
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 600
 
@@ -305,6 +307,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--clean", type=int, metavar="SEEDS", help="run the tests unchanged, with so many seeds")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as compiled:  # what no mutant touches is compiled once
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compiled)
@@ -335,6 +338,9 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if not failed:
                 print(printed[-2000:], flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    if arguments.record:
+        values = {"bugs": len(chosen), "found": len(chosen) - survivors}
+        print(f"written: {write(arguments.record, 'mutants', sys.argv, values)}")
     return 1 if survivors else 0
 
 

@@ -14,6 +14,7 @@ the time each would take at the chip's published bandwidth and peak. Nothing is 
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import jaxspec
+from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.decode.partition import Spread
 from jaxspec.decode.state import Request, Weights
@@ -206,6 +208,7 @@ def main() -> int:
     parser.add_argument("--int8", action="store_true", help="the target's matrices in int8")
     parser.add_argument("--drafters", help="only those whose name holds this")
     parser.add_argument("--json", metavar="FILE")
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_platforms", "cpu")  # the compiler needs no device
@@ -229,7 +232,33 @@ def main() -> int:
                 file,
                 indent=1,
             )
+    if arguments.record:
+        print(f"written: {write(arguments.record, 'tpu', sys.argv, recorded(arguments, rows), libtpu())}")
     return int(any(row.get("wrong") for row in rows))
+
+
+def recorded(arguments: argparse.Namespace, rows: list[dict]) -> dict:
+    """Returns the figures of a record."""
+    kept = ("chip", "mesh", "drafter", "weights_gb", "moved_gb", "ms_by_bytes", "ms_weights_alone", "temporary_mb")
+    return {
+        "layers": arguments.layers,
+        "capacity": arguments.capacity,
+        "dtype": "int8" if arguments.int8 else "bfloat16",
+        "sound": sum(row["fits"] and not row["wrong"] for row in rows),
+        "wrong": sum(row["fits"] and bool(row["wrong"]) for row in rows),
+        "rows": [
+            {
+                name: significant(row[name]) if isinstance(row[name], float) else row[name]
+                for name in kept
+                if name in row
+            }
+            for row in rows
+        ],
+    }
+
+
+def libtpu() -> dict[str, str]:
+    return {"libtpu": importlib.metadata.version("libtpu")}
 
 
 def line(row: dict) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec import analysis
 from jaxspec.bench import acceptance
@@ -103,12 +104,13 @@ def directory(tmp_path_factory):
     return str(write_bytes(tmp_path_factory.mktemp("tiny"), config, random_params(config, 3)))
 
 
-def test_the_command(directory, tmp_path, capsys):
+def test_the_command(directory, tmp_path, capsys, monkeypatch):
     """The target as its own draft: every rule keeps all it can; the JSON gives trees."""
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "out.json"
     words = ["--prompt", "abc", "--prompt", "de", "--children", "3,1", "--max-new-tokens", "9", "--draws", "4"]
     words += ["--target", directory, "--draft-model", directory, "--ignore-eos", "--json", str(out)]
-    assert main(["acceptance", *words]) == 0
+    assert main(["acceptance", *words, "--record", "toy"]) == 0
     shown = capsys.readouterr().out
     record = json.loads(out.read_text())
     (measured,) = record["runs"]
@@ -122,6 +124,9 @@ def test_the_command(directory, tmp_path, capsys):
             assert figure["acceptance"] == pytest.approx(1, abs=1e-4)
         assert figure["gap"] == pytest.approx(figure["optimum"] - figure["acceptance"])
     assert [p["name"] for p in measured["prompts"]] == ["prompt 1", "prompt 2"]
+    small, shown = recorded("toy")
+    assert small.values["runs"][0]["figures"] == measured["figures"]
+    assert all(f"{figure['acceptance']:.3f}" in shown for figure in measured["figures"])
     for ranks in measured["by_rank"].values():
         assert jaxspec.best_tree(ranks, 5).shape.nodes >= 5
 

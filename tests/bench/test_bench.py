@@ -18,6 +18,7 @@ from rich.console import Console
 import jaxspec
 from helpers.bench_runs import DRAFT, METHODS, SAMPLING, SETTINGS, TARGET, TASKS, made_up
 from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.recorded import recorded
 from helpers.wheels import make_wheel
 from jaxspec.bench import environment, equality, plots, report, run, tasks
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row
@@ -539,10 +540,11 @@ def bench(directory, tmp_path, capsys):
     return call
 
 
-def test_the_command(bench, tmp_path):
+def test_the_command(bench, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "out.json"
     words = ("--drafters", "none,early-exit:1", "--temperature", "0,0.8", "--top-p", "0.9", "--json", str(path))
-    status, out, err = bench(*words)
+    status, out, err = bench(*words, "--record", "toy")
     assert status == 0
     assert "temperature 0, top-p 0.9, rule coupled, 2 prompts" in out
     assert "temperature 0.8" in out
@@ -557,6 +559,12 @@ def test_the_command(bench, tmp_path):
     assert record["runs"][0]["call_s"].keys() == {"none", "early-exit:1"}
     assert record["runs"][1]["compile_s"] == {"none": 0.0, "early-exit:1": 0.0}  # compiled by the first
     assert record["memory_bytes"]["target"] > 0
+    small, shown = recorded("toy")
+    assert small.command.startswith("jaxspec bench --target tiny")
+    for part, full in zip(small.values["runs"], record["runs"], strict=True):
+        times = part["methods"]["early-exit:1"]["times_plain"]
+        assert times == pytest.approx(full["overall"][1]["speedup"], rel=1e-3)
+        assert f"{times:.2f}" in shown
 
 
 def test_the_command_goes_on_without_a_prompt_that_is_too_long(bench, directory, tmp_path, capsys):

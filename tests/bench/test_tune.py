@@ -9,6 +9,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec.bench import tune as tuning
 from jaxspec.bench.records import Method
@@ -289,12 +290,13 @@ def directory(tmp_path_factory):
     return write_bytes(tmp_path_factory.mktemp("tiny"), CONFIG, random_params(CONFIG, 3))
 
 
-def test_the_command(directory, tmp_path, capsys):
+def test_the_command(directory, tmp_path, capsys, monkeypatch):
     """`tune` writes a file, `generate --tuned` writes the plain text with it; so does `--schedule`."""
+    monkeypatch.chdir(tmp_path)
     path = str(tmp_path / "t.json")
     common = ["--target", str(directory), "--max-new-tokens", "40", "--no-chat", "abcabc"]
     drafter = ["--drafter", "early-exit", "--drafter-option", "exit_layers=1"]
-    assert main(["tune", *common, "a" * 9000, *drafter, "--draft-length", "2", "--out", path]) == 0
+    assert main(["tune", *common, "a" * 9000, *drafter, "--draft-length", "2", "--out", path, "--record", "toy"]) == 0
     shown = capsys.readouterr()
     assert shown.err.count("left out: prompt 2: prompt and new tokens make 90") == 1
     assert shown.out.splitlines()[0].split() == [
@@ -307,6 +309,9 @@ def test_the_command(directory, tmp_path, capsys):
         "plain",
     ]
     assert jaxspec.Drafting.load(path).options == {"exit_layers": 1}
+    record, page = recorded("toy")
+    assert record.values == dict(jaxspec.Drafting.load(path).measured)
+    assert page.count("\n| ") == 4
     written = []
     for words in (["--drafter", "none"], ["--tuned", path], [*drafter, "--schedule", "confidence"]):
         assert main(["generate", *common, "--json", *words]) == 0

@@ -1,0 +1,157 @@
+"""Records of measurements: one JSON file each, written by the command that measured.
+
+A file `measurements/ID@MACHINE.json` holds the newest measurement of that name on that machine; git keeps the earlier
+ones. `make figures` renders them into the documentation.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import InvalidConfig
+
+FOLDER = pathlib.Path("measurements")
+"""Below the working directory, which is the root of the checkout for records that are committed."""
+
+ID = r"[a-z0-9]+(-[a-z0-9]+)*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One measurement, and all that is needed to repeat it.
+
+    Attributes:
+        id: the name by which a page refers to it.
+        kind: what was measured, which decides how it is rendered: such as "widths" or "bench".
+        command: the command line, without `--record` and without folders of the machine.
+        machine: CPU model, usable cores, memory, instruction sets and JAX's device; no name of a host.
+        versions: of Python and of packages.
+        commit: of the checkout that measured; None outside of one.
+        dirty: whether package or scripts had changes that were not committed.
+        date: in UTC, as YYYY-MM-DD.
+        values: the figures: medians, quartiles and counts, not raw samples.
+    """
+
+    id: str
+    kind: str
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    commit: str | None
+    dirty: bool
+    date: str
+    values: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(ID, self.id):
+            raise InvalidConfig(f"a record's id is of lower-case letters, digits and hyphens; got {self.id!r}")
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
+            raise InvalidConfig(f"record {self.id}: expected a date as YYYY-MM-DD, got {self.date!r}")
+        if not self.values:
+            raise InvalidConfig(f"record {self.id} has no values")
+
+    @property
+    def file(self) -> str:
+        """The file's name: the id and what tells machines apart."""
+        parts = [self.machine["cpu"], str(self.machine["cores"])]
+        parts += [self.machine["kind"]] if self.machine["platform"] != "cpu" else []
+        return f"{self.id}@{re.sub(r'[^a-z0-9]+', '-', ' '.join(parts).lower()).strip('-')}.json"
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
+
+
+def add_record(add: Callable) -> None:
+    """Adds `--record` to a parser's or a group's `add_argument`."""
+    add("--record", metavar="ID", type=_id, help=f"write the figures to {FOLDER}/ID@MACHINE.json, see 'make figures'")
+
+
+def _id(text: str) -> str:
+    if not re.fullmatch(ID, text):
+        raise ValueError
+    return text
+
+
+_id.__name__ = "id of lower-case letters, digits and hyphens"  # argparse names it in its message
+
+
+def write(
+    identity: str, kind: str, words: Sequence[str], values: Mapping[str, Any], versions: Mapping[str, str] | None = None
+) -> pathlib.Path:
+    """Writes a record of this machine, as it is now, and returns the file's path.
+
+    Args:
+        identity: the record's id.
+        kind: what was measured.
+        words: the program and its arguments.
+        values: the figures.
+        versions: of packages beside Python, JAX and jaxspec.
+
+    Raises:
+        InvalidConfig: the id cannot name a file, or there are no values.
+    """
+    from jaxspec.bench import environment  # imports JAX
+
+    commit, dirty = environment.commit()
+    made = Measurement(
+        identity, kind, command(words), environment.machine(), environment.versions() | dict(versions or {}),
+        commit, dirty, datetime.datetime.now(datetime.UTC).date().isoformat(), values,
+    )  # fmt: skip
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / made.file
+    path.write_text(json.dumps(dataclasses.asdict(made), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def read(folder: pathlib.Path) -> list[Measurement]:
+    """Returns all records of a folder, by id and machine.
+
+    Raises:
+        InvalidConfig: a file is no record, or its name is not that of its id and machine.
+    """
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _read(path: pathlib.Path) -> Measurement:
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidConfig(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.keys() != set(FIELDS):
+        got = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise InvalidConfig(f"{path.name}: expected the fields {sorted(FIELDS)}, got {got}")
+    found = Measurement(**fields)
+    if path.name != found.file:
+        raise InvalidConfig(f"{path.name}: its id and machine make the name {found.file}")
+    return found
+
+
+def command(words: Sequence[str]) -> str:
+    """Returns a command line that holds nothing of this machine: no folders, and no `--record`."""
+    program, *rest = words
+    script = re.search(r"scripts/.*\.py$", os.path.abspath(program).replace(os.sep, "/"))
+    shown, skip = (["python", script[0]] if script else [program]), False
+    for word in rest:
+        if not skip and word != "--record" and not word.startswith("--record="):
+            option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            shown.append(option + equals + (os.path.basename(value.rstrip("/")) if os.path.isabs(value) else value))
+        skip = word == "--record"
+    return shlex.join(shown)
+
+
+def quartiles(values: Iterable[float], digits: int = 4) -> list[float]:
+    """Returns the first quartile, the median and the third, rounded to significant digits."""
+    import numpy as np
+
+    return [significant(value, digits) for value in np.percentile(list(values), (25, 50, 75))]
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """Returns a number rounded to so many significant digits."""
+    return float(f"{float(value):.{digits}g}")

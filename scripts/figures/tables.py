@@ -1,0 +1,255 @@
+"""Renders the figures of a record as a Markdown table, with one function for every kind of record."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def times(ratio: float) -> str:
+    """Returns a speed relative to plain decoding; below 1 it says so."""
+    return f"{ratio:.2f}" + (", slower" if round(ratio, 2) < 1 else "")
+
+
+def between(quartiles: Sequence[float], digits: int = 1) -> str:
+    low, median, high = (f"{value:.{digits}f}" for value in quartiles)
+    return f"{median} ({low} to {high})"
+
+
+def share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def widths(values: Values) -> str:
+    counts = [row["width"] for row in next(iter(values.values()))["rounds"] if row["capacity"] == 512]
+    rows = []
+    for dtype, found in values.items():
+        at = {(row["width"], row["capacity"]): row for row in found["rounds"]}
+        long = at[1, 8192]["times_width_1"]
+        cells = [f"{at[width, 512]['ms'][1]:.1f}" for width in counts]
+        rows.append([dtype, *cells, between(found["width_1_times_read"], 2), f"{long:.2f}"])
+    headings = ["ms per round", *(f"width {n}" for n in counts), "width 1, in reads of the weights",
+                "width 1 at capacity 8192, in those at 512"]  # fmt: skip
+    return table(headings, rows)
+
+
+def lookup(values: Values) -> str:
+    rows = []
+    for dtype, (copying, *ordinary) in values.items():
+        ratios = sorted(row["times_plain"][1] for row in ordinary)
+        middle = (ratios[len(ratios) // 2] + ratios[(len(ratios) - 1) // 2]) / 2
+        same = sum(row["same_text"] for row in (copying, *ordinary))
+        rows.append([dtype, f"{copying['plain_tokens_per_s'][1]:.1f}", between(copying["times_plain"], 2),
+                     between([ratios[0], middle, ratios[-1]], 2), f"{same} of {1 + len(ordinary)}"])  # fmt: skip
+    headings = ["weights", "plain, tokens/s", "copying with one change, times plain (quartiles)",
+                "ordinary prompts, median (range)", "same text as plain"]  # fmt: skip
+    return table(headings, rows)
+
+
+def compile_times(values: Values) -> str:
+    rows = [[name, f"{found[1]:.2f}"] for name, found in values["import_s"].items()]
+    rows += [
+        [f"compile SmolLM2-135M, 30 layers: {name}", f"{found:.0f}"] for name, found in values["compile_s"].items()
+    ]
+    rows += [[f"compile {row['layers']} narrow layers: plain, prompt-lookup",
+              f"{row['plain_s']:.0f}, {row['lookup_s']:.0f}"] for row in values["by_layers"]]  # fmt: skip
+    return table(["", "seconds"], rows)
+
+
+def memory(values: Values) -> str:
+    rows = [[found["source"], dtype, str(found["parameters_mib"]), str(found["loading_mib"]),
+             f"{found['loading_mib'] / found['parameters_mib']:.2f}"] for dtype, found in values.items()]  # fmt: skip
+    return table(["model", "weights", "parameters, MiB", "peak of loading, MiB", "times the parameters"], rows)
+
+
+def rules(values: Values) -> str:
+    trees = list(values)
+    columns = [(tree, setting) for tree in trees for setting in ("T 1", "top-p 0.9")]
+    names = dict.fromkeys(label.partition(": ")[2] for found in values.values() for label in found["ms"])
+    names = [name for name in names if name and " " not in name]
+
+    def cell(tree: str, label: str) -> str:
+        found = values[tree]["ms"]
+        if label not in found:
+            return ""
+        own, target = found[label][1], found["target call"][1]
+        return f"{own:.1f}" + ("" if label == "target call" else f" ({own / (own + target):.0%})")
+
+    rows = [["target's call", *(cell(tree, "target call") for tree, _ in columns)]]
+    rows += [[f"`{name}`", *(cell(tree, f"{setting}: {name}") for tree, setting in columns)] for name in names]
+    rows += [["for scale: a sort of the logits",
+              *(f"{values[tree]['ms']['a sort of the logits'][1]:.1f}" for tree, _ in columns)]]  # fmt: skip
+    vocab = values[trees[0]]["vocab"]
+    return table([f"ms, V = {vocab}", *(f"{tree}, {setting}" for tree, setting in columns)], rows)
+
+
+def overhead(values: Values) -> str:
+    rows = [[row["drafter"], row["sampling"], between(row["round_ms"]), between(row["target_ms"]),
+             between([100 * value for value in row["share"]]) + " %"] for row in values["rows"]]  # fmt: skip
+    return table([f"V = {values['vocab']}", "sampling", "round, ms", "target's call, ms", "everything else"], rows)
+
+
+def batches(values: Values) -> str:
+    rows = []
+    for dtype, found in values.items():
+        at = {(row["rows"], row["drafter"]): row for row in found}
+        drafters = [name for name in dict.fromkeys(row["drafter"] for row in found) if name != "none"]
+        for count in dict.fromkeys(row["rows"] for row in found):
+            cells = [f"{at[count, 'none']['tokens_per_s'][1]:.1f}"]
+            for name in drafters:
+                own = at[count, name]
+                cells += [times(own["times_plain"]), f"{own['tokens_per_round']:.2f}", f"{own['target_cost']:.2f}"]
+            rows.append([dtype, str(count), *cells])
+    headings = ["weights", "rows", "plain, tokens/s"]
+    for name in drafters:
+        headings += [f"`{name}`, times plain", "its tokens per round", "the target at that width, times width 1"]
+    return table(headings, rows)
+
+
+def bench(values: Values) -> str:
+    parts = []
+    for run in values["runs"]:
+        rows, several = [], len(values["runs"]) > 1
+        tasks = list(run["methods"]["none"]["tasks"])
+        for name, found in run["methods"].items():
+            if name in run["peers"]:
+                continue
+            plain = name == "none"
+            cells = [times(found["tasks"][task]["times_plain"]) if not plain else
+                     f"{found['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks]  # fmt: skip
+            rows.append([
+                "none: plain decoding" if plain else f"`{name}`",
+                f"{found['tokens_per_s']:.1f}", times(found["times_plain"]), *cells,
+                f"{found['tokens_per_round']:.2f}", "" if plain else share(found["acceptance_rate"] or 0),
+                "" if plain else f"{found['same_texts']} of {found['prompts']}"
+                + (f", {found['certified']} certified" if found["certified"] else ""),
+            ])  # fmt: skip
+        for name in run["peers"]:
+            found = run["methods"][name]
+            rows.append([name, f"{found['tokens_per_s']:.1f}", times(found["times_plain"]),
+                         *(f"{found['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks), "", "",
+                         f"{found['same_texts']} of {found['prompts']}"])  # fmt: skip
+        headings = ["drafter", "tokens/s", "times plain", *tasks, "tokens per round", "accepted", "same text as plain"]
+        title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
+        parts.append(title + table(headings, rows))
+    return "\n".join(parts)
+
+
+def acceptance(values: Values) -> str:
+    rows = []
+    for run in values["runs"]:
+        for row in run["figures"]:
+            interval = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
+            where = [f"{run['sampling'][name]:g}" for name in ("temperature", "top_p")]
+            shares = f"{row['acceptance']:.3f}{interval}", f"{row['optimum']:.3f}"
+            rows.append([*where, str(row["children"]), f"`{row['rule']}`", *shares])
+    return table(["temperature", "top-p", "children", "rule", "acceptance (95 %)", "optimum"], rows)
+
+
+def tune(values: Values) -> str:
+    took, accepted = values["round_s"], [None, *values["acceptance_by_depth"]]
+    rows = [[str(depth), f"{took[str(depth)] * 1e3:.1f}" if str(depth) in took else "",
+             share(accepted[depth]) if depth else "", times(speedup)]
+            for depth, speedup in enumerate(values["speedup_by_depth"])]  # fmt: skip
+    return table(["depth", "ms per round", "accepted", "times plain, predicted"], rows)
+
+
+def compare_rules(values: Values) -> str:
+    rows = []
+    for row in (*values["steps"], *values["rounds"]):
+        digits, value = (3, row["acceptance"]) if "acceptance" in row else (2, row["tokens_per_round"])
+        gap = row["difference"]
+        rows.append([f"{row['temperature']:g}, {row['top_p']:g}", str(row.get("tree", row.get("children"))),
+                     f"`{row['rule']}`", f"{value:.{digits}f} ({row['low']:.{digits}f} to {row['high']:.{digits}f})",
+                     "" if not gap or row["rule"] == "coupled" else
+                     f"{gap[0]:+.{digits}f} ({gap[1]:+.{digits}f} to {gap[2]:+.{digits}f})"])  # fmt: skip
+    headings = [
+        "T, top-p",
+        "children or tree",
+        "rule",
+        "acceptance or tokens per round (95 %)",
+        "less `coupled` (95 %)",
+    ]
+    return table(headings, rows)
+
+
+def pair(values: Values) -> str:
+    rows = [[f"{row['temperature']:g}", f"{row['top_p']:g}", row["tree"], f"`{row['rule']}`",
+             between([row["tokens_per_round_95"][0], row["tokens_per_round"], row["tokens_per_round_95"][1]], 2),
+             share(row["acceptance_rate"]), times(row["speedup_from_calls"])] for row in values["rows"]]  # fmt: skip
+    calls = ", ".join(f"{ms:.0f} at width {width}" for width, ms in values["target_ms"].items())
+    headings = ["temperature", "top-p", "tree", "rule", "tokens per round (95 %)", "accepted", "times plain, by calls"]
+    return table(headings, rows) + (
+        f"\nThe target's call takes {calls}, the draft's {values['draft_ms']:.0f} (milliseconds). "
+        f"{values['same_texts']} of {values['texts']} texts equal plain decoding's. "
+        f"Peak memory: {values['peak_gib']:.1f} GiB.\n"
+    )
+
+
+def schedules(values: Values) -> str:
+    rows = [[way, times(found["times_plain"]), f"{found['least']:.2f} to {found['most']:.2f}"]
+            for way, found in values["ways"].items()]  # fmt: skip
+    return table([f"`{values['drafter']}`, {values['prompts']} prompts", "times plain", "by prompt"], rows)
+
+
+def tpu(values: Values) -> str:
+    columns = list(dict.fromkeys((row["chip"], row["mesh"]) for row in values["rows"]))
+    at = {(row["drafter"], row["chip"], row["mesh"]): row for row in values["rows"]}
+
+    def line(first: str, name: str, moved: str, ms: str) -> list[str]:
+        found = [at.get((name, *column)) for column in columns]
+        return [first, *("" if row is None else "does not fit" if moved not in row else
+                         f"{row[moved]:.2f} GB, {row[ms]:.2f} ms" for row in found)]  # fmt: skip
+
+    names = list(dict.fromkeys(row["drafter"] for row in values["rows"]))
+    rows = [line("the target's matrices alone", names[0], "weights_gb", "ms_weights_alone")]
+    rows += [line(f"`{name.partition(',')[0]}`{name[name.find(',') :] if ',' in name else ''}", name, "moved_gb",
+                  "ms_by_bytes") for name in names]  # fmt: skip
+    return table(["drafter", *(f"{chip}, {mesh}" for chip, mesh in columns)], rows)
+
+
+def gtest(values: Values) -> str:
+    return table(
+        ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be found"],
+        [[str(values["cells"]), str(values["texts"]), f"{values['least_p']:.2g}", str(values["impossible"]),
+          f"{values['detectable_bias']:.2g}"]],
+    )  # fmt: skip
+
+
+def mutants(values: Values) -> str:
+    return table(
+        ["bugs of other systems, reintroduced", "found by the tests"], [[str(values["bugs"]), str(values["found"])]]
+    )
+
+
+def llama_cpp(values: Values) -> str:
+    rows = [[name, f"{found['same_ids']} of {found['encoded']}", f"{found['same_choices']} of {found['choices']}",
+             f"{found['same_texts']} of {found['texts']}", f"{found['largest_gap']:.2g}"]
+            for name, found in values.items()]  # fmt: skip
+    return table(
+        ["GGUF file", "texts with equal ids", "equal greedy choices", "equal texts", "largest gap, logits"], rows
+    )
+
+
+def heads(values: Values) -> str:
+    count = len(values["top1"])
+    parts = table(["", *(f"head {i}" for i in range(count))],
+                  [[name, *(f"{found:.3f}" for found in values[key])] for name, key in
+                   (("top-1", "top1"), ("top-5", "top5"))])  # fmt: skip
+    rows = [[f"{row['temperature']:g}", f"`{row['rule']}`",
+             between([row["interval"][0], row["tokens_per_round"], row["interval"][1]], 2)]
+            for row in values["rounds"]]  # fmt: skip
+    return parts + "\n" + table(["temperature", "rule", f"tokens per round, {values['nodes']} nodes (95 %)"], rows)
+
+
+RENDERERS: dict[str, Callable[[Values], str]] = {
+    "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
+    "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
+    "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
+    "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads,
+}  # fmt: skip
