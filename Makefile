@@ -14,7 +14,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test slow tpu mutants test-all notebooks figures lint format clean
+.PHONY: help demo quick test slow tpu mutants test-all notebooks figures docs site lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,8 +48,17 @@ test-all: test slow tpu mutants ## run all of these
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)
 
-figures: $(VENV)/core.stamp ## write the figures of README and docs from the records in measurements/
+figures: $(VENV)/core.stamp ## write what README and docs take from records and code: figures, tables of members, pictures
 	$(RUN) -m scripts.figures $(ARGS)
+	$(RUN) -m scripts.docs
+
+docs: $(VENV)/dev.stamp site ## run the examples of the documentation, and build the site
+	$(RUN) -m pytest tests/house/test_docs.py tests/house/test_readme.py tests/house/test_site.py $(JOBS) $(ARGS)
+
+site: $(VENV)/docs.stamp ## build the site into build/site; a broken link or a page that no other lists fails
+	$(RUN) -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \
+	  --conf-dir docs --doctree-dir build/doctrees --builder html . build/site
+	@echo "build/site/index.html"
 
 lint: $(VENV)/dev.stamp ## check style and types
 	$(RUN) -m ruff check .
@@ -67,6 +76,11 @@ clean: ## remove environments, caches and builds
 # An environment follows pyproject.toml: when that is newer than the stamp, pip looks again.
 $(VENV)/dev.stamp: $(VENV)/core.stamp
 	$(INSTALL) '.[test,lint,notebooks]'
+	@touch $@
+
+# What builds the site, apart from what runs the tests.
+$(VENV)/docs.stamp: $(VENV)/core.stamp
+	$(INSTALL) '.[docs]'
 	@touch $@
 
 $(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml

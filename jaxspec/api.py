@@ -119,7 +119,7 @@ def generate(
             rounded up.
 
     Returns:
-        An `Output`: a sequence of `Generation`s, with timing, statistics and a session.
+        An `Output`: a sequence of `Generation` objects, with timing, statistics and a session.
 
     Raises:
         JaxspecError: an argument is invalid; raised before anything compiles.
@@ -172,7 +172,7 @@ def stream(
     rounds: int = STEP,
     verbose: bool = True,
 ) -> Stream:
-    """Starts generating text as `generate` does: iterate over the `Chunk`s, then read `.output`.
+    """Starts generating text as `generate` does: iterate over its chunks, then read `.output`.
 
     Args:
         target: target model; see `load`.

@@ -5,14 +5,14 @@ width, L layers, H key/value heads, K head width, T tokens in a window, P earlie
 
 Invariants; each has a test of its name in `tests/decode/test_invariants.py`:
 
-root_is_pending: the root is committed text and not yet in the target's cache: `cache.length == length - 1`.
-scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.
-capacity_covers_the_window: S is at least prompt + new tokens + N; `dynamic_update_slice` clamps silently.
-cache_equals_fresh_prefill: after every round, cache and text are those of a fresh prefill of the text; a draft
-    model's cache, which may end sooner, is one as far as it goes.
-every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens a round, before the cuts.
-finished_rows_stand_still: a finished row computes on, and moves no cursor, text, log or drafter state.
-non_finite_never_reaches_the_cache: what is not finite in a window is not committed.
+- root_is_pending: the root is committed text and not yet in the target's cache: `cache.length == length - 1`.
+- scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.
+- capacity_covers_the_window: S is at least prompt + new tokens + N; `dynamic_update_slice` clamps silently.
+- cache_equals_fresh_prefill: after every round, cache and text are those of a fresh prefill of the text; a draft
+  model's cache, which may end sooner, is one as far as it goes.
+- every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens a round, before the cuts.
+- finished_rows_stand_still: a finished row computes on, and moves no cursor, text, log or drafter state.
+- non_finite_never_reaches_the_cache: what is not finite in a window is not committed.
 """
 
 import enum

@@ -18,7 +18,9 @@ def check_widths(widths: tuple[int, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """Drafts to one depth in every round. Its state is that depth, so that a state may be given another one.
+    """Drafts to the same depth in every round.
+
+    Its state is that depth, so that another one can be set in a state.
 
     Attributes:
         length: the depth; None for all of the tree. Of a chain: a chain of that length costs less.

@@ -31,7 +31,7 @@ class ModelState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """Draws each node's children from the model's law.
+    """Draws from the law of a second, smaller language model of the same vocabulary.
 
     Attributes:
         model: the draft model, of the target's vocabulary.

@@ -13,7 +13,7 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 
 @dataclasses.dataclass(frozen=True)
 class NoDraft:
-    """Proposes nothing.
+    """Proposes nothing: plain decoding.
 
     With a tree, and `widths=()` in the decoder, every target call has the width of that tree, so the text is
     bit for bit that of any drafter on the same tree.

@@ -20,7 +20,7 @@ from jaxspec.errors import InvalidConfig
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Drafts a chain from the row's own text, wherever its ending stood before.
+    """Copies what followed the last place where the text ended in the same tokens: a chain.
 
     Attributes:
         tree: a chain.

@@ -20,7 +20,7 @@ from jaxspec.rules._siblings import excess
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Block verification of chains; `Traversal` is its form for trees."""
+    """Accepts a prefix of a chain by the probability ratios of the whole prefix (block verification)."""
 
     noise = Noise.FRESH
     lossless = True

@@ -45,7 +45,9 @@ class Tolerant:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade:
-    """Rejection sampling against `transform(target, draft)` in place of the target's law.
+    """Accepts as rejection sampling does, with a mixture of both laws in place of the target's.
+
+    The mixture is `transform(target, draft)`.
 
     Nodes without proposed children keep the target's law.
 

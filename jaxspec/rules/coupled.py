@@ -20,7 +20,7 @@ from jaxspec.core.tree import TreeShape
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """Coupled verification, the default rule; see the module."""
+    """Accepts a drafted token if the target draws the same one with the same noise; see the module."""
 
     noise = Noise.SHARED
     lossless = True

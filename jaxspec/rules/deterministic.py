@@ -18,7 +18,7 @@ from jaxspec.rules._siblings import child_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Deterministic:
-    """Accepts children by their target probability alone. Drafters draw without noise, and no draft law is read."""
+    """Accepts a drafted token with its probability under the target. No law of the draft is read."""
 
     noise = Noise.NONE
     lossless = True

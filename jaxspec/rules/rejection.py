@@ -17,7 +17,7 @@ from jaxspec.rules._siblings import sequential_acceptance
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Accepts a drafted token with probability min(1, target / draft); see the module."""
+    """Accepts a drafted token with probability min(1, target / draft), siblings in order; see the module."""
 
     noise = Noise.FRESH
     lossless = True

@@ -19,7 +19,7 @@ from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
 
 @dataclasses.dataclass(frozen=True)
 class Traversal:
-    """Traversal verification of any tree whose siblings are drawn without replacement; see the module."""
+    """Accepts a path of any tree, tested from its leaf to the root; on a chain it is block verification."""
 
     noise = Noise.FRESH
     lossless = True

@@ -20,7 +20,7 @@ ENTROPY_FACTOR = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Confidence(Constant):
-    """Drafts no children below nodes whose confidence is less than `threshold`.
+    """Stops drafting below a node where the draft model is unsure of the next token.
 
     Attributes:
         threshold: 0 to 1.

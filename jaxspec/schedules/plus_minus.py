@@ -24,7 +24,7 @@ class DepthState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlusMinus:
-    """Increases the depth after full acceptance and decreases it otherwise; see the module.
+    """Drafts two tokens deeper after a fully accepted draft, one less deep after any other.
 
     Attributes:
         first: the depth of the first draft.

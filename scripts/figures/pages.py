@@ -22,21 +22,17 @@ def pages() -> list[pathlib.Path]:
 
 
 def rendered(text: str, records: Sequence[Measurement]) -> str:
-    """Returns a page with its blocks rendered.
-
-    Raises:
-        KeyError: there is no record for a block.
-    """
+    """Returns a page with its blocks rendered."""
     return BLOCK.sub(lambda match: f"{match[1]}{block(match[2], records)}{match[3]}", text)
 
 
 def block(name: str, records: Sequence[Measurement]) -> str:
-    """Returns the Markdown of a block, one table per machine."""
+    """Returns the Markdown of a block, one table per machine; of one without a record, a line that says so."""
     if name == "headline":
         return headline(records)
     found = [record for record in records if record.id == name]
     if not found:
-        raise KeyError(f"no record has the id {name!r}; measure with --record {name}")
+        return f"Not measured on this version yet (`--record {name}`).\n"
     return "\n".join(f"{RENDERERS[record.kind](record.values)}\n{provenance(record)}\n" for record in found)
 
 
@@ -90,6 +86,8 @@ def headline(records: Sequence[Measurement]) -> str:
     """Returns a table of results, with the machine of each below; the newest record of an id."""
     newest = {record.id: record for record in sorted(records, key=lambda record: record.date)}
     rows = [[said, shown(newest[name].values), f"`{name}`"] for said, name, shown in HEADLINE if name in newest]
+    if not rows:
+        return "Not measured on this version yet.\n"
     used = [newest[name] for name in dict.fromkeys(name for _, name, _ in HEADLINE) if name in newest]
     return table(["SmolLM2-135M-Instruct", "", "record"], rows) + "\n" + "".join(
         f"{line}\n" for line in origins(used))  # fmt: skip

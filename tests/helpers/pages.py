@@ -19,6 +19,8 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
+    """Returns the blocks of a page in their order, without directives of the site such as ```{toctree}."""
     text = (ROOT / page).read_text()
-    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: match.start()].count("\n") + 2, match[1], match[2]) for match in fences]
+    fences = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = [Block(page, text[: match.start()].count("\n") + 2, match[1], match[2]) for match in fences]
+    return [block for block in found if not block.language.startswith("{")]

@@ -1,0 +1,71 @@
+"""Sphinx configuration of the documentation site: `make docs` builds it into build/site.
+
+The source directory is the repository, so that pages link to notebooks, CHANGELOG.md and CONTRIBUTING.md by the same
+paths on the site and in the repository. Notebooks are rendered with their saved outputs. Nothing is fetched, neither
+when the site is built nor when it is read.
+"""
+
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jaxspec  # noqa: E402
+
+project = "jaxspec"
+author = "The jaxspec authors"
+copyright = author
+version = release = jaxspec.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "notebooks/*.ipynb", "CHANGELOG.md", "CONTRIBUTING.md"]
+exclude_patterns = [".*", "build", "dist", "**/.*"]
+
+html_theme = "furo"
+html_title = f"jaxspec {release}"
+html_extra_path = ["site"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+html_theme_options = {"footer_icons": []}
+pygments_style = "default"
+pygments_dark_style = "github-dark"
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_ipywidgets_js: dict = {}
+myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline"]
+
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!jaxspec\.).*"),  # names of other packages: resolving them would need their inventories
+    ("py:obj", r".*"),  # names in backquotes become links where they can
+]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_class_signature = "mixed"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
+python_display_short_literal_types = True
+smartquotes_action = "D"
+default_role = "py:obj"
+toc_object_entries_show_parents = "hide"
+
+
+def _name_publicly() -> None:
+    """Documents public names as `jaxspec.name`, not by the module that defines them."""
+    for names in jaxspec._MODULES.values():
+        for name in names:
+            getattr(jaxspec, name).__module__ = "jaxspec"
+
+
+_name_publicly()

@@ -1,0 +1,107 @@
+"""Renders the tables of drafters, rules and schedules into README.md and docs/*.md.
+
+    python -m scripts.docs.members
+
+A block between `<!-- members: drafters -->` and `<!-- /members -->` is replaced by the table of the registry's members
+(`rules` and `schedules` likewise). A row comes from the member's class: the first paragraph of its docstring, and what
+it declares. `tests/house/test_site.py` compares.
+"""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import Rule
+from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
+from jaxspec.errors import InvalidConfig
+from jaxspec.generation.drafting import Drafting
+from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
+
+ROOT = pathlib.Path(__file__).parents[2]
+BLOCK = re.compile(r"(<!-- members: (\w+) -->\n).*?(<!-- /members -->)", re.DOTALL)
+NOISE = {Noise.SHARED: "the target's noise", Noise.FRESH: "noise of its own", Noise.NONE: "no noise"}
+DEFAULTS = {"drafter": Drafting().drafter, "rule": Drafting().rule, "schedule": "constant"}
+
+
+def pages() -> list[pathlib.Path]:
+    """Returns the pages that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def summary(member: type) -> str:
+    """Returns the first paragraph of a class's docstring, as a cell of a table."""
+    paragraph = (inspect.getdoc(member) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).rstrip(".").removesuffix("; see the module").replace("|", "\\|")
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def drafter_row(drafter: Any) -> list[str]:
+    return [summary(drafter), listed(sorted(drafter.takes, key=lambda name: (name != "tree", name)))]
+
+
+def accepts(rule: Rule, topology: Topology | Dynamic) -> bool:
+    """Returns whether a rule verifies trees of this kind."""
+    if topology.shape.pruned and rule.noise is Noise.FRESH:
+        return False
+    try:
+        rule.check(topology.shape)
+    except InvalidConfig:
+        return False
+    return True
+
+
+def rule_row(rule: Any) -> list[str]:
+    member = rule()
+    kinds = {"chains": chain(2), "trees": branching(2, 2), "dynamic": dynamic()}
+    takes = [kind for kind, topology in kinds.items() if accepts(member, topology)]
+    return [summary(rule), NOISE[member.noise], ", ".join(takes), "yes" if member.lossless else "no"]
+
+
+def schedule_row(schedule: Any) -> list[str]:
+    return [summary(schedule), listed(field.name for field in dataclasses.fields(schedule))]
+
+
+TABLES = {
+    "drafters": ("drafter", DRAFTERS, ["what it proposes", "takes"], drafter_row),
+    "rules": ("rule", RULES, ["what it does", "drafts are drawn with", "trees", "lossless"], rule_row),
+    "schedules": ("schedule", SCHEDULES, ["what it does", "settings"], schedule_row),
+}
+
+
+def table(name: str) -> str:
+    """Returns the table of one kind of member, of jaxspec's own."""
+    kind, members, columns, row = TABLES[name]
+    return render(kind, members, columns, row)
+
+
+def render(kind: str, members: Members, columns: list[str], row: Any) -> str:
+    lines = [[kind, *columns], ["---"] * (1 + len(columns))]
+    for name in filter(members.own, members):
+        first = f"`{name}`" + " (default)" * (name == DEFAULTS[kind])
+        lines.append([first, *row(find(kind, name))])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def rendered(page: str) -> str:
+    """Returns a page's text with its tables of members as they should be."""
+    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], page)
+
+
+def main() -> None:
+    """Rewrites the tables of every page."""
+    for path in pages():
+        before = path.read_text()
+        if (after := rendered(before)) != before:
+            path.write_text(after)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

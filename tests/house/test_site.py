@@ -1,0 +1,76 @@
+"""Tests that the documentation keeps up with the code: tables of members, pictures, floors, reference, links."""
+
+import os
+import re
+
+import pytest
+
+import jaxspec
+from helpers.paths import ROOT, TESTS
+from house.test_house import FLOORS
+from scripts.docs import members, pictures
+
+pytestmark = pytest.mark.quick
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README_LINES = 150
+
+
+def name(path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("path", members.pages(), ids=name)
+def test_tables_of_members_are_those_of_the_registry(path):
+    """`make figures` writes them."""
+    text = path.read_text()
+    assert text.count("<!-- members:") == len(members.BLOCK.findall(text)) == text.count("<!-- /members -->")
+    assert members.rendered(text) == text
+
+
+def test_every_table_of_members_is_in_the_documentation():
+    shown = {match[1] for path in members.pages() for match in members.BLOCK.findall(path.read_text())}
+    assert shown == members.TABLES.keys()
+
+
+@pytest.mark.parametrize("kind", members.TABLES)
+def test_a_new_member_needs_no_edit_of_a_table(kind, monkeypatch):
+    singular, registry, *_ = members.TABLES[kind]
+    monkeypatch.setitem(registry, "another", registry[next(iter(registry))])
+    assert "\n| `another` | " in members.table(kind), singular
+
+
+@pytest.mark.parametrize("path", pictures.PICTURES)
+def test_pictures_are_those_that_are_drawn(path):
+    assert (ROOT / path).read_text() == pictures.PICTURES[path]()
+
+
+def test_the_architecture_names_every_package_on_its_floor():
+    assert [set(names) for names in pictures.floors()] == list(FLOORS)
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs/api/jaxspec.md").read_text()
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)", page, re.MULTILINE)
+    assert sorted(listed) == sorted(public for names in jaxspec._MODULES.values() for public in names)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_and_named_tests_exist(path):
+    text = path.read_text()
+    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        assert os.path.exists(path.parent / link), link
+    known = {test.name for test in TESTS.rglob("test_*.py")}
+    assert set(re.findall(r"\b(test_\w+\.py)", text)) <= known
+    for file in re.findall(r"`((?:jaxspec|tests|scripts)/(?!\w+/my_)[\w/]+\.py)`", text):
+        assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_nobody_is_told_to_install_the_other_project(path):
+    for line in path.read_text().splitlines():
+        assert "pip install jaxspec" not in line or "never" in line
