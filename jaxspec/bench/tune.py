@@ -152,36 +152,42 @@ def _play(
     resumed, stats = [], []
     for i, prompt in enumerate(prompts):
         request = inputs.make_request([prompt], keys[i : i + 1], settings, max_new_tokens, stops, slots)
-        session = _Rounds(decoder, weights, request, slots)
+        rounds = _Rounds(Session(decoder, weights, request, slots))
         if not i:
-            session.play(0)  # compiles
-        session.by_turns(seconds)
-        resumed += session.resumed
-        stats.append(session.stats())
+            rounds.play(0)  # compiles
+        rounds.by_turns(seconds)
+        resumed += rounds.resumed
+        stats.append(rounds.stats())
         if progress:
             progress(i + 1, len(prompts))
     return seconds, resumed, Stats.total(stats)
 
 
-class _Rounds(Session):
-    """A decode of one row, round by round, each of a depth that is given."""
+class _Rounds:
+    """Decodes one row round by round, each to a depth of the caller's choice.
 
-    resumed: list[tuple[int, float]]  # rounds without a draft, and the seconds of the one of depth 1 after
+    Attributes:
+        resumed: rounds without a draft, and the seconds of the round of depth 1 that followed them.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self.resumed: list[tuple[int, float]] = []
 
     def play(self, depth: int) -> tuple[float, bool]:
-        """One round: its seconds, and whether anything was drafted."""
-        self.state = self.state._replace(schedule=jnp.full((1,), depth, jnp.int32))
-        before, at = self.timing.decode_s, int(self.state.round[0])
-        self.run(1)
-        return self.timing.decode_s - before, bool(np.asarray(self.state.log[0, at, 2]) > 0)
+        """Runs one round; returns its seconds, and whether anything was drafted."""
+        session = self._session
+        before, at = session.timing.decode_s, int(session.state.round[0])
+        session.run(1, max_depth=depth)
+        return session.timing.decode_s - before, bool(np.asarray(session.state.log[0, at, 2]) > 0)
 
     def by_turns(self, seconds: dict[int, list[float]]) -> None:
-        """All depths, those that the others' costs are drawn between first, until the text ends."""
-        self.resumed, idle = [], False
-        while self.running:
-            for depth in in_turn(self.decoder.drafter.shape.depth):
+        """Runs rounds of all depths until the text ends, and adds their seconds by depth; see `in_turn`."""
+        idle = False
+        while self._session.running:
+            for depth in in_turn(self._session.decoder.drafter.shape.depth):
                 for turn in range(TURN):
-                    if not self.running:
+                    if not self._session.running:
                         return
                     took, drafted = self.play(depth)
                     if turn and drafted == (depth > 0):
@@ -189,14 +195,14 @@ class _Rounds(Session):
             if not idle:
                 idle = True
                 for _ in range(IDLE):
-                    if self.running:
+                    if self._session.running:
                         self.play(0)
-                if self.running:
+                if self._session.running:
                     took, drafted = self.play(1)
                     self.resumed += [(IDLE + TURN, took)] * drafted
 
     def stats(self) -> Stats:
-        return Stats.from_log(np.asarray(self.state.log[0]), self.decoder.drafter.calls)
+        return Stats.from_log(np.asarray(self._session.state.log[0]), self._session.decoder.drafter.calls)
 
 
 def some_widths(tree: Topology) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Advance, Context, Ends, Params, Played, Proposal, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology, TreeShape
+from jaxspec.errors import InvalidConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +138,22 @@ class Rule(Protocol):
             InvalidConfig: saying which it takes.
         """
         ...
+
+
+def refuse_pruned(rule: Rule, shape: TreeShape) -> None:
+    """Refuses dynamic trees; for the `check` of rules that weigh the law their drafts were sampled from.
+
+    A dynamic tree keeps only the likeliest of the sampled tokens, and those are not a sample of the law.
+
+    Raises:
+        InvalidConfig: the tree is dynamic.
+    """
+    if shape.pruned:
+        raise InvalidConfig(
+            f"{type(rule).__name__} weighs the law its drafts were sampled from, and a dynamic tree keeps only the "
+            "likeliest, which are no sample; use a rule whose drafter draws with the target's noise or with none "
+            "('coupled', 'deterministic'), or a fixed tree"
+        )
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxspec.core import cache as caches
 from jaxspec.core import noise, sizes
@@ -23,13 +23,12 @@ from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.records import Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
-from jaxspec.decode import logprobs
+from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.proposal import first_nodes, kept, rooted
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verdict import judge
-from jaxspec.errors import InvalidConfig
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -44,10 +43,11 @@ class Decoder:
         rule: decides what of them is kept.
         schedule: decides how deep they may be.
         chunk: tokens of a prompt read at once.
-        widths: of the target calls, besides that of the whole tree and those of the schedule. A round runs at the
-            smallest that holds every node some row has a draft at; by default one without a draft runs at width one.
-            With none every call has the tree's width: the width-matched reference, whose bits do not depend on the
-            drafts.
+        widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
+            the schedule. A round runs at the smallest width that holds every drafted node of every row; by default a
+            round without drafts runs at width 1.
+        width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. The
+            bits of the text then do not depend on the drafter.
         top_logprobs: the likeliest tokens, and their log-probabilities, that are recorded beside every emitted token of
             a row that asks for log-probabilities; see `Request`.
     """
@@ -58,119 +58,39 @@ class Decoder:
     schedule: Schedule = Constant()
     chunk: int = sizes.CHUNK
     widths: tuple[int, ...] = (1,)
+    width_matched: bool = False
     top_logprobs: int = 0
 
     def __post_init__(self):
-        shape = self.drafter.shape
-        if shape.pruned and self.rule.noise is Noise.FRESH:
-            raise InvalidConfig(
-                f"{type(self.rule).__name__} weighs the law its drafts were sampled from, and a dynamic tree keeps "
-                "only the likeliest, which are no sample; use a rule whose drafter draws with the target's noise or "
-                "with none ('coupled', 'deterministic'), or a fixed tree"
-            )
-        self.rule.check(shape)
+        self.rule.check(self.drafter.shape)
+
+    @functools.cached_property
+    def call_widths(self) -> tuple[int, ...]:
+        """The widths of target calls, in ascending order; the last is the number of nodes of the tree."""
+        nodes = self.drafter.shape.nodes
+        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths}
+        return (*sorted(width for width in narrower if width < nodes), nodes)
 
     def slots(self, length: int) -> int:
         """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
         return sizes.slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
-        """The state of a batch of prompts, before anything was read. `capacity`: see `slots`."""
-        batch, size = request.tokens.shape
-        cache = self.target.init_cache(batch, capacity)
-        slots = cache.kv.keys.shape[3]
-        tokens = jnp.zeros((batch, slots), jnp.int32).at[:, :size].set(request.tokens)
-        zeros = jnp.zeros((batch,), jnp.int32)
-        return State(
-            tokens=tokens,
-            length=request.count,
-            start=request.count,
-            limit=request.count + request.new_tokens,
-            status=jnp.where(request.new_tokens > 0, Status.RUNNING, Status.LENGTH).astype(jnp.int32),
-            key=request.key,
-            stop_ids=request.stop_ids,
-            sampling=request.sampling,
-            cache=cache,
-            absorbed=zeros,
-            draft=self.drafter.init(weights.draft, batch, slots),
-            schedule=self.schedule.init(batch, self.drafter.shape),
-            log=jnp.zeros((batch, slots, 3 + self.drafter.shape.depth), jnp.int32),
-            round=zeros,
-            recorded=request.logprobs,
-            logprobs=None if request.logprobs is None else logprobs.empty(batch, slots, self.top_logprobs),
-        )
-
-    def extend(self, state: State, request: Request) -> State:
-        """The state with more text appended (the next turn of a chat; nothing is fine too) and a new budget.
-
-        Only the new tokens will be read. `request.key` is not used: a row keeps its key, its noise is a
-        function of the position.
-        """
-        if state.recorded is None and request.logprobs is not None:
-            raise InvalidConfig("the state records no log-probabilities: its first request had logprobs None")
-        rows = jnp.arange(state.length.shape[0])[:, None]
-        places = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may stand past the end
-        tokens = state.tokens.at[rows, places].set(request.tokens, mode="drop")
-        length = state.length + request.count
-        return state._replace(
-            tokens=tokens,
-            length=length,
-            start=length,
-            limit=length + request.new_tokens,
-            status=jnp.where(request.new_tokens > 0, Status.RUNNING, Status.LENGTH).astype(jnp.int32),
-            stop_ids=request.stop_ids,
-            sampling=request.sampling,
-            log=jnp.zeros_like(state.log),
-            round=jnp.zeros_like(state.round),
-            recorded=state.recorded if request.logprobs is None else request.logprobs,
-        )
-
-    def row_axes(self, weights: Weights, request: Request, capacity: int) -> State:
-        """The axis along which each leaf of a state of such requests has its rows; -1: it has none. Shapes will do."""
-
-        def of(batch: int) -> State:
-            rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), request)
-            return jax.eval_shape(lambda weights, rows: self.init(weights, rows, capacity), weights, rows)
-
-        def axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
-            return next((i for i, (m, n) in enumerate(zip(one.shape, two.shape)) if m != n), -1)
-
-        return jax.tree.map(axis, of(1), of(2))
-
-    def replace(self, weights: Weights, state: State, fresh: State, place: Int[Array, "1"]) -> State:
-        """The state with the row at `place` taken by the only row of `fresh`, of the same capacity; -1: by none."""
-        settings = fresh.sampling, fresh.recorded
-        like = Request(fresh.tokens, fresh.length, fresh.limit, fresh.key, fresh.stop_ids, *settings)
-        at = jnp.maximum(place[0], 0)
-
-        def put(old: Array, new: Array, axis: int) -> Array:
-            if axis < 0:
-                return old
-            new = jnp.where(place[0] < 0, lax.dynamic_slice_in_dim(old, at, 1, axis), new)
-            return lax.dynamic_update_slice_in_dim(old, new, at, axis)
-
-        return jax.tree.map(put, state, fresh, self.row_axes(weights, like, state.tokens.shape[1]))
-
-    def truncate(self, weights: Weights, state: State, length: Int[Array, "B"]) -> State:
-        """The state with its text cut. What drafters took in cannot be taken back: all is read again."""
-        batch, slots = state.tokens.shape
-        return state._replace(
-            length=length,
-            cache=state.cache._replace(length=jnp.zeros_like(length)),
-            absorbed=jnp.zeros_like(length),
-            draft=self.drafter.init(weights.draft, batch, slots),
-        )
+        """Returns the state of a batch of prompts before any of them is read; `slots` computes `capacity`."""
+        members = self.target, self.drafter, self.schedule
+        return lifecycle.init(*members, weights, request, capacity, self.top_logprobs)
 
     def prefill(self, weights: Weights, state: State) -> State:
         """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it."""
         return prefill(self.target, self.drafter, self.chunk, weights, state)
 
-    def step(self, weights: Weights, state: State) -> State:
-        """One round: every running row emits 1 to D + 1 tokens."""
+    def step(self, weights: Weights, state: State, max_depth: Array | int | None = None) -> State:
+        """One round: every running row emits 1 to D + 1 tokens, and drafts no deeper than `max_depth`."""
         shape = self.drafter.shape
+        deepest = shape.depth if max_depth is None else jnp.minimum(max_depth, shape.depth)
         wanted = jnp.any(state.sampling.temperature >= GREEDY)
         running = state.status == Status.RUNNING
-        limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, shape.depth), 0)
+        limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, deepest), 0)
 
         shared = None
         if self.rule.noise is Noise.SHARED and self.drafter.draws:
@@ -194,18 +114,32 @@ class Decoder:
 
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
-        wished = {*self.widths, *self.schedule.widths} if self.widths else set()
-        widths = (*sorted(width for width in wished if width < shape.nodes), shape.nodes)
 
         def verify(width: int) -> Outcome:
             return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted, shared)
 
+        widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
         outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
-    def run(self, weights: Weights, state: State, max_rounds: Array | int = FOREVER, least: Array | int = 1) -> State:
-        """Rounds while at least `least` rows are running, `max_rounds` at most; both may be traced."""
+    def run(
+        self,
+        weights: Weights,
+        state: State,
+        max_rounds: Array | int = FOREVER,
+        least: Array | int = 1,
+        max_depth: Array | int | None = None,
+    ) -> State:
+        """Runs rounds while at least `least` rows are running.
+
+        Args:
+            weights: parameters of target and drafter.
+            state: after prefill.
+            max_rounds: the most rounds that are run; may be traced.
+            least: the number of running rows below which the loop ends, or one for each; may be traced.
+            max_depth: the depth that no round drafts beyond; may be traced. None for the depth of the tree.
+        """
         least = jnp.maximum(jnp.max(least), 1)
 
         def going(carry: tuple[State, Array]) -> Array:
@@ -214,7 +148,7 @@ class Decoder:
 
         def play(carry: tuple[State, Array]) -> tuple[State, Array]:
             state, played = carry
-            return self.step(weights, state), played + 1
+            return self.step(weights, state, max_depth), played + 1
 
         return lax.while_loop(going, play, (state, jnp.int32(0)))[0]
 
@@ -231,7 +165,7 @@ class Decoder:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
-        paths = None if self.widths else tree.paths
+        paths = tree.paths if self.width_matched else None
         window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
         features, entries = self.target.apply(weights.target, window, state.cache)
         logits = self.target.head(weights.target, features)

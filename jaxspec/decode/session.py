@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +16,11 @@ from jaxspec.backend import cpu
 from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.core.mesh import fetch, groups, lay
 from jaxspec.core.records import Status
+from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import FOREVER, Decoder
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.partition import Spread
-from jaxspec.decode.state import Request, Weights
+from jaxspec.decode.state import Request, State, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 # The newest only: on a CPU each takes up to 1000 of the 65530 memory maps that Linux gives a process by default.
@@ -82,9 +84,10 @@ class Session:
         self.rows = len(request.count) if rows is None else rows
         self.capacity, self.mesh, self.notice = capacity, mesh, notice or Notice(False)
         self._cut: np.ndarray | None = None
-        self._spread = None if mesh is None else Spread(mesh, decoder.row_axes(weights, request, capacity))
-        self.state = self._call(self.decoder.init, (weights, request), donate=(), static=(capacity,))
-        self._prefill()
+        self._request = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), request)
+        self._spread = None if mesh is None else Spread(mesh, self._row_axes)
+        self.state = self._call(_init, (decoder, capacity), (weights, request))
+        self.state = self._prefill(self.state)
 
     def __repr__(self) -> str:
         rows = len(self.state.status)
@@ -95,10 +98,9 @@ class Session:
         self.timing = Timing()
         if self._cut is not None:
             length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
-            self.state = self._call(self.decoder.truncate, (self.weights, self.state, length))
+            self.state = self._call(lifecycle.truncate, (self.decoder.drafter,), (self.weights, self.state, length))
             self._cut = None
-        self.state = self._call(self.decoder.extend, (self.state, request))
-        self._prefill()
+        self.state = self._prefill(self._call(lifecycle.extend, (), (self.state, request)))
 
     def replace(self, places: Sequence[int], request: Request) -> None:
         """Gives places to new rows, one in each group of devices (-1: none), and reads the new prompts alone."""
@@ -106,17 +108,27 @@ class Session:
         for group, place in enumerate(places):
             if self._cut is not None and place >= 0:
                 self._cut[group * size + place] = FOREVER
-        fresh = self._call(self.decoder.init, (self.weights, request), static=(self.capacity,))
-        fresh = self._call(self.decoder.prefill, (self.weights, fresh), donate=(1,), clock="prefill_s")
-        arguments = (self.weights, self.state, fresh, jnp.asarray(places, jnp.int32))
-        self.state = self._call(self.decoder.replace, arguments, donate=(1,), clock="prefill_s")
+        new = self._prefill(self._call(_init, (self.decoder, self.capacity), (self.weights, request)))
+        static = (tuple(jax.tree.leaves(self._row_axes)),)
+        arguments = (self.state, new, jnp.asarray(places, jnp.int32))
+        compiled, arguments = self._compiled(lifecycle.replace, static, arguments, donate=(0,))
+        self.notice.end()
+        self.state, seconds = _timed(compiled, arguments)
+        self.timing.prefill_s += seconds
 
-    def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None) -> None:
-        """At most so many rounds more, in each group of devices while at least so many of its rows are running."""
+    def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None, max_depth: int = FOREVER) -> None:
+        """At most so many rounds more, in each group of devices while at least so many of its rows are running.
+
+        No round drafts deeper than `max_depth`.
+        """
         before = fetch(self.state.length).sum()
         counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
-        arguments = (self.weights, self.state, jnp.int32(max_rounds), counts)
-        self.state = self._call(self.decoder.run, arguments, donate=(1,), clock="decode_s")
+        arguments = (self.weights, self.state, jnp.int32(max_rounds), counts, jnp.int32(max_depth))
+        static = (self.decoder,)
+        compiled, arguments = self._compiled(Decoder.run, static, arguments, donate=(1,), options=self._options)
+        self.notice.end()
+        self.state, seconds = _timed(compiled, arguments)
+        self.timing.decode_s += seconds
         self.timing.tokens += int(fetch(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
@@ -145,46 +157,74 @@ class Session:
         rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
         return cpu.decode_options(rows, {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)})
 
-    def _prefill(self) -> None:
-        self.state = self._call(self.decoder.prefill, (self.weights, self.state), donate=(1,), clock="prefill_s")
+    @functools.cached_property
+    def _row_axes(self) -> State:
+        """Returns the axes of the state's rows; see `lifecycle.row_axes`."""
+        init = functools.partial(_init, self.decoder, self.capacity)
+        return lifecycle.row_axes(init, self.weights, self._request)
 
-    def _call(
-        self, method: Callable, arguments: tuple, donate: tuple = (), static: tuple = (), clock: str | None = None
-    ) -> Any:
-        """Calls a method of the decoder, compiled for these arguments; `clock` is what it counts as in `Timing`."""
+    def _prefill(self, state: State) -> State:
+        """Reads what was not read yet; the time counts as prefill."""
+        compiled = self._compiled(Decoder.prefill, (self.decoder,), (self.weights, state), donate=(1,))
+        state, seconds = _timed(*compiled)
+        self.timing.prefill_s += seconds
+        return state
+
+    def _call(self, function: Callable, static: tuple, arguments: tuple) -> Any:
+        """Returns `function(*static, *arguments)`, compiled for these arguments; its time is not counted."""
+        return _timed(*self._compiled(function, static, arguments))[0]
+
+    def _compiled(
+        self,
+        function: Callable,
+        static: tuple,
+        arguments: tuple,
+        donate: tuple[int, ...] = (),
+        options: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> tuple[Callable, tuple]:
+        """Returns `function(*static, ...)` compiled for these arguments, and the arguments on the mesh.
+
+        Args:
+            function: of the module, or a method of `Decoder`: equal functions and static arguments compile once.
+            static: the first arguments, hashable.
+            arguments: the others, pytrees of arrays.
+            donate: indices of arguments whose memory the result may take.
+            options: returns the options of the compiler.
+        """
         if self._spread is not None:
             arguments = self._spread.put(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((a.shape, str(a.dtype), self.mesh and a.sharding) for a in leaves)
-        name = method.__name__
-        key = (name, self.decoder, static, structure, kinds)
+        key = (function, static, structure, kinds)
         if key not in _EXECUTABLES:
             keep_compilations()
             self.notice.begin()
             start = time.perf_counter()
 
             def call(*arguments: Any) -> Any:
-                return method(*arguments, *static)
+                return function(*static, *arguments)
 
             called = call if self._spread is None else self._spread.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
-            _EXECUTABLES[key] = _compile(lowered, self._options() if name == "run" else None)
-            took = time.perf_counter() - start
-            self.timing.compile_s += took
-            self.notice.took(took)
+            _EXECUTABLES[key] = _compile(lowered, options())
+            seconds = time.perf_counter() - start
+            self.timing.compile_s += seconds
+            self.notice.took(seconds)
             if len(_EXECUTABLES) > _KEPT:
                 _EXECUTABLES.popitem(last=False)
         _EXECUTABLES.move_to_end(key)
-        if name in ("run", "replace"):
-            self.notice.end()
-        start = time.perf_counter()
-        result = jax.block_until_ready(_EXECUTABLES[key](*arguments))
-        took = time.perf_counter() - start
-        if clock == "decode_s":
-            self.timing.decode_s += took
-        elif clock == "prefill_s":
-            self.timing.prefill_s += took
-        return result
+        return _EXECUTABLES[key], arguments
+
+
+def _init(decoder: Decoder, capacity: int, weights: Weights, request: Request) -> State:
+    return decoder.init(weights, request, capacity)
+
+
+def _timed(compiled: Callable, arguments: tuple) -> tuple[Any, float]:
+    """Returns the result and the seconds until it was there."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(compiled(*arguments))
+    return result, time.perf_counter() - start
 
 
 def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Callable:

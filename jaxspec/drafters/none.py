@@ -15,7 +15,7 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 class NoDraft:
     """Proposes nothing: plain decoding.
 
-    With a tree, and `widths=()` in the decoder, every target call has the width of that tree, so the text is
+    With a tree, and a decoder that is `width_matched`, every target call has the width of that tree, so the text is
     bit for bit that of any drafter on the same tree.
     """
 

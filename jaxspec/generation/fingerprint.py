@@ -39,8 +39,8 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     """
     decoder, lm = job.decoder, job.target.lm
     sampling = {f.name: _numbers(getattr(job.sampling, f.name)) for f in dataclasses.fields(job.sampling)}
-    drafter_free = decoder.rule.noise is Noise.SHARED and bool(decoder.widths)
-    drafting = (decoder.drafter, decoder.schedule, decoder.widths)
+    drafter_free = decoder.rule.noise is Noise.SHARED and not decoder.width_matched
+    drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
     return {
         "noise": noise.VERSION,
         "network": static(lm),

@@ -189,10 +189,9 @@ def make_job(
     alternatives = inputs.check_logprobs(logprobs)
     if alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives}: {target.name} has only {target.lm.vocab} tokens")
-    widths = () if flag("width_matched", width_matched) else (1,)
-    decoder, weights = drafting.build(
-        target, widths=widths, top_logprobs=sizes.top_logprobs(alternatives, target.lm.vocab)
-    )
+    recorded_alternatives = sizes.top_logprobs(alternatives, target.lm.vocab)
+    width_matched = flag("width_matched", width_matched)
+    decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
         weights = weights._replace(draft=everywhere(weights.draft, mesh))
     recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives

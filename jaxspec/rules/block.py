@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
@@ -26,6 +27,8 @@ class Block:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
+        """Takes chains."""
+        refuse_pruned(self, shape)
         if shape.width > 1:
             raise InvalidConfig(
                 f"block verification takes chains, got a tree with up to {shape.width} children per node; "

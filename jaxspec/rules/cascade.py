@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
@@ -61,7 +62,8 @@ class Cascade:
     lossless = False
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Takes every fixed tree."""
+        refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         if proposal.law is None:

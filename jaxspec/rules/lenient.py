@@ -10,6 +10,7 @@ import math
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
@@ -37,7 +38,8 @@ class Lenient:
         return self.lenience == 1
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Takes every fixed tree."""
+        refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         return sequential_acceptance(law, proposal, math.log(self.lenience))

@@ -10,6 +10,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import TreeShape
 from jaxspec.rules._siblings import sequential_acceptance
@@ -23,7 +24,8 @@ class Rejection:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Takes every fixed tree."""
+        refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         return sequential_acceptance(law, proposal)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.core.draw import Noise
+from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.tree import Tree, TreeShape
 from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
@@ -25,7 +26,8 @@ class Traversal:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Takes every fixed tree."""
+        refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
         tree, tokens = proposal.tree, child_tokens(proposal)

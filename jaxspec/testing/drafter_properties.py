@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import Drafter
+from jaxspec.core.protocols import Drafter, refuse_pruned
 from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import build
+from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.testing.properties import require
@@ -89,5 +89,5 @@ class _FreshNoise:
 
     noise, lossless = Noise.FRESH, True
 
-    def check(self, shape: Any) -> None:
-        pass
+    def check(self, shape: TreeShape) -> None:
+        refuse_pruned(self, shape)

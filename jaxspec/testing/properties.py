@@ -14,7 +14,7 @@ from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Ends, Proposal
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, build, chain, from_paths
+from jaxspec.core.tree import Topology, build, chain, dynamic, from_paths
 from jaxspec.errors import InvalidConfig
 
 CHAIN = chain(4)
@@ -42,6 +42,8 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
     Raises:
         AssertionError: a property does not hold; the message names it.
     """
+    if rule.noise is Noise.FRESH:
+        check_refuses_dynamic_trees(rule)
     for topology in (CHAIN, RAGGED):
         try:
             rule.check(topology.shape)
@@ -62,6 +64,15 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
             check_padding_order_is_ignored(rule, cases, topology)
     if rule.noise is not Noise.SHARED:
         check_losslessness(cast(WeighingRule, rule), seed)
+
+
+def check_refuses_dynamic_trees(rule: Rule) -> None:
+    """Checks that a rule that weighs sampled drafts refuses trees that keep only the likeliest of them."""
+    try:
+        rule.check(dynamic(1, 3, 4).shape)
+    except InvalidConfig:
+        return
+    require(False, rule, "takes dynamic trees, whose tokens are not a sample of the draft's law; see `refuse_pruned`")
 
 
 def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases: int = CASES) -> Cases:

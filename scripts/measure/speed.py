@@ -83,7 +83,7 @@ def widths(arguments) -> dict[str, Any]:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
         for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
-            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), widths=(width,))
+            decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), widths=())
             sampling = jaxspec.Sampling()
             request = make_request(
                 [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),
@@ -319,7 +319,7 @@ def overhead(arguments) -> dict[str, Any]:
     drafters["prompt lookup 4, deterministic"] = (PromptLookup(chain), find("rule", "deterministic")())
 
     for (name, (drafter, rule)), (label, sampling) in itertools.product(drafters.items(), settings.items()):
-        decoder = jaxspec.Decoder(model.lm, drafter, rule, widths=())
+        decoder = jaxspec.Decoder(model.lm, drafter, rule, width_matched=True)
         nodes = drafter.shape.nodes
         call = target_calls(model, 1, nodes, length, capacity, times)
         rounds, alone = [], []

@@ -30,6 +30,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxspec
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.protocols import DrafterInputs
+from jaxspec.decode.lifecycle import row_axes
 from jaxspec.decode.partition import Spread
 from jaxspec.decode.state import Request, Weights
 from jaxspec.drafters.early_exit import EarlyExit
@@ -122,7 +123,7 @@ def compiled(
     if split:
         decoder = dataclasses.replace(decoder, target=dataclasses.replace(decoder.target, shards=2))
         mesh = jaxspec.make_mesh(2, 2, devices)
-        spread = Spread(mesh, decoder.row_axes(weights, request, capacity))
+        spread = Spread(mesh, row_axes(lambda w, r: decoder.init(w, r, capacity), weights, request))
         function = spread.over(decoder.run, arguments)
         named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), spread.specs(arguments))
         named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])

@@ -219,10 +219,10 @@ def test_rounds_are_timed_by_their_depth(monkeypatch):
     """Where a round of depth g takes 2 + g seconds, just those costs come out."""
     run = Session.run
 
-    def timed(self, rounds):
-        before, depth = self.timing.decode_s, int(self.state.schedule[0])
-        run(self, rounds)
-        self.timing.decode_s = before + 2 + depth
+    def timed(self, max_rounds, max_depth):
+        before = self.timing.decode_s
+        run(self, max_rounds, max_depth=max_depth)
+        self.timing.decode_s = before + 2 + max_depth
 
     monkeypatch.setattr(Session, "run", timed)
     tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)

@@ -174,7 +174,7 @@ DRAFT = np.asarray(LM.init_params(jax.random.key(1))["table"])
 
 def decoded(name, target, draft, new_tokens=8, rows=6, seed=0, **settings):
     """The state after a decode of some rows, a round at a time."""
-    decoder = Decoder(LM, ModelDraft(LM, chain(2)), RULES[name], chunk=4, widths=())
+    decoder = Decoder(LM, ModelDraft(LM, chain(2)), RULES[name], chunk=4, width_matched=True)
     asked = request([[3, 1]] * rows, new_tokens, vocab=V, seed=seed, **{"temperature": 1.0} | settings)
     weights = Weights({"table": jnp.asarray(target)}, {"table": jnp.asarray(draft)})
     state = start(decoder, weights, asked, 64)
@@ -297,7 +297,7 @@ def test_the_tail_of_a_large_vocabulary_is_written(name):
     drafter, rule = ModelDraft(lm, chain(1)), RULES["rejection" if name == "rejection" else "coupled"]
     if name == "plain":
         drafter, weights = ScriptedDrafter(chain(0)), weights._replace(draft=jnp.full((size, 1), -1))
-    decoder = Decoder(lm, drafter, rule, chunk=1, widths=())
+    decoder = Decoder(lm, drafter, rule, chunk=1, width_matched=True)
     run = jax.jit(lambda weights, asked: decoder.generate(weights, asked, 64).tokens[:, 1:3])
     asked = request([[1]] * rows, 2, vocab=size, temperature=1.0)._replace(
         sampling=Sampling(temperature=1.0).rows(rows, size)

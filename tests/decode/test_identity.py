@@ -181,7 +181,7 @@ def matched(dtype, proposal):
     """The results with nothing proposed, and with a script made from that text, out of one executable."""
     lm = type(LARGE)(LARGE.config, dtype)
     params = lively(lm.init_params(jax.random.key(1)))
-    config = decoder(lm, ScriptedDrafter(RAGGED), widths=())
+    config = decoder(lm, ScriptedDrafter(RAGGED), width_matched=True)
     nothing = jnp.full((lm.vocab, RAGGED.shape.nodes), -1)
     reference = generate(config, Weights(params, nothing), ask(lm), 128, quick=False)
     script = jnp.asarray(proposal(lm.vocab, texts(reference)), nothing.dtype)

@@ -49,7 +49,7 @@ D = RAGGED.shape.depth
 REAL = transformer(num_layers=2)
 REAL_PARAMS = lively(REAL.init_params(jax.random.key(0)))
 REAL_WEIGHTS = Weights(REAL_PARAMS, noisy(REAL_PARAMS, 1, 0.05))
-REAL_DECODER = decoder(REAL, ModelDraft(REAL, RAGGED), widths=(), top_logprobs=2)
+REAL_DECODER = decoder(REAL, ModelDraft(REAL, RAGGED), width_matched=True, top_logprobs=2)
 
 
 def asked(seed=0, **changes):
@@ -303,7 +303,7 @@ def test_a_broken_sibling_does_not_spoil_the_path():
         for root in range(REAL.vocab):
             once = after.get(root, 0)
             tokens[root, good] = [once if TREE.tree.depths[n] == 1 else after.get(once, 0) for n in good]
-        config = decoder(REAL, ScriptedDrafter(TREE), widths=())
+        config = decoder(REAL, ScriptedDrafter(TREE), width_matched=True)
         result = generate(config, Weights(BROKEN, jnp.asarray(tokens)), asking, CAPACITY)
         assert texts(result) == plain
         assert (np.asarray(result.status) == Status.LENGTH).all()
@@ -327,7 +327,7 @@ def test_a_prompt_that_is_not_finite_ends_the_row():
 def test_non_finite_never_reaches_the_cache():
     """With broken nodes drafted in every round, walked ones too, all slots stay finite, scratch included."""
     asking = real_request(logit_bias=-BAN.clip(-4, 0))  # token BAD is likely
-    config = decoder(REAL, ScriptedDrafter(TREE), widths=())
+    config = decoder(REAL, ScriptedDrafter(TREE), width_matched=True)
     weights = Weights(BROKEN, script([1, 4]))
     for state in rounds(config, weights, asking, most=10):
         assert all(np.isfinite(np.asarray(a)).all() for a in state.cache.kv)
@@ -377,7 +377,7 @@ def test_a_row_alone_in_a_batch_or_elsewhere_in_it():
 def test_single_rounds_are_one_run():
     """The same executable with a traced number of rounds; every leaf of the state ends up equal."""
     asking = asked(6)
-    config = decoder(LM, ScriptedDrafter(chain(3)), widths=())
+    config = decoder(LM, ScriptedDrafter(chain(3)), width_matched=True)
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 4))))
     once, stepped = (Session(config, weights, asking, CAPACITY) for _ in range(2))
     once.run()
@@ -395,7 +395,7 @@ def test_single_rounds_are_one_run():
 
 def test_bits_do_not_depend_on_the_capacity():
     """A transformer with one cache block and with two: equal tokens and log-probabilities."""
-    config = decoder(REAL, NoDraft(RAGGED), widths=(), top_logprobs=2)
+    config = decoder(REAL, NoDraft(RAGGED), width_matched=True, top_logprobs=2)
     small, large = (whole(config, REAL_WEIGHTS, real_request(), c) for c in (CAPACITY, 512))
     assert texts(small) == texts(large)
     for a, b in zip(small.logprobs, large.logprobs):

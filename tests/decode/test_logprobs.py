@@ -16,6 +16,7 @@ from jaxspec.core import sizes
 from jaxspec.core.laws import highest, log_law, log_prob, scores
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.decode.lifecycle import extend
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import from_draft
@@ -141,7 +142,7 @@ def test_who_does_not_ask_has_none():
     got = generate(config, WEIGHTS, silent._replace(logprobs=jnp.full(2, False)), 128)
     assert all(not np.asarray(leaf).any() for leaf in got.logprobs)
     with pytest.raises(InvalidConfig, match="its first request had logprobs None"):
-        config.extend(start(config, WEIGHTS, silent, 128), silent._replace(logprobs=jnp.full(2, True)))
+        extend(start(config, WEIGHTS, silent, 128), silent._replace(logprobs=jnp.full(2, True)))
 
 
 def test_a_vmapped_request_records_its_own():

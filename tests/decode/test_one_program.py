@@ -260,7 +260,7 @@ def test_a_careless_loop_is_seen():
 
 def test_every_vmap_of_generate_gives_the_batched_tokens():
     """Over prompts, nested, over keys alone, over parameters, and unbatched: always the same text."""
-    config = decoder(LM, ScriptedDrafter(chain(2)), widths=())
+    config = decoder(LM, ScriptedDrafter(chain(2)), width_matched=True)
     weights = Weights(PARAMS, jnp.asarray(np.random.default_rng(0).integers(0, V, (V, 3))))
     asked = request([[1], [2, 3], [4], [5, 6, 7]], 10, vocab=V, temperature=[0.0, 1.0, 0.6, 1.2])
 
@@ -297,5 +297,5 @@ def test_every_vmap_of_generate_gives_the_batched_tokens():
 def test_a_decoder_is_a_static_argument():
     """Its options are part of what it is."""
     config = decoder(LM, NoDraft())
-    assert len({config, decoder(LM, NoDraft()), decoder(LM, NoDraft(), widths=())}) == 2
+    assert len({config, decoder(LM, NoDraft()), decoder(LM, NoDraft(), width_matched=True)}) == 2
     assert config != Decoder(LM, NoDraft(chain(1)), config.rule, chunk=4)

@@ -90,7 +90,7 @@ def test_every_place_is_drawn_from_once(name, monkeypatch):
     """
     seen, topology = collections.Counter(), branching(2, 1)
     watched(monkeypatch, seen)
-    decoder = Decoder(LM, ModelDraft(LM, topology), find("rule", name)(), chunk=2, widths=())
+    decoder = Decoder(LM, ModelDraft(LM, topology), find("rule", name)(), chunk=2, width_matched=True)
     asked = request([[3, 1]] * 2, 6, vocab=V, temperature=1.0)
     generate = jax.jit(lambda weights, asked: decoder.generate(weights, asked, 64))
     result = jax.block_until_ready(generate(WEIGHTS, asked))
@@ -127,7 +127,7 @@ def test_mixed_streams_bias_the_text(wrong, monkeypatch):
     if wrong is not None:
         monkeypatch.setattr(draws, "noise", types.SimpleNamespace(gumbel=noises.gumbel, fresh=wrong))
     # A decoder of its own for each: what was compiled for an equal one would be used again.
-    decoder = Decoder(LM, ModelDraft(LM, chain(2), ), find("rule", "rejection")(), widths=(),
+    decoder = Decoder(LM, ModelDraft(LM, chain(2), ), find("rule", "rejection")(), width_matched=True,
                       chunk=2 + [None, position_noise, same_noise_everywhere].index(wrong))  # fmt: skip
     sampling = Sampling(temperature=1.0)
     texts = sample_texts(decoder, WEIGHTS, [3, 1], 3, sampling, samples=32_000, batch=8000)
@@ -138,7 +138,7 @@ def test_mixed_streams_bias_the_text(wrong, monkeypatch):
 @pytest.mark.parametrize("name", ["coupled", "rejection"])
 def test_no_key_is_consumed_twice(name):
     """JAX's own checker on a round: tracing fails where one key is drawn from twice."""
-    decoder = Decoder(LM, ModelDraft(LM, chain(2)), find("rule", name)(), chunk=2, widths=())
+    decoder = Decoder(LM, ModelDraft(LM, chain(2)), find("rule", name)(), chunk=2, width_matched=True)
     asked = request([[3, 1]], 4, vocab=V, temperature=1.0)
     with jax.debug_key_reuse(True):
         state = jax.jit(decoder.init, static_argnums=2)(WEIGHTS, asked, 64)

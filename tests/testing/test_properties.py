@@ -159,7 +159,7 @@ def test_drafter(name):
 def test_text_of_a_drafter_under_rejection(name):
     """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
     drafter, params = cases.drafting(name, TARGET).build_drafter(TARGET)
-    decoder = Decoder(LM, drafter, Rejection(), chunk=16, widths=())
+    decoder = Decoder(LM, drafter, Rejection(), chunk=16, width_matched=True)
     for sampling, samples in ((Sampling(temperature=1.5), 6000), (Sampling(), 1)):
         law = joint_law(model_law(LM, TARGET.params, PROMPT, sampling), 2)
         texts = sample_texts(decoder, Weights(TARGET.params, params), PROMPT, 2, sampling, samples=samples, batch=1000)
