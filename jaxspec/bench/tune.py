@@ -179,7 +179,7 @@ class _Rounds:
         session = self._session
         before, at = session.timing.decode_s, int(session.state.round[0])
         session.run(1, max_depth=depth)
-        return session.timing.decode_s - before, bool(np.asarray(session.state.log[0, at, 2]) > 0)
+        return session.timing.decode_s - before, bool(session.state.log.drafted[0, at] > 0)
 
     def by_turns(self, seconds: dict[int, list[float]]) -> None:
         """Runs rounds of all depths until the text ends, and adds their seconds by depth; see `in_turn`."""
@@ -202,7 +202,7 @@ class _Rounds:
                     self.resumed += [(IDLE + TURN, took)] * drafted
 
     def stats(self) -> Stats:
-        return Stats.from_log(np.asarray(self._session.state.log[0]), self._session.decoder.drafter.calls)
+        return Stats.from_log(self._session.state.log.part(0), self._session.decoder.drafter.calls)
 
 
 def some_widths(tree: Topology) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core import cache as caches
 from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.records import KV, Advance, Played, Proposal, Status
-from jaxspec.decode.state import Logprobs, State, Weights
+from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 
 class Outcome(NamedTuple):
@@ -56,8 +56,7 @@ def commit(
     children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
     tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
     tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
-    record = jnp.stack([count, jnp.minimum(reached, count), drafted.sum(-1)], axis=-1)
-    record = jnp.concatenate([record, tested[:, :-1]], axis=-1)
+    record = RoundLog.of(count, jnp.minimum(reached, count), drafted.sum(-1), tested[:, :-1])
 
     cache = caches.commit(state.cache, outcome.entries, count, tokens[:, -1])
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -77,7 +76,7 @@ def commit(
         absorbed=state.absorbed + count,
         draft=drafter.absorb(weights.draft, state.draft, advance),
         schedule=learned,
-        log=_write(state.log, record[:, None], state.round),
+        log=RoundLog(_write(state.log.counts, record.counts[:, None], state.round)),
         round=state.round + running,
         logprobs=jax.tree.map(lambda rows, new: _write(rows, new, state.length), state.logprobs, outcome.logprobs),
     )

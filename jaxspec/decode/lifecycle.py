@@ -11,7 +11,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.protocols import Drafter, Schedule
 from jaxspec.core.records import Status
 from jaxspec.decode import logprobs
-from jaxspec.decode.state import Request, State, Weights
+from jaxspec.decode.state import Request, RoundLog, State, Weights
 from jaxspec.errors import InvalidConfig
 
 
@@ -53,7 +53,7 @@ def init(
         absorbed=zeros,
         draft=drafter.init(weights.draft, batch, slots),
         schedule=schedule.init(batch, drafter.shape),
-        log=jnp.zeros((batch, slots, 3 + drafter.shape.depth), jnp.int32),
+        log=RoundLog.empty(batch, slots, drafter.shape.depth),
         round=zeros,
         recorded=request.logprobs,
         logprobs=None if request.logprobs is None else logprobs.empty(batch, slots, top_logprobs),

@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Cache, Params
@@ -60,6 +62,52 @@ class Logprobs(NamedTuple):
         return _brief(self)
 
 
+class RoundLog(NamedTuple):
+    """What each round of each row did; zeros for rounds that a row did not run.
+
+    All counts are in one array, so that a round is recorded by one update. The leading axes are rows and rounds.
+    """
+
+    counts: Int[Array | np.ndarray, "*b 3+D"]
+
+    @classmethod
+    def empty(cls, batch: int, rounds: int, depth: int) -> "RoundLog":
+        """Returns the log of rows that ran no round."""
+        return cls(jnp.zeros((batch, rounds, 3 + depth), jnp.int32))
+
+    @classmethod
+    def of(cls, emitted: Array, accepted: Array, drafted: Array, tested: Array) -> "RoundLog":
+        """Packs counts `[*b]`, and `tested` `[*b, D]`."""
+        return cls(jnp.concatenate([jnp.stack([emitted, accepted, drafted], axis=-1), tested], axis=-1))
+
+    def part(self, index: Any) -> "RoundLog":
+        """Returns the log of some rows and rounds, by an index of the leading axes."""
+        return RoundLog(self.counts[index])
+
+    @property
+    def emitted(self) -> Int[Array | np.ndarray, "*b"]:
+        """Tokens committed."""
+        return self.counts[..., 0]
+
+    @property
+    def accepted(self) -> Int[Array | np.ndarray, "*b"]:
+        """Drafted tokens among the emitted ones; they come first."""
+        return self.counts[..., 1]
+
+    @property
+    def drafted(self) -> Int[Array | np.ndarray, "*b"]:
+        """Drafted tokens."""
+        return self.counts[..., 2]
+
+    @property
+    def tested(self) -> Int[Array | np.ndarray, "*b D"]:
+        """Drafted tokens that the target's choice was compared with, at depth 1, 2, ..., D."""
+        return self.counts[..., 3:]
+
+    def __repr__(self) -> str:
+        return _brief(self)
+
+
 class State(NamedTuple):
     """One row per prompt. `tokens[:length]` is text; what stands past it is scratch."""
 
@@ -75,7 +123,7 @@ class State(NamedTuple):
     absorbed: Int[Array, "B"]  # tokens the drafter was told of
     draft: Any
     schedule: Any  # what it has learned of the row
-    log: Int[Array, "B S columns"]  # of each round: emitted, accepted, drafted, children tested at each depth
+    log: RoundLog  # counts of each round, [B, S, 3 + D]
     round: Int[Array, "B"]  # rounds that the row ran
     recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
     logprobs: Logprobs | None  # of the emitted tokens of those rows
@@ -96,7 +144,7 @@ class Result(NamedTuple):
     length: Int[Array, "*b"]  # where the text ends
     start: Int[Array, "*b"]  # where the prompt ends, and the new text begins
     status: Int[Array, "*b"]  # why it ended: a `Status`
-    log: Int[Array, "*b S 3+D"]  # of each round: emitted, accepted, drafted, children tested at each depth; then zeros
+    log: RoundLog  # of each round; `log.emitted`, `log.accepted` and `log.drafted` are [*b, S], `log.tested` [*b, S, D]
     logprobs: Logprobs | None  # of rows that asked for them; None: the request's `logprobs` was None
 
     def __repr__(self) -> str:

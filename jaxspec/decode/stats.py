@@ -8,23 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.decode.state import RoundLog
 from jaxspec.errors import InvalidConfig
 
 COST_RATIO = 0.125
 """Default cost of one draft-model call, in target calls."""
 
 
-def from_draft(log: np.ndarray) -> np.ndarray:
-    """Which emitted tokens the drafter had proposed, in the order of the text.
+def from_draft(log: RoundLog) -> np.ndarray:
+    """Returns whether each emitted token was proposed by the drafter, `[tokens]`, in the order of the text.
 
     Args:
-        log: `[rounds, 3 + D]`, as `Stats.from_log` takes it. A round's accepted tokens come first, then the
-            target's own.
-
-    Returns:
-        `[tokens]`, bool.
+        log: of one row, `[rounds, 3 + D]`.
     """
-    emitted, accepted = np.asarray(log, np.int64)[:, :2].T
+    emitted, accepted = np.asarray(log.emitted), np.asarray(log.accepted)
     place = np.arange(emitted.sum()) - np.repeat(np.cumsum(emitted) - emitted, emitted)  # within the round
     return place < np.repeat(accepted, emitted)
 
@@ -62,34 +59,36 @@ class Stats:
         )
 
     @classmethod
-    def from_log(cls, log: np.ndarray, calls: int, committed: int | None = None) -> "Stats":
-        """The statistics of one row.
+    def from_log(cls, log: RoundLog, calls: int, committed: int | None = None) -> "Stats":
+        """Computes the statistics of one row.
 
         Args:
-            log: `[rounds, 3 + D]`: emitted, accepted, drafted, children tested at each depth.
-            calls: draft-model calls of a round that drafts the whole tree; one that drafts less takes one per level,
-                at most one per node.
+            log: of the row, `[rounds, 3 + D]`.
+            calls: draft-model calls of a round that drafts the whole tree; a round that drafts less takes one per
+                level, at most one per node.
             committed: tokens kept by a cut made after decoding (a stop string); None for all.
         """
-        log = np.asarray(log, np.int64)
+        emitted, accepted, drafted, tested = (
+            np.asarray(counts, np.int64) for counts in (log.emitted, log.accepted, log.drafted, log.tested)
+        )
+        depths = np.arange(tested.shape[1])
         if committed is not None:
-            before = np.cumsum(log[:, 0]) - log[:, 0]
-            kept = np.clip(committed - before, 0, log[:, 0])
-            tested = np.where(np.arange(log.shape[1] - 3) < kept[:, None], log[:, 3:], 0)
-            log = np.column_stack([kept, np.minimum(log[:, 1], kept), log[:, 2], tested])
-        log = log[log[:, 0] > 0]
-        depths = np.arange(1, log.shape[1] - 2)
-        drafted_rounds = int((log[:, 2] > 0).sum())
+            before = np.cumsum(emitted) - emitted
+            emitted = np.clip(committed - before, 0, emitted)
+            accepted = np.minimum(accepted, emitted)
+            tested = np.where(depths < emitted[:, None], tested, 0)
+        ran = emitted > 0
+        accepted, drafted, tested = accepted[ran], drafted[ran], tested[ran]
         return cls(
-            rounds=len(log),
-            drafted=int(log[:, 2].sum()),
-            tested=int(log[:, 3:].sum()),
-            accepted=int(log[:, 1].sum()),
-            committed=int(log[:, 0].sum()),
-            draft_calls=int(np.minimum(calls, log[:, 2]).sum()),
-            drafted_rounds=drafted_rounds,
-            tested_at=tuple((log[:, 3:] > 0).sum(0).tolist()),
-            accepted_at=tuple((log[:, 1:2] >= depths).sum(0).tolist()),
+            rounds=int(ran.sum()),
+            drafted=int(drafted.sum()),
+            tested=int(tested.sum()),
+            accepted=int(accepted.sum()),
+            committed=int(emitted.sum()),
+            draft_calls=int(np.minimum(calls, drafted).sum()),
+            drafted_rounds=int((drafted > 0).sum()),
+            tested_at=tuple((tested > 0).sum(0).tolist()),
+            accepted_at=tuple((accepted[:, None] > depths).sum(0).tolist()),
         )
 
     def __add__(self, other: "Stats") -> "Stats":

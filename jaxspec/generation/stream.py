@@ -12,6 +12,7 @@ from jaxspec.core.mesh import fetch, groups
 from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
+from jaxspec.decode.state import RoundLog
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.generation.job import Job, RowBatch
 from jaxspec.generation.output import Chunk, Generation, Output
@@ -145,19 +146,21 @@ class Stream(Iterator[Chunk]):
         size = len(self._rows) // count
         return [self._rows[i * size : (i + 1) * size] for i in range(count)]
 
-    def _read_log(self, session: Session) -> list[np.ndarray]:
-        """Reads the log of each row's new rounds, `[rounds, columns]` each."""
+    def _read_log(self, session: Session) -> list[RoundLog]:
+        """Reads the log of each row's new rounds."""
         log, begin, end = session.state.log, self._rounds_read, fetch(session.state.round)
         self._rounds_read = end.copy()
-        size = min(self._rounds, log.shape[1])  # static, to compile once
-        first = np.minimum(begin, log.shape[1] - size)
-        some = fetch(_slices(log, first, size))
-        return [row[i - at : j - at] for row, i, j, at in zip(some, begin, end, first)]
+        rounds = log.counts.shape[1]
+        size = min(self._rounds, rounds)  # static, to compile once
+        first = np.minimum(begin, rounds - size)
+        some = RoundLog(fetch(_slices(log.counts, first, size)))
+        return [some.part(np.s_[b, i - at : j - at]) for b, (i, j, at) in enumerate(zip(begin, end, first))]
 
     def _update_stats(self, session: Session, positions: Iterable[int]) -> None:
         """Updates statistics and log-probabilities of the rows at these positions of the batch."""
         state = session.state
-        log, start, rounds = map(fetch, (state.log, state.start, state.round))
+        counts, start, rounds = map(fetch, (state.log.counts, state.start, state.round))
+        log = RoundLog(counts)
         alternatives, logprobs = self._job.logprobs, state.logprobs
         if alternatives is not None:
             logprobs = jax.tree.map(fetch, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
@@ -165,7 +168,7 @@ class Stream(Iterator[Chunk]):
             row = self._rows[b]
             assert row is not None
             emitted = len(row.out.tokens)
-            row.out.stats = Stats.from_log(log[b, : rounds[b]], session.decoder.drafter.calls, emitted)
+            row.out.stats = Stats.from_log(log.part(np.s_[b, : rounds[b]]), session.decoder.drafter.calls, emitted)
             if alternatives is not None:
                 cut = np.s_[b, start[b] : start[b] + emitted]
                 own = jax.tree.map(lambda some, cut=cut: some[cut].tolist(), logprobs)

@@ -142,8 +142,8 @@ def sample_texts(
         places = np.minimum(len(prompt) + np.arange(length), last)
         text = np.take_along_axis(np.asarray(result.tokens), places, 1)
         counts += np.bincount(text @ vocab ** np.arange(length)[::-1], minlength=counts.size)
-        log = np.asarray(result.log[:, :length])
-        rounds, accepted = rounds + int((log[:, :, 0] > 0).sum()), accepted + int(log[:, :, 1].sum())
+        log = jax.device_get(result.log.part(np.s_[:, :length]))
+        rounds, accepted = rounds + int((log.emitted > 0).sum()), accepted + int(log.accepted.sum())
     return SampledTexts(counts.reshape((vocab,) * length), rounds / (batches * batch), accepted / rounds)
 
 

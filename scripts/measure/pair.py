@@ -100,10 +100,10 @@ class Reader:
         decoder, weights, run = self._compiled(drafter, tree, rule)
         rows = []
         for at, read in zip(self.batches, self.read):
-            tokens, start, length, log = map(np.asarray, run(weights, self._request(at, sampling), read))
+            tokens, start, length, log = jax.device_get(run(weights, self._request(at, sampling), read))
             for b in range(len(length)):
                 emitted = tokens[b, start[b] : length[b]].tolist()
-                rows.append(Row(emitted, Stats.from_log(log[b], decoder.drafter.calls, len(emitted))))
+                rows.append(Row(emitted, Stats.from_log(log.part(b), decoder.drafter.calls, len(emitted))))
         return rows
 
     def _compile(self, drafter: str, tree, rule: str):

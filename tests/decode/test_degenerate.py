@@ -215,8 +215,10 @@ def test_decodes_of_degenerate_laws(name):
     for draft in (broken, impossible):
         for settings in ({"temperature": 0.0}, {"temperature": 1.0}):
             state = decoded(name, TABLE, draft, **settings)
-            log = np.asarray(state.log)[:, :8]
-            assert not log[:, :, 1:].any(), "there is no draft, and nothing is accepted"
+            log = state.log.part(np.s_[:, :8])
+            assert not (log.accepted.any() or log.drafted.any() or log.tested.any()), (
+                "there is no draft, and nothing is accepted"
+            )
             assert (np.asarray(state.status) == Status.LENGTH).all()
             if settings["temperature"] == 0:
                 assert texts(state) == [greedy] * 6
@@ -245,7 +247,7 @@ def test_draft_and_target_disjoint_in_a_decode():
     target[..., 3:], draft[..., :3] = -np.inf, -np.inf
     for name in ("rejection", "traversal"):
         state = decoded(name, target, draft)
-        assert not np.asarray(state.log)[:, :, 1].any()
+        assert not np.asarray(state.log.accepted).any()
         assert all(max(text[2:]) < 3 for text in texts(state))
 
 
@@ -274,7 +276,7 @@ def test_padded_vocabulary(name):
     draft[..., 3:] += 9.0
     state = decoded(name, target, draft, logit_bias=bias)
     assert all(max(text[2:]) < 3 for text in texts(state))
-    assert np.asarray(state.log)[:, :, 1].any(), "the draft is banned from them too"
+    assert np.asarray(state.log.accepted).any(), "the draft is banned from them too"
 
 
 # The tail.

@@ -98,7 +98,7 @@ def test_toy_text_is_that_of_plain_decoding(name, plain):
             got = texts(result)
             wrong = [row for row in range(BATCH) if got[row] != plain[seed][row]]
             assert not wrong, (name, seed, wrong)
-        accepted.append(int(np.asarray(result.log)[:, :, 1].sum()))
+        accepted.append(int(np.asarray(result.log.accepted).sum()))
     assert (max(accepted) > 0) == ("none" not in name), "a test without accepted tokens shows nothing"
 
 
@@ -106,7 +106,7 @@ def test_a_right_draft_is_accepted_whole():
     """Greedy and sampled, with the target as its own draft and no limits on the law: D + 1 tokens a round."""
     asked = request([[1, 2], [3]], 25, vocab=V, temperature=[0.0, 1.0])
     result = generate(decoder(LM, ModelDraft(LM, chain(4))), Weights(PARAMS, PARAMS), asked, 128)
-    assert np.asarray(result.log)[:, :5, 0].tolist() == [[5] * 5] * 2
+    assert result.log.emitted[:, :5].tolist() == [[5] * 5] * 2
 
 
 # Real transformers.
@@ -172,7 +172,7 @@ def test_transformer_text_is_that_of_plain_decoding(size, tree):
     for drafter, draft in members(lm, params, tree):
         config = decoder(lm, drafter)
         result = generate(config, Weights(params, draft), asked, 128)
-        assert np.asarray(result.log)[:, :, 1].sum() > 0
+        assert np.asarray(result.log.accepted).sum() > 0
         ties += certified(config, params, asked, texts(result), plain)
     assert ties <= 1
 
@@ -224,7 +224,7 @@ def right(vocab, rows):
 def test_rejected_drafts_leave_no_trace(dtype):
     """At one width, wrong drafts change no bit of tokens or log-probabilities, in bfloat16 or float32."""
     reference, result = matched(dtype, wrong)
-    assert not np.asarray(result.log)[:, :, 1].any()
+    assert not np.asarray(result.log.accepted).any()
     assert_same_bits(result, reference)
 
 
@@ -235,7 +235,7 @@ def test_bits_are_those_of_the_width_matched_reference(dtype):
     In float32, XLA:CPU of JAX 0.12 rounds a row of a product by its place among the rows (25 ulps were seen).
     """
     reference, result = matched(dtype, right)
-    assert np.asarray(result.log)[:, :, 1].sum() > 10
+    assert np.asarray(result.log.accepted).sum() > 10
     assert_same_bits(result, reference, ulps=0 if dtype == "bfloat16" or jax.__version__ < "0.11" else 500)
 
 
@@ -308,4 +308,4 @@ def test_adapted_models_as_target_and_draft(target, draft):
     assert texts(generate(decoder(lm, ModelDraft(small, chain(2))), Weights(params, near), asked, 128)) == plain
     own = generate(decoder(lm, ModelDraft(lm, chain(2))), Weights(params, params), asked, 128)
     assert texts(own) == plain
-    assert (np.asarray(own.log)[:, :4, 0] == 3).all(), "a target that drafts for itself is always right"
+    assert (own.log.emitted[:, :4] == 3).all(), "a target that drafts for itself is always right"

@@ -235,7 +235,7 @@ def test_every_round_makes_progress():
                 running = np.asarray(before.status) == Status.RUNNING
                 assert ((gained >= 1) & (gained <= D + 1))[running].all()
                 assert not gained[~running].any()
-                np.testing.assert_array_equal(state.log[np.arange(len(gained)), before.round, 0], gained)
+                np.testing.assert_array_equal(state.log.emitted[np.arange(len(gained)), before.round], gained)
                 np.testing.assert_array_equal(state.round - before.round, running)
                 seen |= set(gained[running].tolist())
             before = state
@@ -257,7 +257,7 @@ def test_finished_rows_stand_still(drafter):
                 np.testing.assert_array_equal(getattr(state, name)[still], getattr(before, name)[still], err_msg=name)
             np.testing.assert_array_equal(state.cache.length[still], before.cache.length[still])
             np.testing.assert_array_equal(written(state)[still], written(before)[still])
-            np.testing.assert_array_equal(state.log[still], before.log[still])
+            np.testing.assert_array_equal(state.log.counts[still], before.log.counts[still])
             np.testing.assert_array_equal(state.round[still], before.round[still])
             pairs = [(below(state.cache), below(before.cache))]
             if isinstance(drafter, ModelDraft):
@@ -307,7 +307,7 @@ def test_a_broken_sibling_does_not_spoil_the_path():
         result = generate(config, Weights(BROKEN, jnp.asarray(tokens)), asking, CAPACITY)
         assert texts(result) == plain
         assert (np.asarray(result.status) == Status.LENGTH).all()
-        assert np.asarray(result.log)[:, :, 1].sum() > 10, "paths beside the broken nodes are walked"
+        assert np.asarray(result.log.accepted).sum() > 10, "paths beside the broken nodes are walked"
 
 
 def test_a_prompt_that_is_not_finite_ends_the_row():
@@ -466,8 +466,8 @@ def test_the_cut_inside_an_accepted_path(unlimited):
                 expected = emitted[: emitted.index(stop) + 1] if stopped else emitted
                 assert text[counts[row] :] == expected
                 assert result.status[row] == (Status.STOP if stopped else Status.LENGTH)
-                log = np.asarray(result.log[row])
-                last = log[log[:, 0] > 0][-1]
-                assert last[1] == min(last[0], 4), "accepted counts only what was emitted"
-                inside.add(int(last[0]))
+                last = int((result.log.emitted[row] > 0).sum()) - 1
+                emitted, accepted = int(result.log.emitted[row, last]), int(result.log.accepted[row, last])
+                assert accepted == min(emitted, 4), "accepted counts only what was emitted"
+                inside.add(emitted)
     assert inside == {1, 2, 3, 4, 5}

@@ -64,7 +64,7 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
     for row in range(B):
         first, end = got.start[row], got.length[row]
         settings = [np.asarray(getattr(sampling, f))[row] for f in ("temperature", "top_k", "top_p", "min_p")]
-        drafted = from_draft(got.log[row, : got.round[row]])
+        drafted = from_draft(got.log.part(np.s_[row, : got.round[row]]))
         accepted, own = accepted + drafted.sum(), own + (~drafted).sum()
         for at in range(first, end):
             logits, token = logits_after(got.tokens[row, :at]), got.tokens[row, at]

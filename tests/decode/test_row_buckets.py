@@ -119,7 +119,7 @@ def test_places_without_a_row_leave_no_trace(alone, batch, count):
     state = session.state
     assert (np.asarray(state.status)[count:] == Status.LENGTH).all()
     assert not np.asarray(state.round)[count:].any()
-    assert not np.asarray(state.log)[count:].any()
+    assert not np.asarray(state.log.counts)[count:].any()
 
 
 def test_a_place_without_a_row_costs_no_round():

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.toys import RAGGED, decoder, generate, request, texts
 from jaxspec.core.tree import chain
-from jaxspec.decode.state import Weights
+from jaxspec.decode.state import RoundLog, Weights
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
@@ -15,9 +15,15 @@ from jaxspec.testing import ScriptedDrafter, TableLM
 
 pytestmark = pytest.mark.quick
 
+
+def logged(counts) -> RoundLog:
+    """The log of one row, of these counts by round."""
+    return RoundLog(np.asarray(counts))
+
+
 # Emitted, accepted, drafted, children tested at depth 1, 2, 3. A chain of three; round 2 had no draft,
 # round 4 was cut by the budget inside its path, the rest of the buffer was never reached.
-LOG = np.array(
+LOG = logged(
     [
         [3, 2, 3, 1, 1, 1],
         [1, 0, 0, 0, 0, 0],
@@ -52,10 +58,10 @@ def test_a_worked_example():
 def test_a_cut_leaves_what_was_emitted():
     """Four tokens of five rounds: the first whole, the second whole; of the third nothing was kept."""
     cut = Stats.from_log(LOG, calls=3, committed=4)
-    assert cut == Stats.from_log(LOG[:2], calls=3)
+    assert cut == Stats.from_log(LOG.part(slice(2)), calls=3)
     inside = Stats.from_log(LOG, calls=3, committed=7)
     last = [2, 2, 3, 1, 1, 0]  # two of the fourth round's four: both were drafted
-    assert inside == Stats.from_log(np.vstack([LOG[:3], [last]]), calls=3)
+    assert inside == Stats.from_log(logged([*LOG.counts[:3], last]), calls=3)
     assert Stats.from_log(LOG, calls=3, committed=11) == Stats.from_log(LOG, calls=3)
     assert Stats.from_log(LOG, calls=3, committed=0) == Stats(tested_at=(0,) * 3, accepted_at=(0,) * 3)
 
@@ -63,11 +69,11 @@ def test_a_cut_leaves_what_was_emitted():
 def test_which_tokens_were_drafted():
     rounds = ("DDt", "t", "t", "DDDt", "DD")
     assert from_draft(LOG).tolist() == [kind == "D" for kind in "".join(rounds)]
-    assert from_draft(LOG[5:]).tolist() == from_draft(LOG[:0]).tolist() == []
+    assert from_draft(LOG.part(slice(5, None))).tolist() == from_draft(LOG.part(slice(0))).tolist() == []
 
 
 def test_rows_add_up():
-    one, other = Stats.from_log(LOG, 3), Stats.from_log(LOG[:2, :4], 1)
+    one, other = Stats.from_log(LOG, 3), Stats.from_log(LOG.part(np.s_[:2, :4]), 1)
     both = Stats.total([one, other])
     assert both == one + other == other + one
     assert both.tested_at == (5, 3, 2)
@@ -136,8 +142,9 @@ def test_a_run_counted_again_from_its_tokens(tree):
             emitted = min(depth + 1, len(text) - at)
             log.append([emitted, min(depth, emitted), int((tokens[1:] >= 0).sum()), *tested])
             at += emitted
-        assert Stats.from_log(result.log[row], 0) == Stats.from_log(np.array(log).reshape(-1, 3 + len(tested)), 0)
-        assert Stats.from_log(result.log[row], 0).committed == len(text) - len(prompt)
+        stats = Stats.from_log(result.log.part(row), 0)
+        assert stats == Stats.from_log(logged(np.reshape(log, (-1, 3 + len(tested)))), 0)
+        assert stats.committed == len(text) - len(prompt)
 
 
 def deepest(nodes, tree, tokens, text) -> int:
@@ -158,7 +165,7 @@ def test_rounds_without_a_draft_draft_nothing():
     asked = request([[1, 2, 3]], 12, vocab=V, temperature=1.0)
     for drafter in (NoDraft(), NoDraft(chain(3)), PromptLookup(chain(3), min_match=8)):
         result = generate(decoder(lm, drafter), Weights(params), asked, 128)
-        stats = Stats.from_log(result.log[0], drafter.calls)
+        stats = Stats.from_log(result.log.part(0), drafter.calls)
         assert (stats.rounds, stats.committed, stats.drafted, stats.tested, stats.accepted) == (
             12,
             12,

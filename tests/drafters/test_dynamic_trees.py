@@ -118,7 +118,7 @@ def test_it_drafts_better_than_a_fixed_tree():
     for tree in (dynamic(4, 5, 10), jaxspec.best_tree([0.5, 0.2, 0.1], 10, 5)):
         result = generate(decoder(lm, ModelDraft(lm, tree)), weights, asked, 128)
         found.append(texts(result))
-        emitted = np.asarray(result.log)[:, :, 0]
+        emitted = np.asarray(result.log.emitted)
         rates.append([emitted[half::2].sum() / (emitted[half::2] > 0).sum() for half in (0, 1)])
     assert found[0] == found[1]
     assert rates[0][0] > 1.02 * rates[1][0] > 2, "greedy"
@@ -136,7 +136,7 @@ def test_the_deterministic_rule_is_lossless():
     rule = find("rule", "deterministic")()
     config = Decoder(lm, ModelDraft(lm, dynamic(2, 2, 4)), rule, chunk=4)
     result = generate(config, Weights(params, noisy(params, 1, 0.5)), asked, 64)
-    assert np.asarray(result.log)[:, :, 1].sum() > rows
+    assert np.asarray(result.log.accepted).sum() > rows
     got = np.asarray(result.tokens)[:, 2 : 2 + length] @ 3 ** np.arange(length)[::-1]
     law = np.ones(1)
     contexts = [[0, 1]]

@@ -7,6 +7,7 @@ import jaxspec
 from helpers.toys import noisy
 from jaxspec.bench.records import Difference, Method, Row, Run
 from jaxspec.bench.tasks import Question, Task
+from jaxspec.decode.state import RoundLog
 from jaxspec.decode.stats import Stats
 from jaxspec.generation.drafting import Drafting
 from jaxspec.testing import TableLM
@@ -30,7 +31,7 @@ def row(method, id, tokens, log, decode_s, prefill_s=(1.0,), category="c", calls
     return Row(
         task="t", category=category, id=id, turn=1, method=method, prompt_tokens=3, tokens=list(range(tokens)),
         text=None, finish_reason="length", prefill_s=list(prefill_s), decode_s=list(decode_s),
-        stats=Stats.from_log(np.array(log), calls), difference=difference,
+        stats=Stats.from_log(RoundLog(np.array(log)), calls), difference=difference,
     )  # fmt: skip
 
 

@@ -163,9 +163,8 @@ def test_the_text_follows_the_exact_law_over_keys():
             assert (np.asarray(result.length) == len(prompt) + length).all()
             first, second, third = np.asarray(result.tokens)[:, 2:5].T
             np.add.at(counts, (first, second, third), 1)
-            log = np.asarray(result.log)
-            accepted += log[:, :, 1].sum()
-            rounds += (log[:, :, 0] > 0).sum()
+            accepted += result.log.accepted.sum()
+            rounds += (result.log.emitted > 0).sum()
         law = joint_law(lm, params, settings, prompt, length)
         expected = np.array(list(law.values())).reshape(counts.shape)
         assert g_test(counts, expected).p > 1e-3

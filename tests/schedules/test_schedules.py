@@ -87,8 +87,8 @@ def test_text_is_that_of_plain_decoding(schedule, plain):
     config = decoder(LM, ModelDraft(LM, RAGGED), schedule=schedule)
     result = generate(config, Weights(PARAMS, NEAR), asked(), 128)
     assert texts(result) == plain
-    log = np.asarray(result.log)
-    sizes = set(log[log[:, :, 0] > 0][:, 2].tolist())
+    log = jax.device_get(result.log)
+    sizes = set(log.drafted[log.emitted > 0].tolist())
     assert max(sizes) > 0
     assert min(sizes) < RAGGED.shape.nodes - 1, "it has limited something"
 
@@ -99,11 +99,11 @@ def test_text_is_that_of_plain_decoding_with_prompt_lookup(plain):
     config = decoder(LM, PromptLookup(chain(3), min_match=1), schedule=Cycle(limits, (2,)))
     result = generate(config, Weights(PARAMS), asked(), 128)
     assert texts(result) == plain
-    log = np.asarray(result.log)[:, : len(limits) * 4]
-    for i in range(log.shape[1]):
-        ran = log[:, i, 0] > 0
-        assert set(log[ran, i, 2].tolist()) <= {0, min(max(limits[i % len(limits)], 0), 3)}
-    assert log[:, :, 1].sum() > 10
+    log = jax.device_get(result.log.part(np.s_[:, : len(limits) * 4]))
+    for i in range(len(limits) * 4):
+        ran = log.emitted[:, i] > 0
+        assert set(log.drafted[ran, i].tolist()) <= {0, min(max(limits[i % len(limits)], 0), 3)}
+    assert log.accepted.sum() > 10
 
 
 # Limits.
@@ -115,17 +115,17 @@ def test_limits_are_obeyed_and_depend_on_no_neighbour():
     config = decoder(LM, ModelDraft(LM, chain(4)), schedule=Cycle(limits, (3,)))
     weights, asking = Weights(PARAMS, NEAR), asked(1, stop_ids=jnp.full((B, 2), -1))
     batch = whole(config, weights, asking, 128)
-    log = np.asarray(batch.log)
+    log = jax.device_get(batch.log)
     seen = set()
     for i in range(int(batch.round.max())):
-        drafted = log[log[:, i, 0] > 0, i, 2]
+        drafted = log.drafted[log.emitted[:, i] > 0, i]
         assert (drafted <= limits[i % len(limits)]).all()
         seen |= {(limits[i % len(limits)], int(n)) for n in drafted}
     assert {(n, n) for n in limits} <= seen, "fewer only where top-k leaves no more"
     for row in (0, 5, 11):
         alone = whole(config, weights, jax.tree.map(lambda a, row=row: a[row : row + 1], asking), 128)
         assert texts(alone) == [texts(batch)[row]]
-        np.testing.assert_array_equal(alone.log[0], log[row])
+        np.testing.assert_array_equal(alone.log.counts[0], log.counts[row])
 
 
 def counted(calls):
@@ -170,7 +170,7 @@ def test_a_short_draft_costs_short_time(tree):
         state, now = play(state, limit)
         widest = max(map(len, tree.parents_by_level[1:]))
         assert now == ([2] * -(-behind // 2) + [widest] * (limit - 1) if limit else [])
-        drafted = int(np.asarray(state.log)[0, int(state.round[0]) - 1, 2])
+        drafted = int(state.log.drafted[0, int(state.round[0]) - 1])
         assert drafted == (tree.tree.depths <= limit).sum() - 1
     for _ in range(40):
         state, now = play(state, 0)
@@ -239,8 +239,8 @@ def test_the_decoded_text_follows_the_law(schedule):
         asking = request([[2, 1]] * batch, length, vocab=vocab, seed=seed, temperature=1.0)
         result = generate(config, Weights(params, lm.init_params(jax.random.key(1), 1.2)), asking, 128, quick=False)
         np.add.at(counts, tuple(np.asarray(result.tokens)[:, 2 : 2 + length].T), 1)
-        log = np.asarray(result.log)
-        assert len(set(log[:, :, 2][log[:, :, 0] > 0].tolist())) > 1, "drafts of several lengths"
+        log = jax.device_get(result.log)
+        assert len(set(log.drafted[log.emitted > 0].tolist())) > 1, "drafts of several lengths"
 
     def law(text):
         logits = np.asarray(lm.logits(params, [2, 1, *text]), np.float64)
@@ -403,13 +403,13 @@ def test_adaptive_in_the_loop():
     """A target that drafts for itself goes to full depth; a draft that is never right comes to draft nothing."""
     config = decoder(LM, ModelDraft(LM, chain(6)), schedule=Adaptive((1.0, 1.2), widths=()))
     asking = request([[1, 2]] * 4, 100, vocab=V, temperature=1.0)
-    right = np.asarray(whole(config, Weights(PARAMS, PARAMS), asking, 128).log)
-    assert (right[:, 3:14, 2] == 6).all()
-    wrong = np.asarray(whole(config, Weights(PARAMS, {"table": -4 * PARAMS["table"]}), asking, 128).log)
-    rounds = wrong.swapaxes(0, 1)
-    rounds = rounds[rounds[:, :, 0] > 0]  # in the order of the rounds
-    assert (rounds[50:, 2] > 0).mean() < 0.2
-    assert (0.2 * rounds[:, 2]).sum() - rounds[:, 1].sum() <= 4 * (2.0 + 0.015 * 100) + 1e-3
+    right = whole(config, Weights(PARAMS, PARAMS), asking, 128).log
+    assert (right.drafted[:, 3:14] == 6).all()
+    wrong = jax.device_get(whole(config, Weights(PARAMS, {"table": -4 * PARAMS["table"]}), asking, 128).log)
+    ran = wrong.emitted.T > 0  # in the order of the rounds
+    drafted, accepted = wrong.drafted.T[ran], wrong.accepted.T[ran]
+    assert (drafted[50:] > 0).mean() < 0.2
+    assert (0.2 * drafted).sum() - accepted.sum() <= 4 * (2.0 + 0.015 * 100) + 1e-3
 
 
 def test_finished_rows_learn_nothing():
