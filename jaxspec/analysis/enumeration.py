@@ -145,8 +145,8 @@ def enumerate_proposals(
 
     def stopped(node: int, text: tuple[int, ...]) -> bool:
         with np.errstate(divide="ignore"):
-            doubted = schedule.doubts(jnp.asarray(np.log(draft(text))))
-        return bool(tree.depths[node] >= limit) or (doubted is not None and bool(doubted))
+            stopped = schedule.stop_after(jnp.asarray(np.log(draft(text))))
+        return bool(tree.depths[node] >= limit) or (stopped is not None and bool(stopped))
 
     def texts(node: int) -> tuple[list[tuple[int, ...] | None], np.ndarray]:
         """Returns the distinct texts up to a node (None where a token is missing), and each proposal's index."""
@@ -211,7 +211,7 @@ def stop_laws(rule: WeighingRule, law: jax.Array, proposal: Proposal) -> tuple[j
 
     def one(law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
         found = rule(law, proposal)
-        return found.chances, jax.nn.softmax(jax.vmap(found.after)(jnp.arange(law.shape[0])), -1)
+        return found.node_probs, jax.nn.softmax(jax.vmap(found.next_logits)(jnp.arange(law.shape[0])), -1)
 
     return jax.vmap(one)(law, proposal)
 

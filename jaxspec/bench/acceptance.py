@@ -134,7 +134,7 @@ def measure(
             f"prompt and new tokens make {longest} tokens, the models read at most {target.lm.context} and "
             f"{draft.context}; leave out long prompts or lower --max-new-tokens"
         )
-    slots = sizes.shared(sizes.slots(longest, sizes.CHUNK))
+    slots = sizes.round_to_bucket(sizes.slots(longest, sizes.CHUNK))
     rows = inputs.mask_padding(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)

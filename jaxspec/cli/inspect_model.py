@@ -98,7 +98,7 @@ def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -
     from jaxspec.models.config import is_table
 
     size = DTYPES[activation_dtype(dtype)].itemsize
-    slots = sizes.shared(sizes.slots(length, sizes.CHUNK))
+    slots = sizes.round_to_bucket(sizes.slots(length, sizes.CHUNK))
     parameters = 0
     for name, shape in config.param_shapes().items():
         if len(shape) == 1:  # vectors stay float32

@@ -15,12 +15,12 @@ from jaxspec.core.sizes import BLOCK as BLOCK
 from jaxspec.core.sizes import whole_blocks
 
 
-def stored(dtype) -> jnp.dtype:
+def storage_dtype(dtype) -> jnp.dtype:
     """The dtype of the slots that hold values of this one."""
     return jnp.dtype(jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype)
 
 
-def held(dtype) -> jnp.dtype:
+def value_dtype(dtype) -> jnp.dtype:
     """The dtype of the values that slots of this one hold."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
 
@@ -38,8 +38,8 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
         value_width: of a value; 0: as a key's.
     """
     slots = whole_blocks(capacity)
-    keys = jnp.zeros((layers, batch, heads, slots, width), stored(dtype))
-    values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored(dtype))
+    keys = jnp.zeros((layers, batch, heads, slots, width), storage_dtype(dtype))
+    values = jnp.zeros((layers, batch, heads, slots, value_width or width), storage_dtype(dtype))
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
 
 
@@ -49,8 +49,8 @@ def read(kv: KV, layer: int, block: Array | int) -> KV:
     def one(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
         part = lax.dynamic_slice(slots, (layer, 0, 0, block * BLOCK, 0), (1, batch, heads, BLOCK, width))
-        part = compact(part)[0]
-        return part if part.dtype == held(part.dtype) else lax.bitcast_convert_type(part, held(part.dtype))
+        part, dtype = compact(part)[0], value_dtype(part.dtype)
+        return part if part.dtype == dtype else lax.bitcast_convert_type(part, dtype)
 
     return KV(one(kv.keys), one(kv.values))
 
@@ -72,7 +72,7 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
     start = jnp.minimum(cache.length, cache.length + after)
 
     def write(slots: Array, new: Array) -> Array:
-        new = jnp.where(jnp.isfinite(new), new, 0).astype(held(slots.dtype))
+        new = jnp.where(jnp.isfinite(new), new, 0).astype(value_dtype(slots.dtype))
         if slots.dtype != new.dtype:
             new = lax.bitcast_convert_type(new, slots.dtype)
         new = row_major(new)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core import noise
 from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.sampling import GREEDY, Sampling
 
 
@@ -36,25 +36,22 @@ class Draw:
 
     Attributes:
         kind: of the noise; static.
-        keys: one per row.
-        roots: the length of each row's text; the root is its last token.
+        noise: of the round. A draft of fewer tokens than the target's shares the noise of those it has.
         sampling: the rows' settings.
-        wanted: a scalar: some row is not greedy.
-        vocab: V of the target, static; a draft of fewer tokens shares the noise of those it has.
         limit: the depth to which each row may draft; None for any.
-        doubts: of a schedule: the nodes after whose law nothing is drafted.
-        shared: the target's noise by depth, where it was drawn for the whole round; None: it is drawn when asked for.
+        stop_after: the schedule's: returns the nodes after whose law nothing is drafted.
     """
 
     kind: Noise
-    keys: Array  # [B]
-    roots: Int[Array, "B"]
+    noise: RoundNoise
     sampling: Sampling
-    wanted: Bool[Array, ""]
-    vocab: int
     limit: Int[Array, "B"] | None = None
-    doubts: Callable[[Array], Array | None] = lambda law: None
-    shared: Float[Array, "B D1 V"] | None = None
+    stop_after: Callable[[Array], Array | None] = lambda law: None
+
+    @property
+    def roots(self) -> Int[Array, "B"]:
+        """The length of each row's text; the root is its last token."""
+        return self.noise.roots
 
     def below(self, depth: Array | int) -> Bool[Array, "B"]:
         """The rows that may draft children of nodes at `depth`."""
@@ -62,7 +59,7 @@ class Draw:
 
     def empty_law(self, nodes: int) -> Float[Array, "B n V"] | None:
         """The law of a proposal of `nodes` nodes before any is drawn: -inf; None where the rule reads no law."""
-        return jnp.full((*self.roots.shape, nodes, self.vocab), -jnp.inf) if self.kind is Noise.FRESH else None
+        return jnp.full((*self.roots.shape, nodes, self.noise.vocab), -jnp.inf) if self.kind is Noise.FRESH else None
 
     def __call__(
         self,
@@ -86,17 +83,17 @@ class Draw:
             # Greedy targets are point masses: a draft of them may come from any law, see `Rule`.
             score, greedy = scores(logits, sampling), self._greedy
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
-            extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)
+            extra = self.noise.fresh(nodes, logits.shape[-1])
             perturbed = law + jnp.where(greedy, 0.0, extra)
-            doubted = self.doubts(law)
+            stopped = self.stop_after(law)
         else:
             perturbed = self._perturbed(logits, depth, ids)
-            doubted = self.doubts(jax.nn.log_softmax(tempered(logits, sampling), -1))
-        tokens = self._allowed(*_highest(perturbed, width), doubted, depth)[0]
+            stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, sampling), -1))
+        tokens = self._allowed(*_highest(perturbed, width), stopped, depth)[0]
         if ids is None:
             return tokens, law
         if law is not None:
-            law = jnp.full((*law.shape[:-1], self.vocab), -jnp.inf).at[..., ids].set(law)
+            law = jnp.full((*law.shape[:-1], self.noise.vocab), -jnp.inf).at[..., ids].set(law)
         return jnp.where(tokens >= 0, ids[tokens], -1), law
 
     def ranked(
@@ -113,8 +110,8 @@ class Draw:
         be out of the race at this position.
         """
         perturbed = self._perturbed(logits, depth, ids)
-        doubted = self.doubts(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1))
-        tokens, best = self._allowed(*_highest(perturbed, width), doubted, depth)
+        stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1))
+        tokens, best = self._allowed(*_highest(perturbed, width), stopped, depth)
         worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
         worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
         return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), worth
@@ -139,18 +136,15 @@ class Draw:
         score = tempered(logits, self._of(ids))
         if self.kind is not Noise.SHARED:
             return score
-        if self.shared is None:
-            extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)
-        else:
-            extra = lax.dynamic_index_in_dim(self.shared, depth, axis=1)
+        extra = self.noise.target(depth)
         extra = extra[..., : logits.shape[-1]] if ids is None else extra[..., ids]
         return score + jnp.where(self._greedy, 0.0, extra)
 
-    def _allowed(self, tokens: Array, best: Array, doubted: Array | None, depth: Array | int) -> tuple[Array, Array]:
+    def _allowed(self, tokens: Array, best: Array, stopped: Array | None, depth: Array | int) -> tuple[Array, Array]:
         """The tokens, -1 where there is none or none is to be drafted, and their scores."""
         allowed = (best > -jnp.inf) & self.below(depth)[:, None, None]
-        if doubted is not None:
-            allowed = allowed & ~doubted[..., None]
+        if stopped is not None:
+            allowed = allowed & ~stopped[..., None]
         return jnp.where(allowed, tokens, -1).astype(jnp.int32), best
 
 

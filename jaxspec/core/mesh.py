@@ -54,23 +54,23 @@ def groups(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[DATA]
 
 
-def lay(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, laid out so on the devices of all of them."""
     if sharding.is_fully_addressable or getattr(leaf, "sharding", None) == sharding:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = lay(jax.random.key_data(leaf), sharding)
+        data = place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def everywhere(params: Any, mesh: Mesh) -> Any:
+def replicate(params: Any, mesh: Mesh) -> Any:
     """A pytree of arrays on every device."""
-    return jax.tree.map(lambda leaf: lay(leaf, NamedSharding(mesh, P())), params)
+    return jax.tree.map(lambda leaf: place(leaf, NamedSharding(mesh, P())), params)
 
 
-def fetch(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array) -> np.ndarray:
     """The whole of an array, on every process."""
     if array.is_fully_addressable:
         return np.asarray(array)

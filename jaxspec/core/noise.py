@@ -12,11 +12,13 @@ A round is named by the position of its root, which no two rounds of a row share
 are counted, on neighbours, or on where a session was interrupted.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 VERSION = 1
 """Bumped whenever the same key would give other noise; recorded with every result."""
@@ -24,6 +26,69 @@ VERSION = 1
 _POSITION = 0x706F73
 _FRESH = 0x647266
 _ACCEPT = 0x616363
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "roots", "any_sampled", "shared"),
+    meta_fields=("vocab",),
+)
+@dataclasses.dataclass(frozen=True)
+class RoundNoise:
+    """The random numbers of one round. They depend on the rows' keys and roots alone, not on who asks for them.
+
+    Attributes:
+        keys: one per row, [B].
+        roots: the position after the root's, where the row's next token will be: the length of its text.
+        any_sampled: a scalar; false where every row is greedy, and then Gumbel noise is zero and costs nothing.
+        vocab: V of the target; static.
+        shared: the target's noise by depth, if `share` has drawn it; None if it is drawn when needed.
+    """
+
+    keys: Array
+    roots: Int[Array, "B"]
+    any_sampled: Bool[Array, ""]
+    vocab: int
+    shared: Float[Array, "B D1 V"] | None = None
+
+    def share(self, depths: int, needed: Array) -> "RoundNoise":
+        """Draws the target's noise once, for a drafter and a rule that both read it.
+
+        Args:
+            depths: D + 1; static.
+            needed: the number of depths, from 0 on, that are read; the noise of the others is zero.
+        """
+        needed = jnp.where(self.any_sampled, needed, 0)
+        return dataclasses.replace(self, shared=ahead(self.keys, self.roots, depths, needed, self.vocab))
+
+    def target(self, depth: Array | int) -> Float[Array, "B 1 V"]:
+        """Returns the noise that the target draws the token after a node of this depth with."""
+        if self.shared is None:
+            return gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.any_sampled)
+        return jax.lax.dynamic_index_in_dim(self.shared, depth, axis=1)
+
+    def target_path(self, depths: int) -> Float[Array, "B D1 V"]:
+        """Returns the same for depth 0 to `depths` - 1."""
+        if self.shared is None:
+            return gumbel(self.keys, self.roots[:, None] + jnp.arange(depths), self.vocab, self.any_sampled)
+        return self.shared[:, :depths]
+
+    def target_at(self, depths: Int[Array, "B"]) -> Float[Array, "B V"]:
+        """Returns the same for one depth per row; drawn here, also if other depths are shared."""
+        return gumbel(self.keys, (self.roots + depths)[:, None], self.vocab, self.any_sampled)[:, 0]
+
+    def fresh(self, nodes: Int[Array, "n"], vocab: int) -> Float[Array, "B n V"]:
+        """Returns the noise that the children of each node are drawn with if a rule weighs their law.
+
+        Args:
+            nodes: node ids.
+            vocab: the number of tokens that the drafter knows.
+        """
+        return fresh(self.keys, self.roots, nodes, vocab, self.any_sampled)
+
+    def uniform(self) -> Float[Array, "B"]:
+        """Returns the numbers of [0, 1) that decide where each row's walk ends."""
+        return uniform(self.keys, self.roots)
 
 
 def gumbel(keys: Array, positions: Int[Array, "B n"], vocab: int, wanted: Array | bool = True) -> Float[Array, "B n V"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.records import Advance, Context, Ends, Params, Played, Proposal, Verdict
+from jaxspec.core.records import Advance, Context, Params, Proposal, RoundResult, StopLaw, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology, TreeShape
 from jaxspec.errors import InvalidConfig
@@ -179,7 +179,7 @@ class WeighingRule(Rule, Protocol):
     draws both. So what is enumerated in a proof is what runs.
     """
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         """Weighs the proposal.
 
         `law` is the target's log-law after every node, limited as its tokens are: the law a token is really drawn
@@ -213,11 +213,11 @@ class Schedule(Protocol):
         """The depth to which each row may draft in this round; 0: not at all."""
         ...
 
-    def update(self, state: Any, played: Played) -> Any:
+    def update(self, state: Any, result: RoundResult) -> Any:
         """Takes note of a round."""
         ...
 
-    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         """The nodes, by the draft's log-law after each, below which nothing is to be drafted; None: it does not look.
 
         What it is shown is the law the children would be drawn from: tempered, and limited where the rule weighs it.

@@ -79,18 +79,18 @@ class Verdict(NamedTuple):
     token: Int[Array, "*b"]
 
 
-class Ends(NamedTuple):
-    """Where a walk may end, exactly: what a rule makes of a proposal before any random number is drawn."""
+class StopLaw(NamedTuple):
+    """The law of where a row's walk ends, before any random number is drawn."""
 
-    chances: Float[Array, "N"]  # the probability that each node is the deepest that is kept; they sum to 1
-    after: Callable[[Array], Array]  # the node's id -> log-weights [V] of the token after it, in any scale
+    node_probs: Float[Array, "N"]  # the probability that each node is the deepest accepted one; they sum to 1
+    next_logits: Callable[[Array], Array]  # of the token after a node, [V], by the node's id; of any scale
 
 
-class Played(NamedTuple):
-    """What a schedule is told of a round, per row; rows that stand still are kept from it."""
+class RoundResult(NamedTuple):
+    """What a schedule learns from a round, per row; finished rows are not updated."""
 
     drafted: Int[Array, "B"]  # the depth of the deepest drafted node
-    accepted: Int[Array, "B"]  # how deep the walk came, before any cut
+    accepted: Int[Array, "B"]  # accepted tokens, before any cut
 
 
 class Advance(NamedTuple):

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.records import Played
+from jaxspec.core.records import RoundResult
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
@@ -43,8 +43,8 @@ class Constant:
     def limit(self, state: Int[Array, "B"]) -> Int[Array, "B"]:
         return state
 
-    def update(self, state: Int[Array, "B"], played: Played) -> Int[Array, "B"]:
+    def update(self, state: Int[Array, "B"], result: RoundResult) -> Int[Array, "B"]:
         return state
 
-    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None

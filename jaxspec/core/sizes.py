@@ -23,7 +23,7 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // BLOCK) * BLOCK
 
 
-def shared(slots: int) -> int:
+def round_to_bucket(slots: int) -> int:
     """At least so many slots, a power of two, so that texts of like lengths share a compilation."""
     return max(512, 1 << (slots - 1).bit_length())
 

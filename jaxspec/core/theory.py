@@ -11,7 +11,7 @@ from jaxspec.core.tree import Tree
 from jaxspec.errors import InvalidConfig
 
 
-def kept(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"], xp: Any = jnp) -> Any:
+def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"], xp: Any = jnp) -> Any:
     """The probability that each node of a tree is kept; their sum is the expected tokens of a round.
 
     The root counts for the target's own token. Summed node by node along a chain they are the tokens of its shorter

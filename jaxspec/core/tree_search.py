@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.core.checks import whole
 from jaxspec.core.sizes import MAX_NODES
-from jaxspec.core.theory import kept
+from jaxspec.core.theory import node_acceptance
 from jaxspec.core.tree import Topology, from_paths
 from jaxspec.errors import InvalidConfig, shown
 
@@ -79,7 +79,7 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
             f"the tree has {shape.depth} depths of up to {shape.width} ranks, the acceptance is given for "
             f"{table.shape[0]} of {table.shape[1]}"
         )
-    return float(kept(topology.tree, table, np).sum())
+    return float(node_acceptance(topology.tree, table, np).sum())
 
 
 def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft_cost: float) -> Topology:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.protocols import Drafter, Schedule
-from jaxspec.core.records import KV, Advance, Played, Proposal, Status
+from jaxspec.core.records import KV, Advance, Proposal, RoundResult, Status
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 
@@ -62,10 +62,10 @@ def commit(
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
     advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
-    played = Played(jnp.where(drafted, tree.depths, 0).max(-1), reached)
+    result = RoundResult(jnp.where(drafted, tree.depths, 0).max(-1), reached)
     learned = jax.tree.map(
         lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-        schedule.update(state.schedule, played),
+        schedule.update(state.schedule, result),
         state.schedule,
     )
     return state._replace(

@@ -15,10 +15,11 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jaxspec.core import cache as caches
-from jaxspec.core import noise, sizes
+from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.laws import scores
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import Drafter, Rule, Schedule
 from jaxspec.core.records import Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
@@ -26,9 +27,8 @@ from jaxspec.core.schedule import Constant
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit
 from jaxspec.decode.prefill import prefill
-from jaxspec.decode.proposal import first_nodes, kept, rooted
 from jaxspec.decode.state import Request, Result, State, Weights
-from jaxspec.decode.verdict import judge
+from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, rooted
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -88,26 +88,14 @@ class Decoder:
         """One round: every running row emits 1 to D + 1 tokens, and drafts no deeper than `max_depth`."""
         shape = self.drafter.shape
         deepest = shape.depth if max_depth is None else jnp.minimum(max_depth, shape.depth)
-        wanted = jnp.any(state.sampling.temperature >= GREEDY)
+        any_sampled = jnp.any(state.sampling.temperature >= GREEDY)
         running = state.status == Status.RUNNING
         limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, deepest), 0)
 
-        shared = None
+        noise = RoundNoise(state.key, state.length, any_sampled, self.target.vocab)
         if self.rule.noise is Noise.SHARED and self.drafter.draws:
-            # Once for drafter and rule, as deep as some row may draft.
-            depths = jnp.where(wanted, jnp.max(limit) + 1, 0)
-            shared = noise.ahead(state.key, state.length, shape.depth + 1, depths, self.target.vocab)
-        draw = Draw(
-            self.rule.noise,
-            state.key,
-            state.length,
-            state.sampling,
-            wanted,
-            self.target.vocab,
-            limit,
-            self.schedule.doubts,
-            shared,
-        )
+            noise = noise.share(shape.depth + 1, jnp.max(limit) + 1)
+        draw = Draw(self.rule.noise, noise, state.sampling, limit, self.schedule.stop_after)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = rooted(proposal, state.tokens, state.length, limit, self.target.vocab)
@@ -116,11 +104,11 @@ class Decoder:
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
 
         def verify(width: int) -> Outcome:
-            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, wanted, shared)
+            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, noise)
 
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
-        outcome = lax.switch(jnp.searchsorted(jnp.asarray(widths), needed), calls) if len(calls) > 1 else calls[0]()
+        outcome = lax.switch((jnp.asarray(widths) < needed).sum(), calls) if len(calls) > 1 else calls[0]()
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
     def run(
@@ -159,9 +147,7 @@ class Decoder:
             return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
         return _batched(self, capacity)(weights, request)
 
-    def _verify(
-        self, weights: Weights, state: State, proposal: Proposal, depth: int, wanted: Array, shared: Array | None
-    ) -> Outcome:
+    def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, noise: RoundNoise) -> Outcome:
         """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
@@ -171,9 +157,8 @@ class Decoder:
         logits = self.target.head(weights.target, features)
         tempered = scores(logits, state.sampling)
         finite = jnp.isfinite(tempered.max(-1))
-        rows = state.key, state.length, state.sampling
-        verdict = judge(self.rule, *rows, tempered, finite, proposal, wanted, shared)
-        path, tokens = kept(proposal, verdict, depth)
+        verdict = apply_rule(self.rule, noise, state.sampling, tempered, finite, proposal)
+        path, tokens = accepted_path(proposal, verdict, depth)
         at = jnp.maximum(path, 0)
 
         recorded = None

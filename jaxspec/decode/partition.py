@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.mesh import DATA, groups, lay
+from jaxspec.core.mesh import DATA, groups, place
 from jaxspec.decode.state import State, Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Partition:
     """How a decoder's arguments lie on a mesh: `Weights` as `shard` lays them, rows over "data", scalars everywhere.
 
     Attributes:
@@ -36,7 +36,7 @@ class Spread:
         def of(argument: Any, specs: Any) -> Any:
             if isinstance(argument, (Weights, State)):
                 return argument
-            return jax.tree.map(lambda leaf, spec: lay(leaf, NamedSharding(self.mesh, spec)), argument, specs)
+            return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(self.mesh, spec)), argument, specs)
 
         return tuple(map(of, arguments, self.specs(arguments)))
 

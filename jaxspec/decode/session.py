@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from jaxspec.backend import cpu
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.core.mesh import fetch, groups, lay
+from jaxspec.core.mesh import groups, place, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import FOREVER, Decoder
 from jaxspec.decode.notice import Notice
-from jaxspec.decode.partition import Spread
+from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
@@ -85,7 +85,7 @@ class Session:
         self.capacity, self.mesh, self.notice = capacity, mesh, notice or Notice(False)
         self._cut: np.ndarray | None = None
         self._request = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), request)
-        self._spread = None if mesh is None else Spread(mesh, self._row_axes)
+        self._partition = None if mesh is None else Partition(mesh, self._row_axes)
         self.state = self._call(_init, (decoder, capacity), (weights, request))
         self.state = self._prefill(self.state)
 
@@ -102,15 +102,15 @@ class Session:
             self._cut = None
         self.state = self._prefill(self._call(lifecycle.extend, (), (self.state, request)))
 
-    def replace(self, places: Sequence[int], request: Request) -> None:
+    def replace(self, positions: Sequence[int], request: Request) -> None:
         """Gives places to new rows, one in each group of devices (-1: none), and reads the new prompts alone."""
-        size = self.state.length.shape[0] // len(places)
-        for group, place in enumerate(places):
-            if self._cut is not None and place >= 0:
-                self._cut[group * size + place] = FOREVER
+        size = self.state.length.shape[0] // len(positions)
+        for group, position in enumerate(positions):
+            if self._cut is not None and position >= 0:
+                self._cut[group * size + position] = FOREVER
         new = self._prefill(self._call(_init, (self.decoder, self.capacity), (self.weights, request)))
         static = (tuple(jax.tree.leaves(self._row_axes)),)
-        arguments = (self.state, new, jnp.asarray(places, jnp.int32))
+        arguments = (self.state, new, jnp.asarray(positions, jnp.int32))
         compiled, arguments = self._compiled(lifecycle.replace, static, arguments, donate=(0,))
         self.notice.end()
         self.state, seconds = _timed(compiled, arguments)
@@ -121,7 +121,7 @@ class Session:
 
         No round drafts deeper than `max_depth`.
         """
-        before = fetch(self.state.length).sum()
+        before = to_host(self.state.length).sum()
         counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
         arguments = (self.weights, self.state, jnp.int32(max_rounds), counts, jnp.int32(max_depth))
         static = (self.decoder,)
@@ -129,25 +129,25 @@ class Session:
         self.notice.end()
         self.state, seconds = _timed(compiled, arguments)
         self.timing.decode_s += seconds
-        self.timing.tokens += int(fetch(self.state.length).sum() - before)
+        self.timing.tokens += int(to_host(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
         """Ends rows from the host: the new lengths (none longer), and the new status of each row.
 
         What was cut off is dropped when the session is extended; till then it stands past the row's end.
         """
-        now = fetch(self.state.length)
+        now = to_host(self.state.length)
         if (length < now).any():
             self.timing.tokens -= int((now - length).sum())
             cut = np.where(length < now, length, FOREVER)
             self._cut = cut if self._cut is None else np.minimum(self._cut, cut)
         new = status.astype(np.int32)
-        own = jnp.asarray(new) if self.mesh is None else lay(new, self.state.status.sharding)
+        own = jnp.asarray(new) if self.mesh is None else place(new, self.state.status.sharding)
         self.state = self.state._replace(status=own)
 
     @property
     def running(self) -> bool:
-        return bool((fetch(self.state.status) == Status.RUNNING).any())
+        return bool((to_host(self.state.status) == Status.RUNNING).any())
 
     def _options(self) -> dict[str, Any] | None:
         """Returns the compiler options of the decoding loop; None for the defaults."""
@@ -191,8 +191,8 @@ class Session:
             donate: indices of arguments whose memory the result may take.
             options: returns the options of the compiler.
         """
-        if self._spread is not None:
-            arguments = self._spread.put(arguments)
+        if self._partition is not None:
+            arguments = self._partition.put(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((a.shape, str(a.dtype), self.mesh and a.sharding) for a in leaves)
         key = (function, static, structure, kinds)
@@ -204,7 +204,7 @@ class Session:
             def call(*arguments: Any) -> Any:
                 return function(*static, *arguments)
 
-            called = call if self._spread is None else self._spread.over(call, arguments)
+            called = call if self._partition is None else self._partition.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
             _EXECUTABLES[key] = _compile(lowered, options())
             seconds = time.perf_counter() - start

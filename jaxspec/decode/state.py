@@ -68,7 +68,7 @@ class RoundLog(NamedTuple):
     All counts are in one array, so that a round is recorded by one update. The leading axes are rows and rounds.
     """
 
-    counts: Int[Array | np.ndarray, "*b 3+D"]
+    counts: Any  # [*b, 3 + D], int32: an array of JAX, or of NumPy on the host
 
     @classmethod
     def empty(cls, batch: int, rounds: int, depth: int) -> "RoundLog":

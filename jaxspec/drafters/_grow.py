@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.cache import held
+from jaxspec.core.cache import value_dtype
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Proposal, Window
@@ -38,7 +38,7 @@ def buffer(model: LanguageModel, batch: int, tree: Topology | Dynamic) -> KV:
     """Room for the keys and values of every node that is read, and one slot more for padding."""
     shapes = jax.eval_shape(lambda: model.init_cache(batch, 1)).kv
     slots = tree.beam * tree.depth if isinstance(tree, Dynamic) else tree.shape.nodes + 1
-    return KV(*(jnp.zeros((*a.shape[:3], slots, a.shape[4]), held(a.dtype)) for a in shapes))
+    return KV(*(jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in shapes))
 
 
 def grow(

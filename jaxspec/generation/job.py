@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
-from jaxspec.core.mesh import everywhere, fetch, groups
+from jaxspec.core.mesh import groups, replicate, to_host
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
@@ -193,7 +193,7 @@ def make_job(
     width_matched = flag("width_matched", width_matched)
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
-        weights = weights._replace(draft=everywhere(weights.draft, mesh))
+        weights = weights._replace(draft=replicate(weights.draft, mesh))
     recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
     return Job(
         target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh
@@ -209,7 +209,7 @@ def extend_session(session: Session, job: Job) -> RowBatch:
     """
     if session.decoder != job.decoder or session.rows != job.rows or session.mesh != job.mesh:
         raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
-    longest = int(fetch(session.state.length).max()) + max(map(len, job.ids)) + job.max_new_tokens
+    longest = int(to_host(session.state.length).max()) + max(map(len, job.ids)) + job.max_new_tokens
     if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
         raise CapacityError(
             f"the session has {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "

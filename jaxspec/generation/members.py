@@ -80,7 +80,7 @@ def check_law(rule: Any, drafter: Drafter, vocab: int) -> None:
     if drafter.draws or depth == 0 or rule.noise is not Noise.FRESH:
         return
     proposal = Proposal(jnp.zeros(depth + 1, jnp.int32), chain(depth).tree)
-    jax.eval_shape(lambda law: rule(law, proposal).chances, jax.ShapeDtypeStruct((depth + 1, vocab), jnp.float32))
+    jax.eval_shape(lambda law: rule(law, proposal).node_probs, jax.ShapeDtypeStruct((depth + 1, vocab), jnp.float32))
 
 
 def _declared(protocol: type) -> list[str]:

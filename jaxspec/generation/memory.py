@@ -42,7 +42,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
             f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
         )
-    slots = sizes.shared(need) if capacity is None else sizes.whole_blocks(int(capacity))
+    slots = sizes.round_to_bucket(need) if capacity is None else sizes.whole_blocks(int(capacity))
     if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
         raise CapacityError(
             f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.core.mesh import fetch, groups
+from jaxspec.core.mesh import groups, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
@@ -92,7 +92,7 @@ class Stream(Iterator[Chunk]):
         session.notice = self._notice
         self._session = session
         self._rows = [None if row is None else self._start_row(row) for row in rows]
-        self._rounds_read = fetch(session.state.round)
+        self._rounds_read = to_host(session.state.round)
 
     def _start_row(self, row: int) -> "_Row":
         job = self._job
@@ -104,7 +104,7 @@ class Stream(Iterator[Chunk]):
     def _collect(self, session: Session) -> None:
         """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued ones."""
         state = session.state
-        tokens, length, start, status = map(fetch, (state.tokens, state.length, state.start, state.status))
+        tokens, length, start, status = map(to_host, (state.tokens, state.length, state.start, state.status))
         rounds = self._read_log(session)
         new_status, new_length, ended = status.copy(), length.copy(), []
         for b, row in enumerate(self._rows):
@@ -148,22 +148,22 @@ class Stream(Iterator[Chunk]):
 
     def _read_log(self, session: Session) -> list[RoundLog]:
         """Reads the log of each row's new rounds."""
-        log, begin, end = session.state.log, self._rounds_read, fetch(session.state.round)
+        log, begin, end = session.state.log, self._rounds_read, to_host(session.state.round)
         self._rounds_read = end.copy()
         rounds = log.counts.shape[1]
         size = min(self._rounds, rounds)  # static, to compile once
         first = np.minimum(begin, rounds - size)
-        some = RoundLog(fetch(_slices(log.counts, first, size)))
+        some = RoundLog(to_host(_slices(log.counts, first, size)))
         return [some.part(np.s_[b, i - at : j - at]) for b, (i, j, at) in enumerate(zip(begin, end, first))]
 
     def _update_stats(self, session: Session, positions: Iterable[int]) -> None:
         """Updates statistics and log-probabilities of the rows at these positions of the batch."""
         state = session.state
-        counts, start, rounds = map(fetch, (state.log.counts, state.start, state.round))
+        counts, start, rounds = map(to_host, (state.log.counts, state.start, state.round))
         log = RoundLog(counts)
         alternatives, logprobs = self._job.logprobs, state.logprobs
         if alternatives is not None:
-            logprobs = jax.tree.map(fetch, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
+            logprobs = jax.tree.map(to_host, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
         for b in positions:
             row = self._rows[b]
             assert row is not None

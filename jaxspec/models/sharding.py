@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.mesh import MODEL, check, everywhere, lay
+from jaxspec.core.mesh import MODEL, check, place, replicate
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig, is_table
@@ -38,7 +38,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     check(mesh)
     lm, params = model.lm, model.params
     if not isinstance(lm, TransformerLM):
-        return dataclasses.replace(model, params=everywhere(params, mesh))
+        return dataclasses.replace(model, params=replicate(params, mesh))
     size = mesh.shape[MODEL]
     check_divisible(lm.config, mesh, model.name)
     if lm.shards not in (1, size):
@@ -76,7 +76,7 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
             leaf = jax.tree.map(lambda array: group_by_shard(name, array.T, config, size).T, leaf)
         else:
             leaf = group_by_shard(name, leaf, config, size)
-    return jax.tree.map(lay, leaf, _shardings(name, leaf, mesh))
+    return jax.tree.map(place, leaf, _shardings(name, leaf, mesh))
 
 
 def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:

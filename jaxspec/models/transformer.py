@@ -124,7 +124,7 @@ class Block(nnx.Module):
         parts = jnp.split(heads, borders, axis=3)
         queries, keys, values = (a.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2) for a in parts)
         queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
-        dtype, rope = caches.held(cache.kv.keys.dtype), c.rope_of(layer)
+        dtype, rope = caches.value_dtype(cache.kv.keys.dtype), c.rope_of(layer)
         queries = rotate(queries, window.positions, rope).astype(dtype)
         new = KV(rotate(keys, window.positions, rope).astype(dtype), values.astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import Tree
 
 
@@ -89,14 +89,14 @@ def residual_law(
     return jnp.where((tokens >= 0).any(), jnp.log(target), law[node])
 
 
-def sequential_acceptance(law: Float[Array, "N V"], proposal: Proposal, log_lenience: float = 0.0) -> Ends:
+def sequential_acceptance(law: Float[Array, "N V"], proposal: Proposal, log_lenience: float = 0.0) -> StopLaw:
     """Tests the children of each node in order and descends into the first accepted child."""
 
     def acceptance(law: Array, draft: Array | None, tokens: Array) -> Array:
         return jnp.exp(reject_in_order(jnp.exp(law), draft, tokens, log_lenience=log_lenience)[0])
 
     accepted = jax.vmap(acceptance)(law, proposal.law, child_tokens(proposal))
-    return Ends(
+    return StopLaw(
         stop_probabilities(accepted, proposal.tree),
         lambda node: residual_law(law, proposal, node, log_lenience=log_lenience),
     )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules._siblings import excess
@@ -35,7 +35,7 @@ class Block:
                 "use the rule 'traversal', which is block verification on chains"
             )
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         if proposal.tree.children.shape[-1] > 1:
             self.check(TreeShape(law.shape[0], 0, proposal.tree.children.shape[-1]))
         following = jnp.concatenate([proposal.tokens[1:], jnp.full((1,), -1, proposal.tokens.dtype)])  # by node
@@ -61,4 +61,4 @@ class Block:
         accepted = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
         accepted = jnp.where(last, jnp.exp(weight), accepted).at[0].set(1.0)
         deeper = jnp.cumprod((1 - accepted)[::-1])[::-1]
-        return Ends(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)
+        return StopLaw(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules._siblings import sequential_acceptance
@@ -65,7 +65,7 @@ class Cascade:
         """Takes every fixed tree."""
         refuse_pruned(self, shape)
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         if proposal.law is None:
             raise InvalidConfig(
                 "a cascade mixes the laws of target and draft, and this drafter proposes tokens without a law; use one "

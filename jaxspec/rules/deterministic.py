@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
 from jaxspec.rules._siblings import child_tokens
 
@@ -26,7 +26,7 @@ class Deterministic:
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         tree, tokens = proposal.tree, child_tokens(proposal)
         at = jnp.maximum(tree.parents, 0)
         step = jnp.where(proposal.tokens >= 0, jnp.exp(law[at, jnp.maximum(proposal.tokens, 0)]), 0.0).at[0].set(1.0)
@@ -38,4 +38,4 @@ class Deterministic:
             rest = jnp.where(spent, -jnp.inf, law[node])
             return jnp.where(rest.max() > -jnp.inf, rest, law[node])
 
-        return Ends(reached * jnp.maximum(1 - below, 0.0), after)
+        return StopLaw(reached * jnp.maximum(1 - below, 0.0), after)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules._siblings import sequential_acceptance
@@ -41,5 +41,5 @@ class Lenient:
         """Takes every fixed tree."""
         refuse_pruned(self, shape)
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         return sequential_acceptance(law, proposal, math.log(self.lenience))

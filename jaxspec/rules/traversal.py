@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import Tree, TreeShape
 from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
 
@@ -29,7 +29,7 @@ class Traversal:
         """Takes every fixed tree."""
         refuse_pruned(self, shape)
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         tree, tokens = proposal.tree, child_tokens(proposal)
         inner = (tokens >= 0).any(-1)
         order = jnp.argsort(~inner, stable=True)  # nodes with children first, parents before children
@@ -46,7 +46,7 @@ class Traversal:
         accepted = jnp.where(inner, accepted, weights)
         accepted = jnp.exp(accepted).at[0].set(1.0)
         earlier = jnp.where(tested_before(tree), 1 - accepted[None, :], 1.0).prod(-1)
-        return Ends(accepted * earlier, lambda node: residual_law(law, proposal, node, weights[node]))
+        return StopLaw(accepted * earlier, lambda node: residual_law(law, proposal, node, weights[node]))
 
 
 def tested_before(tree: Tree) -> Bool[Array, "N N"]:

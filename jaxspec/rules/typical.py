@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
@@ -38,7 +38,7 @@ class Typical:
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""
 
-    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> Ends:
+    def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         tree = proposal.tree
         entropy = -jnp.where(law > -jnp.inf, jnp.exp(law) * law, 0.0).sum(-1)
         threshold = jnp.minimum(jnp.log(self.epsilon), jnp.log(self.delta) - entropy)
@@ -46,4 +46,4 @@ class Typical:
         likely = (law[at, jnp.maximum(proposal.tokens, 0)] > threshold[at]) & (proposal.tokens >= 0)
         accepted = (likely.at[0].set(True)[None, :] | ~tree.ancestors).all(-1)
         deepest = jnp.argmax(jnp.where(accepted, tree.depths, -1))
-        return Ends(jax.nn.one_hot(deepest, law.shape[0], dtype=law.dtype), lambda node: law[node])
+        return StopLaw(jax.nn.one_hot(deepest, law.shape[0], dtype=law.dtype), lambda node: law[node])

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.records import Played
+from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
-from jaxspec.core.theory import kept
+from jaxspec.core.theory import node_acceptance
 from jaxspec.core.tree import TreeShape, chain
 from jaxspec.errors import InvalidConfig
 
@@ -105,7 +105,7 @@ class Adaptive:
 
     def _choose_depth(self, state: AdaptiveState) -> AdaptiveState:
         extra = jnp.asarray(self.extra_costs(state.tested.shape[1]), jnp.float32)
-        tokens = jnp.cumsum(kept(chain(state.tested.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
+        tokens = jnp.cumsum(node_acceptance(chain(state.tested.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
         speed = tokens / (1 + extra)
         affordable = (self._extra_with_resume(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
         speed = jnp.where(affordable, speed, 0.0)
@@ -129,25 +129,25 @@ class Adaptive:
         # Unrolled, because a loop nested in the decoding loop costs a GPU more than the computation itself.
         return lax.scan(deeper, first, (state.tested.T, state.accepted.T), unroll=True)[1].T
 
-    def update(self, state: AdaptiveState, played: Played) -> AdaptiveState:
+    def update(self, state: AdaptiveState, result: RoundResult) -> AdaptiveState:
         extra = self.extra_costs(state.tested.shape[1])
         costs = self._extra_with_resume(state, jnp.asarray(extra, jnp.float32))
-        cost = jnp.take_along_axis(costs, played.drafted[:, None], 1)[:, 0]
-        loss = jnp.where(played.drafted > 0, cost, 0.0) - played.accepted
-        balance = state.balance - loss + self.loss_per_token * (1 + played.accepted)
-        levels, accepted = jnp.arange(1, extra.size), played.accepted[:, None]
-        tested = (levels <= played.drafted[:, None]) & (levels <= accepted + 1)
+        cost = jnp.take_along_axis(costs, result.drafted[:, None], 1)[:, 0]
+        loss = jnp.where(result.drafted > 0, cost, 0.0) - result.accepted
+        balance = state.balance - loss + self.loss_per_token * (1 + result.accepted)
+        levels, accepted = jnp.arange(1, extra.size), result.accepted[:, None]
+        tested = (levels <= result.drafted[:, None]) & (levels <= accepted + 1)
         decay = math.exp(-1 / self.decay_rounds)
         updated = AdaptiveState(
             decay * state.tested + tested,
             decay * state.accepted + (tested & (levels <= accepted)),
             jnp.minimum(balance, self.loss_budget + SURPLUS_ROUNDS * extra[-1]),
-            jnp.where(played.drafted > 0, 0.0, state.behind + 1),
+            jnp.where(result.drafted > 0, 0.0, state.behind + 1),
             state.depth,
         )
         return self._choose_depth(updated)
 
-    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None
 
 

@@ -41,7 +41,7 @@ class Confidence(Constant):
         if not 0 <= self.threshold <= 1:
             raise InvalidConfig(f"threshold must be between 0 and 1, got {self.threshold!r}")
 
-    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
+    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
         if not self.entropy:
             return jnp.exp(law.max(-1)) < self.threshold
         entropy = -jnp.where(law > -jnp.inf, jnp.exp(law) * law, 0.0).sum(-1)

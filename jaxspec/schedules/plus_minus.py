@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.records import Played
+from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
@@ -52,9 +52,9 @@ class PlusMinus:
     def limit(self, state: DepthState) -> Int[Array, "B"]:
         return state.depth
 
-    def update(self, state: DepthState, played: Played) -> DepthState:
-        depth = jnp.where(played.accepted >= played.drafted, state.depth + 2, jnp.maximum(state.depth - 1, self.least))
-        return state._replace(depth=jnp.where(played.drafted > 0, jnp.minimum(depth, state.deepest), state.depth))
+    def update(self, state: DepthState, result: RoundResult) -> DepthState:
+        depth = jnp.where(result.accepted >= result.drafted, state.depth + 2, jnp.maximum(state.depth - 1, self.least))
+        return state._replace(depth=jnp.where(result.drafted > 0, jnp.minimum(depth, state.deepest), state.depth))
 
-    def doubts(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import Drafter, refuse_pruned
 from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.sampling import Sampling
@@ -53,7 +54,7 @@ def check_drafter(
     @jax.jit
     def propose(weights: Weights, request: Request) -> Proposal:
         state = decoder.prefill(weights, decoder.init(weights, request, decoder.slots(longest + 8)))
-        draw = Draw(Noise.FRESH, state.key, state.length, state.sampling, jnp.array(True), vocab)
+        draw = Draw(Noise.FRESH, RoundNoise(state.key, state.length, jnp.array(True), vocab), state.sampling)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         return drafter.propose(weights.draft, state.draft, context, draw)[0]
 

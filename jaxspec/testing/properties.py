@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.analysis.enumeration import bias, random_laws, stop_laws
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
-from jaxspec.core.records import Ends, Proposal
+from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Topology, build, chain, dynamic, from_paths
 from jaxspec.errors import InvalidConfig
@@ -122,12 +122,12 @@ class _FixedNoise(NamedTuple):
     rule: CoupledRule
     seed: int
 
-    def __call__(self, law: jax.Array, proposal: Proposal) -> Ends:
+    def __call__(self, law: jax.Array, proposal: Proposal) -> StopLaw:
         noise = jax.random.gumbel(jax.random.key(self.seed), (proposal.tree.paths.shape[1], law.shape[1]))
         row = jax.tree.map(lambda a: a[0], Sampling(temperature=1.0).rows(1, law.shape[1]))
         node, token = self.rule(law, noise, row, proposal)
         point = jnp.where(jnp.arange(law.shape[1]) == token, 0.0, -jnp.inf)
-        return Ends(jax.nn.one_hot(node, law.shape[0]), lambda _: point)
+        return StopLaw(jax.nn.one_hot(node, law.shape[0]), lambda _: point)
 
 
 def check_probabilities(rule: Rule, cases: Cases) -> None:

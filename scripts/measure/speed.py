@@ -31,9 +31,10 @@ from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.bench.texts import COPYING
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.laws import scores
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Window
 from jaxspec.decode.session import Session, clear_executables
-from jaxspec.decode.verdict import judge
+from jaxspec.decode.verify import apply_rule
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.generation.inputs import make_request, row_keys, stop_array
@@ -223,7 +224,7 @@ def rules(arguments) -> dict[str, Any]:
     model = jaxspec.load(arguments.source)
     vocab = model.lm.vocab
     rng = np.random.default_rng(0)
-    keys, length = jax.random.split(jax.random.key(0), 1), jnp.array([100])
+    noise = RoundNoise(jax.random.split(jax.random.key(0), 1), jnp.array([100]), jnp.array(True), vocab)
     for name, topology in {"chain 4": jaxspec.chain(4), "tree 2x2": jaxspec.branching(2, 2)}.items():
         nodes, tree = topology.shape.nodes, jax.tree.map(lambda a: jnp.asarray(a)[None], topology.tree)
         logits = jnp.asarray(20 + 2 * rng.normal(size=(1, nodes, vocab)), jnp.float32)
@@ -241,7 +242,7 @@ def rules(arguments) -> dict[str, Any]:
             rows = jaxspec.Sampling(temperature=1.0, **sampling).rows(1, vocab)
 
             def draw(kind, rows=rows, width=topology.shape.width):
-                drawn = Draw(kind, keys, length, rows, jnp.array(True), vocab)
+                drawn = Draw(kind, noise, rows)
                 return jax.jit(lambda scores: drawn(scores, jnp.arange(scores.shape[1]), 0, width))
 
             for kind in Noise:
@@ -257,9 +258,8 @@ def rules(arguments) -> dict[str, Any]:
 
                 @jax.jit
                 def verdict(logits, tokens, law, rows, member=member, tree=tree, nodes=nodes):
-                    finite, some = jnp.ones((1, nodes), bool), jnp.array(True)
-                    tempered = scores(logits, rows)
-                    return judge(member, keys, length, rows, tempered, finite, Proposal(tokens, tree, law), some)
+                    finite, proposal = jnp.ones((1, nodes), bool), Proposal(tokens, tree, law)
+                    return apply_rule(member, noise, rows, scores(logits, rows), finite, proposal)
 
                 calls[f"{label}: {rule}"] = (verdict, (logits, tokens, law, rows))
         calls["a sort of the logits"] = (jax.jit(lambda logits: jnp.sort(logits, -1)), (logits,))

@@ -60,8 +60,8 @@ MUTANTS = (
         "block-stops-at-the-first-failure",
         "block verification breaks at the first failed test (demanded in a review of vllm-ascend #11985)",
         "rules/block.py",
-        "return Ends(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)",
-        "return Ends(jnp.cumprod(accepted) * jnp.append(1 - accepted[1:], 1.0), after)",
+        "return StopLaw(accepted * jnp.concatenate([deeper[1:], jnp.ones_like(deeper[:1])]), after)",
+        "return StopLaw(jnp.cumprod(accepted) * jnp.append(1 - accepted[1:], 1.0), after)",
         exact("block"),
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "zero-probability-at-u-0",
         "u <= ratio keeps a token of probability 0 when u is 0 (transformers, EAGLE, sglang-jax)",
-        "decode/verdict.py",
+        "decode/verify.py",
         "jnp.argmax(sums > jnp.minimum(",
         "jnp.argmax(sums >= jnp.minimum(",
         ("tests/decode/test_degenerate.py::test_a_number_of_zero_or_almost_one_picks_nothing_impossible",),
@@ -139,17 +139,17 @@ MUTANTS = (
     Mutant(
         "token-from-the-row-before",
         "correction and bonus are drawn after the node before (openvino.genai #4190)",
-        "decode/verdict.py",
-        "return node, ends.after(node)",
-        "return node, ends.after(jnp.maximum(node - 1, 0))",
+        "decode/verify.py",
+        "return node, law.next_logits(node)",
+        "return node, law.next_logits(jnp.maximum(node - 1, 0))",
         sampled("rejection-8-near"),
     ),
     Mutant(
         "draft-and-residual-share-noise",
         "the draft is drawn with the noise the residual is drawn with (vLLM #47386, #54282)",
         "core/draw.py",
-        "extra = noise.fresh(self.keys, self.roots, nodes, logits.shape[-1], self.wanted)",
-        "extra = noise.gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.wanted)",
+        "extra = self.noise.fresh(nodes, logits.shape[-1])",
+        "extra = self.noise.target(depth)",
         sampled("traversal-8-far") + sampled("block-64-near"),
     ),
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(
         "top-p-missing-in-verification",
         "the verifier ignores top-p (mlc-llm #2940, abyo-speculate)",
-        "decode/verdict.py",
+        "decode/verify.py",
         "law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)",
         "law = log_law(jnp.where(finite[..., None], tempered, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
         sampled("rejection-8-near"),

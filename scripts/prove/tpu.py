@@ -31,7 +31,7 @@ import jaxspec
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.decode.lifecycle import row_axes
-from jaxspec.decode.partition import Spread
+from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, Weights
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.medusa import Medusa
@@ -123,9 +123,9 @@ def compiled(
     if split:
         decoder = dataclasses.replace(decoder, target=dataclasses.replace(decoder.target, shards=2))
         mesh = jaxspec.make_mesh(2, 2, devices)
-        spread = Spread(mesh, row_axes(lambda w, r: decoder.init(w, r, capacity), weights, request))
-        function = spread.over(decoder.run, arguments)
-        named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), spread.specs(arguments))
+        partition = Partition(mesh, row_axes(lambda w, r: decoder.init(w, r, capacity), weights, request))
+        function = partition.over(decoder.run, arguments)
+        named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), partition.specs(arguments))
         named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
         cache = jax.NamedSharding(mesh, jax.P(None, "data", "model"))
         kv = jax.tree.map(lambda _: cache, state.cache.kv)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.core.theory import kept
+from jaxspec.core.theory import node_acceptance
 from jaxspec.core.tree import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules.deterministic import Deterministic
@@ -65,7 +65,7 @@ def test_known_trees():
     assert jaxspec.best_tree([0.0, 0.0], 9) == jaxspec.best_tree([0.5], 9, depth=0) == chain(0)
     assert jaxspec.expected_tokens(chain(2), [0.5]) == 1.75
     assert jaxspec.expected_tokens(branching(2, 1), [[0.5, 0.25], [0.5, 0.0]]) == 1 + 0.75 + 0.375
-    shorter = np.cumsum(kept(chain(3).tree, jnp.array([[[0.5], [0.5], [0.0]]] * 2)), -1)
+    shorter = np.cumsum(node_acceptance(chain(3).tree, jnp.array([[[0.5], [0.5], [0.0]]] * 2)), -1)
     np.testing.assert_allclose(shorter, [[1.0, 1.5, 1.75, 1.75]] * 2)
 
 

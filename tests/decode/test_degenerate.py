@@ -10,12 +10,13 @@ from helpers.toys import request, start, step, texts
 from jaxspec.analysis.enumeration import stop_laws
 from jaxspec.core import noise as noises
 from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.decode.verdict import judge, pick
+from jaxspec.decode.verify import apply_rule, pick
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.testing import ScriptedDrafter, TableLM, accepted_length, bias, random_laws
 
@@ -120,24 +121,25 @@ def test_children_of_an_exhausted_law_are_not_proposed():
     logits = jnp.full((1, 1, V), -jnp.inf).at[0, 0, 1:3].set(0.0)
     rows = Sampling(temperature=1.0).rows(1, V)
     for kind in Noise:
-        draw = Draw(kind, jax.random.split(jax.random.key(0), 1), jnp.array([3]), rows, jnp.array(True), V)
+        draw = Draw(kind, RoundNoise(jax.random.split(jax.random.key(0), 1), jnp.array([3]), jnp.array(True), V), rows)
         tokens = np.asarray(draw(logits, jnp.array([0]), 0, 4)[0])[0, 0]
         assert set(tokens[:2]) == {1, 2}
         assert (tokens[2:] == -1).all()
 
 
-JUDGE = jax.jit(judge, static_argnums=0)
+APPLY = jax.jit(apply_rule, static_argnums=0)
 
 
-def judged(rule, logits, proposal, keys, **settings):
+def verdicts(rule, logits, proposal, keys, **settings):
     """The verdict of many keys on one proposal."""
     batch = len(keys)
     rows = Sampling(**{"temperature": 1.0} | settings).rows(batch, logits.shape[-1])
     many = jax.tree.map(lambda a: jnp.broadcast_to(a, (batch, *a.shape)), proposal)
     scores = jnp.broadcast_to(logits, (batch, *logits.shape))
     finite = jnp.isfinite(scores.max(-1))
-    wanted = jnp.asarray(bool((np.asarray(rows.temperature) > 0).any()))
-    return JUDGE(rule, keys, jnp.full((batch,), 7), rows, scores, finite, many, wanted)
+    any_sampled = jnp.asarray(bool((np.asarray(rows.temperature) > 0).any()))
+    noise = RoundNoise(keys, jnp.full((batch,), 7), any_sampled, logits.shape[-1])
+    return APPLY(rule, noise, rows, scores, finite, many)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -151,7 +153,7 @@ def test_duplicate_siblings_and_laws_that_are_no_numbers(name):
 
     def run(tokens, law):
         proposal = Proposal(jnp.asarray(tokens), jax.tree.map(jnp.asarray, topology.tree), law)
-        return jax.tree.map(np.asarray, judged(rule, logits, proposal, keys))
+        return jax.tree.map(np.asarray, verdicts(rule, logits, proposal, keys))
 
     nothing = run([0, -1, -1], given)
     assert (nothing.node == 0).all()
@@ -216,9 +218,7 @@ def test_decodes_of_degenerate_laws(name):
         for settings in ({"temperature": 0.0}, {"temperature": 1.0}):
             state = decoded(name, TABLE, draft, **settings)
             log = state.log.part(np.s_[:, :8])
-            assert not (log.accepted.any() or log.drafted.any() or log.tested.any()), (
-                "there is no draft, and nothing is accepted"
-            )
+            assert not any(counts.any() for counts in (log.accepted, log.drafted, log.tested)), "there is no draft"
             assert (np.asarray(state.status) == Status.LENGTH).all()
             if settings["temperature"] == 0:
                 assert texts(state) == [greedy] * 6

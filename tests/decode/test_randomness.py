@@ -1,7 +1,6 @@
 """Tests the three streams of a row's key: distinct, never drawn from twice, and what happens when they are mixed."""
 
 import collections
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from helpers.toys import request
-from jaxspec.core import draw as draws
 from jaxspec.core import noise as noises
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
@@ -111,6 +109,9 @@ def test_every_place_is_drawn_from_once(name, monkeypatch):
         assert set(used.values()) == {1}
 
 
+FRESH = noises.fresh
+
+
 def position_noise(keys, roots, nodes, vocab, wanted=True):
     """What the drafter of a weighing rule must not see: on a chain node n draws the token at root + n."""
     return noises.gumbel(keys, roots[:, None] + nodes, vocab, wanted)
@@ -118,14 +119,14 @@ def position_noise(keys, roots, nodes, vocab, wanted=True):
 
 def same_noise_everywhere(keys, roots, nodes, vocab, wanted=True):
     """A key folded with a constant: the nodes of a round draw with one array."""
-    return noises.fresh(keys, roots, jnp.zeros_like(nodes), vocab, wanted)
+    return FRESH(keys, roots, jnp.zeros_like(nodes), vocab, wanted)
 
 
 @pytest.mark.parametrize("wrong", [None, position_noise, same_noise_everywhere], ids=["right", "mixed", "constant"])
 def test_mixed_streams_bias_the_text(wrong, monkeypatch):
     """A rejection rule whose drafts are drawn with the noise of the token after them, or all with one array."""
     if wrong is not None:
-        monkeypatch.setattr(draws, "noise", types.SimpleNamespace(gumbel=noises.gumbel, fresh=wrong))
+        monkeypatch.setattr(noises, "fresh", wrong)
     # A decoder of its own for each: what was compiled for an equal one would be used again.
     decoder = Decoder(LM, ModelDraft(LM, chain(2), ), find("rule", "rejection")(), width_matched=True,
                       chunk=2 + [None, position_noise, same_noise_everywhere].index(wrong))  # fmt: skip

@@ -12,7 +12,7 @@ from helpers.toys import decoder, eagle2, generate, log_softmax, noisy, request,
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.cli.options import UsageError
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.noise import gumbel
+from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape, chain, dynamic
@@ -35,7 +35,7 @@ def proposals(tree, params, noise: Noise, temperature):
     texts = np.random.default_rng(0).integers(0, V, (BATCH, 3)).tolist()
     asked = request(texts, 8, vocab=V, temperature=temperature)
     state = start(decoder(LM, ModelDraft(LM, chain(1))), Weights(PARAMS, params), asked, 64)
-    draw = Draw(noise, state.key, state.length, state.sampling, jnp.array(True), V)
+    draw = Draw(noise, RoundNoise(state.key, state.length, jnp.array(True), V), state.sampling)
 
     def grow(drafter, params, own):
         context = Context(state.tokens, state.length, state.cache, params)

@@ -12,6 +12,7 @@ import jaxspec
 from helpers import toys
 from jaxspec.core import noise
 from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain, dynamic, from_paths
@@ -103,7 +104,10 @@ def proposed(name: str, tree, kind: Noise):
     @jax.jit
     def propose(params, state, context, keys, sampling):
         return drafter.propose(
-            params, state, context, Draw(kind, keys, context.length, sampling, jnp.asarray(temperature > 0), 61)
+            params,
+            state,
+            context,
+            Draw(kind, RoundNoise(keys, context.length, jnp.asarray(temperature > 0), 61), sampling),
         )[0]
 
     proposal = propose(params, state, context, keys, sampling)
@@ -184,8 +188,8 @@ def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
     drafter, params = Noted.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(3), heads=heads("recurrent")))
     schedule = Confidence(threshold=threshold)
     draw = Draw(
-        Noise.NONE, KEYS, LENGTH, Sampling().rows(2, 61), jnp.asarray(False), 61,
-        limit=jnp.array([3, 3]), doubts=schedule.doubts,
+        Noise.NONE, RoundNoise(KEYS, LENGTH, jnp.asarray(False), 61), Sampling().rows(2, 61),
+        limit=jnp.array([3, 3]), stop_after=schedule.stop_after,
     )  # fmt: skip
     context = Context(jnp.ones((2, 8), jnp.int32), LENGTH, None, PARAMS)
     proposal, _ = jax.jit(lambda params, state: drafter.propose(params, state, context, draw))(
@@ -214,11 +218,8 @@ def test_heads_untrained_are_the_targets_own():
     feature = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64)), jnp.float32)
     draw = Draw(
         Noise.NONE,
-        jax.random.split(jax.random.key(0), 1),
-        jnp.array([1]),
+        RoundNoise(jax.random.split(jax.random.key(0), 1), jnp.array([1]), jnp.asarray(False), 61),
         Sampling().rows(1, 61),
-        jnp.asarray(False),
-        61,
     )
     context = Context(jnp.zeros((1, 4), jnp.int32), jnp.array([1]), None, PARAMS)
     proposal, _ = drafter.propose(params, drafter.init(params, 1, 4)._replace(feature=feature), context, draw)

@@ -6,7 +6,7 @@ import numpy as np
 
 from helpers.toys import RAGGED, allowed, decoder, generate, request
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.noise import gumbel
+from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape, branching, build, chain
@@ -104,7 +104,7 @@ def test_match_probability_of_one_child():
     noise = gumbel(keys, roots[:, None], vocab)[:, 0]
     rows = Sampling(temperature=1.0).rows(count, vocab)
     row = jax.tree.map(lambda leaf: leaf[0], rows)
-    draw = Draw(Noise.SHARED, keys, roots, rows, jnp.array(True), vocab)
+    draw = Draw(Noise.SHARED, RoundNoise(keys, roots, jnp.array(True), vocab), rows)
     for spread in (0.3, 1.0, 2.5):
         target, draft = (rng.normal(0, spread, vocab).astype(np.float32) for _ in range(2))
         p, q = (np.exp(a.astype(np.float64)) / np.exp(a.astype(np.float64)).sum() for a in (target, draft))

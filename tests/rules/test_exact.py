@@ -187,7 +187,7 @@ def test_an_equal_draft_is_kept_whole():
 
 def test_the_enumeration_sees_each_known_mistake():
     """The measured total variations of algorithms that are wrong are far from 0: what a pass is worth."""
-    from jaxspec.core.records import Ends
+    from jaxspec.core.records import StopLaw
     from jaxspec.rules._siblings import child_tokens, reject_in_order, stop_probabilities
     from jaxspec.rules.rejection import Rejection
 
@@ -195,7 +195,7 @@ def test_the_enumeration_sees_each_known_mistake():
         """Draws from the target, not from what is left of it, after a rejection."""
 
         def __call__(self, law, proposal):
-            return Ends(super().__call__(law, proposal).chances, lambda node: law[node])
+            return StopLaw(super().__call__(law, proposal).node_probs, lambda node: law[node])
 
     class RowBefore(Rejection):
         """Draws the last token by the law of the node before."""
@@ -203,7 +203,9 @@ def test_the_enumeration_sees_each_known_mistake():
         def __call__(self, law, proposal):
             found = super().__call__(law, proposal)
             leaf = proposal.tree.children.max(-1) < 0
-            return Ends(found.chances, lambda n: jnp.where(leaf[n], law[proposal.tree.parents[n]], found.after(n)))
+            return StopLaw(
+                found.node_probs, lambda n: jnp.where(leaf[n], law[proposal.tree.parents[n]], found.next_logits(n))
+            )
 
     class OldDraft(Rejection):
         """Weighs second children by a law that still holds the first."""
@@ -213,7 +215,7 @@ def test_the_enumeration_sees_each_known_mistake():
             first, _, law = jax.vmap(lambda p, q, t: reject_in_order(p, q, t[:1]))(jnp.exp(law), draft, tokens)
             second, _, law = jax.vmap(lambda p, q, t: reject_in_order(p, q, t[1:]))(law, draft, tokens)
             kept = jnp.exp(jnp.concatenate([first, second], axis=1))
-            return Ends(stop_probabilities(kept, proposal.tree), lambda node: jnp.log(law[node]))
+            return StopLaw(stop_probabilities(kept, proposal.tree), lambda node: jnp.log(law[node]))
 
     target, draft = random_laws(5, 4), random_laws(6, 4)
     assert bias(KeepsTheTarget(), chain(2), target, draft) > 0.05

@@ -23,7 +23,7 @@ from helpers.toys import (
     whole,
 )
 from jaxspec.analysis.enumeration import enumerate_proposals, joint_law, total_variation
-from jaxspec.core.records import Played
+from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import best_length
 from jaxspec.core.tree import TreeShape, branching, chain
@@ -65,7 +65,7 @@ class Cycle:
     def update(self, state, played):
         return state + 1
 
-    def doubts(self, law):
+    def stop_after(self, law):
         return None
 
 
@@ -256,7 +256,7 @@ def played(schedule, shape, rounds):
     """The limits of one row, given (drafted, accepted) of each round."""
     state, limits = schedule.init(1, shape), []
     for drafted, accepted in rounds:
-        state = schedule.update(state, Played(jnp.array([drafted]), jnp.array([accepted])))
+        state = schedule.update(state, RoundResult(jnp.array([drafted]), jnp.array([accepted])))
         limits.append(int(schedule.limit(state)[0]))
     return limits
 
@@ -268,15 +268,15 @@ def test_plus_minus_by_hand():
     assert int(PlusMinus().limit(PlusMinus().init(1, TreeShape(3, 2, 1)))[0]) == 2
 
 
-def test_doubts_by_hand():
+def test_stop_after_by_hand():
     laws = np.array([[0.5, 0.25, 0.25, 0.0], [0.4, 0.3, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0]])
     with np.errstate(divide="ignore"):
         logs = jnp.asarray(np.log(laws))
     entropy = -np.where(laws > 0, laws * np.log(np.maximum(laws, 1e-30)), 0).sum(-1)
     for threshold in (0.1, 0.45, 0.5, 0.7, 1.0):
-        np.testing.assert_array_equal(Confidence(threshold=threshold).doubts(logs), laws.max(-1) < threshold)
+        np.testing.assert_array_equal(Confidence(threshold=threshold).stop_after(logs), laws.max(-1) < threshold)
         np.testing.assert_array_equal(
-            Confidence(threshold=threshold, entropy=True).doubts(logs), 1 - np.sqrt(0.2 * entropy) < threshold
+            Confidence(threshold=threshold, entropy=True).stop_after(logs), 1 - np.sqrt(0.2 * entropy) < threshold
         )
 
 
@@ -307,7 +307,7 @@ def simulated(schedule, acceptance, rounds):
         drafted = schedule.limit(state)
         kept = jax.random.uniform(key, (ROWS, depth)) < acceptance
         accepted = jnp.minimum(jnp.cumprod(kept, -1).sum(-1), drafted)
-        return schedule.update(state, Played(drafted, accepted)), (drafted, 1 + accepted)
+        return schedule.update(state, RoundResult(drafted, accepted)), (drafted, 1 + accepted)
 
     keys = jax.random.split(jax.random.key(0), rounds)
     return jax.lax.scan(one, schedule.init(ROWS, TreeShape(depth + 1, depth, 1)), keys)[1]
@@ -344,7 +344,7 @@ def test_adaptive_follows_a_change():
             drafted = schedule.limit(state)
             kept = jax.random.uniform(key, (ROWS, 8)) < level
             accepted = jnp.minimum(jnp.cumprod(kept, -1).sum(-1), drafted)
-            return schedule.update(state, Played(drafted, accepted)), drafted
+            return schedule.update(state, RoundResult(drafted, accepted)), drafted
 
         state = schedule.init(ROWS, TreeShape(9, 8, 1))
         return jax.lax.scan(one, state, (acceptance, jax.random.split(key, 600)))[1]
@@ -364,7 +364,7 @@ def test_one_bad_guess_does_not_keep_drafts_short(prior_rounds, deep):
     for i in range(8):
         limit = schedule.limit(state)
         tried.append(int(limit[0]))
-        state = schedule.update(state, Played(limit, limit if i else jnp.minimum(limit, 2)))
+        state = schedule.update(state, RoundResult(limit, limit if i else jnp.minimum(limit, 2)))
     assert tried[0] == 15
     assert (max(tried[1:]) == 15) == deep, tried
 
@@ -376,7 +376,7 @@ def test_copied_drafts_may_fail_twice(nodes):
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
     for limit in (nodes - 1, nodes - 1, 0) if nodes == 16 else (nodes - 1, nodes - 1):
         assert schedule.limit(state).tolist() == [limit]
-        state = schedule.update(state, Played(schedule.limit(state), jnp.zeros(1, jnp.int32)))
+        state = schedule.update(state, RoundResult(schedule.limit(state), jnp.zeros(1, jnp.int32)))
 
 
 def test_what_adaptive_may_lose_is_bounded():
@@ -395,7 +395,7 @@ def test_what_adaptive_may_lose_is_bounded():
         behind = np.where(drafted > 0, 0, behind + 1)
         tokens += 1 + accepted
         assert (spent - tokens <= 3.0 + 0.03 * tokens + 1e-3).all()
-        state = update(state, Played(jnp.asarray(drafted), jnp.asarray(accepted)))
+        state = update(state, RoundResult(jnp.asarray(drafted), jnp.asarray(accepted)))
     assert (spent < tokens).any()
 
 

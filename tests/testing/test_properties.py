@@ -11,7 +11,7 @@ import cases
 import jaxspec
 from helpers.paths import ROOT
 from helpers.toys import transformer
-from jaxspec.core.records import Ends
+from jaxspec.core.records import StopLaw
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching
 from jaxspec.decode.loop import Decoder
@@ -46,7 +46,7 @@ def test_rule(name):
 class Leaky(Rejection):
     def __call__(self, law, proposal):
         found = super().__call__(law, proposal)
-        return found._replace(chances=0.99 * found.chances)
+        return found._replace(node_probs=0.99 * found.node_probs)
 
 
 class Blind(Rejection):
@@ -75,7 +75,7 @@ class Neighbour(Rejection):
     """Draws by the law of the next row, which may never have been read."""
 
     def __call__(self, law, proposal):
-        return Ends(super().__call__(law, proposal).chances, lambda node: jnp.roll(law, -1, axis=0)[node])
+        return StopLaw(super().__call__(law, proposal).node_probs, lambda node: jnp.roll(law, -1, axis=0)[node])
 
 
 class Impatient(Rejection):
@@ -99,7 +99,7 @@ class AFactorForgotten(Block):
     """Lets a block end without regard to the nodes above."""
 
     def __call__(self, law, proposal):
-        return Ends(Rejection()(law, proposal).chances, super().__call__(law, proposal).after)
+        return StopLaw(Rejection()(law, proposal).node_probs, super().__call__(law, proposal).next_logits)
 
 
 @pytest.mark.parametrize(

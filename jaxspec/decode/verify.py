@@ -1,9 +1,19 @@
-"""What the loop makes of a drafter's proposal before a rule sees it."""
+"""Verification of a proposal, between the drafter and the commit: the only place where a rule is called."""
 
+import dataclasses
+import functools
+from typing import cast
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.draw import Noise
+from jaxspec.core.laws import log_law
+from jaxspec.core.noise import RoundNoise
+from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Proposal, Verdict
+from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Tree
 
 
@@ -42,7 +52,7 @@ def distinct(proposal: Proposal) -> Proposal:
     return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
 
 
-def kept(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int[Array, "B D1"], Int[Array, "B D1"]]:
+def accepted_path(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int[Array, "B D1"], Int[Array, "B D1"]]:
     """The nodes from the root to the verdict's, then -1, and the token after each; for a path of `depth`.
 
     After the last node it is the verdict's token, and from there on that token again.
@@ -67,3 +77,51 @@ def first_nodes(proposal: Proposal, width: int) -> Proposal:
         tree.paths[:, :width, :depths],
     )
     return Proposal(proposal.tokens[:, :width], kept, None if proposal.law is None else proposal.law[:, :width])
+
+
+def apply_rule(
+    rule: Rule,
+    noise: RoundNoise,
+    sampling: Sampling,
+    tempered: Float[Array, "B N V"],
+    finite: Bool[Array, "B N"],
+    proposal: Proposal,
+) -> Verdict:
+    """Returns where each row's walk ends, and the token after it.
+
+    Args:
+        rule: see `Rule`.
+        noise: of the round.
+        sampling: the rows' settings.
+        tempered: the target's log-scores after every node.
+        finite: whether they are finite; the caller ends a walk that reaches a node where they are not.
+        proposal: with one tree per row.
+    """
+    tree, rows = proposal.tree, dataclasses.replace(sampling, logit_bias=None)
+    if rule.noise is Noise.SHARED:
+        path = noise.target_path(tree.paths.shape[-1])
+        return jax.vmap(cast(CoupledRule, rule))(tempered, path, rows, proposal)
+
+    law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)
+    number = noise.uniform()
+    stop = functools.partial(_stop, cast(WeighingRule, rule))
+    node, weights = jax.vmap(stop)(law, distinct(proposal), number)
+    # The token's noise is that of its position, as without a draft: no drafter of such a rule reads it.
+    extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1)[:, 0])
+    extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)
+    return Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
+
+
+def _stop(
+    rule: WeighingRule, target: Float[Array, "N V"], proposal: Proposal, number: Float[Array, ""]
+) -> tuple[Array, Array]:
+    """Returns the node at which a row's walk ends, and the log-weights of the token after it."""
+    law = rule(target, proposal)
+    node = pick(law.node_probs, number)
+    return node, law.next_logits(node)
+
+
+def pick(probs: Float[Array, "N"], number: Float[Array, ""]) -> Int[Array, ""]:
+    """Returns the index that a number of [0, 1) draws; never one of probability 0."""
+    sums = jnp.cumsum(probs)
+    return jnp.argmax(sums > jnp.minimum(number * sums[-1], jnp.nextafter(sums[-1], 0.0))).astype(jnp.int32)
