@@ -1,4 +1,4 @@
-"""The end of a round: what it brought is cut, written down, and told to drafter and schedule."""
+"""The end of a round: cuts and commits its tokens, and updates cache, drafter, schedule and log."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 
 class Outcome(NamedTuple):
-    """What a target call and the rule made of a window, per row, whatever its width."""
+    """The result of verification, per row. Its shapes do not depend on the width of the target call."""
 
-    path: Int[Array, "B D1"]  # the nodes kept, from the root on; -1 past the last
-    tokens: Int[Array, "B D1"]  # the token after each of them; past the last, that after the last again
-    healthy: Bool[Array, "B D1"]  # the target's logits were finite along the path
-    entries: KV  # of the path, [L, B, H, D1, K]
+    path: Int[Array, "B D1"]  # accepted nodes, the root first; -1 after the last
+    tokens: Int[Array, "B D1"]  # the token after each node of the path; after the last node, its token repeated
+    healthy: Bool[Array, "B D1"]  # whether the target's logits after each node of the path are finite
+    entries: KV  # keys and values of the path, [L, B, H, D1, K]
     features: Float[Array, "B D1 E"]  # of the path
-    logprobs: Logprobs | None  # of the tokens, where they are recorded
+    logprobs: Logprobs | None  # of `tokens`; None if the state records none
 
 
 def commit(
@@ -33,7 +33,20 @@ def commit(
     outcome: Outcome,
     drafted: Bool[Array, "B N"],
 ) -> State:
-    """The state after the round: its tokens, cut at the stop token and the budget, and what follows from them."""
+    """Returns the state after a round.
+
+    The round's tokens are cut after the first stop token, at the budget, and before the first token drawn from logits
+    that are not finite.
+
+    Args:
+        drafter: absorbs the committed tokens.
+        schedule: is updated with the round's result.
+        weights: parameters of target and drafter.
+        state: before the round.
+        proposal: with one tree per row.
+        outcome: of its verification.
+        drafted: whether each node holds a drafted token.
+    """
     tree = proposal.tree
     steps = jnp.arange(drafter.shape.depth + 1)
     path, tokens = outcome.path, outcome.tokens
@@ -83,6 +96,6 @@ def commit(
 
 
 def _write(rows: Array, new: Array, start: Array) -> Array:
-    """Each row with `new` put in at its own start."""
+    """Writes `new` into each row, from the row's own start on."""
     put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new.astype(row.dtype), at, 0))
     return put(rows, new, start)

@@ -1,4 +1,4 @@
-"""The log-probabilities of a round's tokens, from the target's logits that the round has anyway."""
+"""Log-probabilities of a round's tokens, from the logits that verification has computed."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxspec.decode.state import Logprobs
 
 
 def empty(batch: int, size: int, top: int) -> Logprobs:
-    """Zeros for `size` tokens of each row, with `top` alternatives each."""
+    """Returns zeros for `size` tokens per row, with `top` alternatives each."""
     one, many = jnp.zeros((batch, size), jnp.float32), jnp.zeros((batch, size, top), jnp.float32)
     return Logprobs(one, one, many, many.astype(jnp.int32))
 
@@ -26,18 +26,18 @@ def along(
     top: int,
     drawn: bool,
 ) -> Logprobs:
-    """Those of the tokens after each node of a path, `[B, M]`.
+    """Returns the log-probabilities of the tokens after each node of a path, `[B, M]`.
 
-    One depth after the other, and only as deep as some row went: the cost is that of the tokens that are emitted.
+    Depths are computed one after another up to `count`, so the cost grows with the emitted tokens alone.
 
     Args:
-        path: nodes from the root on; negative past the path's end, where the result is undefined.
-        tokens: the token after each.
-        count: the largest number of tokens in a row; zeros after it.
-        logits: the target's, raw.
-        scores: the same, as `jaxspec.core.laws.scores` gives them.
+        path: nodes, the root first; negative after the end of the path, where the result is undefined.
+        tokens: the token after each node.
+        count: the largest number of tokens of any row; the result is zero after it.
+        logits: the target's raw logits.
+        scores: the logits after `jaxspec.core.laws.scores`.
         sampling: the rows' settings.
-        top: K.
+        top: K, the number of alternatives.
         drawn: see `jaxspec.core.laws.log_prob`.
     """
 

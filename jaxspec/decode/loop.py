@@ -1,7 +1,8 @@
 """The decoder: one `lax.while_loop` from prompt to last token, in pure functions of arrays.
 
-A round: the drafter proposes a tree, the target reads it in one call, the rule keeps a path, and path and
-target's token are committed. Plain autoregression is the tree of one node.
+In a round the drafter proposes a tree of tokens, the target scores all of them in one call, the rule accepts a path
+from the root, and that path and the target's next token are committed. Plain autoregressive decoding is the tree of one
+node.
 """
 
 import dataclasses
@@ -35,21 +36,24 @@ FOREVER = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Target, drafter and rule, put together; static and hashable, so that equal ones compile once.
+    """A target, a drafter, a rule and a schedule. Static and hashable: equal decoders compile once.
 
     Attributes:
-        target: scores the text.
-        drafter: proposes trees.
-        rule: decides what of them is kept.
-        schedule: decides how deep they may be.
-        chunk: tokens of a prompt read at once.
+        target: the model whose text is decoded.
+        drafter: proposes trees of tokens.
+        rule: decides how much of a tree is accepted.
+        schedule: decides how deep each row drafts.
+        chunk: the number of prompt tokens read per call of the target.
         widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
             the schedule. A round runs at the smallest width that holds every drafted node of every row; by default a
             round without drafts runs at width 1.
         width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. The
             bits of the text then do not depend on the drafter.
-        top_logprobs: the likeliest tokens, and their log-probabilities, that are recorded beside every emitted token of
-            a row that asks for log-probabilities; see `Request`.
+        top_logprobs: the number of most likely tokens recorded with each emitted token, in rows that ask for
+            log-probabilities; see `Request`.
+
+    Raises:
+        InvalidConfig: the rule does not support the drafter's trees.
     """
 
     target: LanguageModel
@@ -72,7 +76,7 @@ class Decoder:
         return (*sorted(width for width in narrower if width < nodes), nodes)
 
     def slots(self, length: int) -> int:
-        """The cache capacity that a text of `length` tokens needs: the last window still fits behind it."""
+        """Returns the cache capacity for a text of `length` tokens, with room for one more window after it."""
         return sizes.slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
@@ -81,11 +85,11 @@ class Decoder:
         return lifecycle.init(*members, weights, request, capacity, self.top_logprobs)
 
     def prefill(self, weights: Weights, state: State) -> State:
-        """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it."""
+        """Reads all text that target and drafter have not read yet; the target stops before the root."""
         return prefill(self.target, self.drafter, self.chunk, weights, state)
 
     def step(self, weights: Weights, state: State, max_depth: Array | int | None = None) -> State:
-        """One round: every running row emits 1 to D + 1 tokens, and drafts no deeper than `max_depth`."""
+        """Runs one round: every running row drafts to `max_depth` at most, and commits 1 to D + 1 tokens."""
         shape = self.drafter.shape
         deepest = shape.depth if max_depth is None else jnp.minimum(max_depth, shape.depth)
         any_sampled = jnp.any(state.sampling.temperature >= GREEDY)
@@ -125,8 +129,8 @@ class Decoder:
             weights: parameters of target and drafter.
             state: after prefill.
             max_rounds: the most rounds that are run; may be traced.
-            least: the number of running rows below which the loop ends, or one for each; may be traced.
-            max_depth: the depth that no round drafts beyond; may be traced. None for the depth of the tree.
+            least: the loop ends when fewer rows than this are running; an array counts as its maximum. May be traced.
+            max_depth: the greatest depth of a draft; may be traced. None for the depth of the tree.
         """
         least = jnp.maximum(jnp.max(least), 1)
 
@@ -141,14 +145,14 @@ class Decoder:
         return lax.while_loop(going, play, (state, jnp.int32(0)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
-        """Prompt to last token, for one prompt or a batch; `jax.vmap` of it runs one batched program."""
+        """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""
         if request.tokens.ndim == 1:
             batched = jax.tree.map(lambda a: a[None], request)
             return jax.tree.map(lambda a: a[0], _batched(self, capacity)(weights, batched))
         return _batched(self, capacity)(weights, request)
 
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, noise: RoundNoise) -> Outcome:
-        """One target call on the proposal's nodes, and the rule's walk; padded to a path of `depth`."""
+        """Calls the target on the proposal's nodes and applies the rule; paths are padded to `depth` + 1 nodes."""
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
         paths = tree.paths if self.width_matched else None
@@ -179,10 +183,10 @@ class Decoder:
 
 @functools.lru_cache(maxsize=64)
 def _batched(decoder: Decoder, capacity: int):
-    """`generate` of a batch, under a vmap rule that leads back to itself.
+    """Returns `generate` for a batch, with a vmap rule that calls the function itself on a larger batch.
 
-    A vmapped `while_loop` would select over the whole carry, caches included, every round. The rule calls the
-    decorated function, so that any nesting of vmaps ends in the one batched program.
+    By default a vmapped `while_loop` selects over its whole carry, caches included, in every round. With this rule any
+    nesting of vmaps runs the one batched program.
     """
 
     @custom_vmap
@@ -193,7 +197,7 @@ def _batched(decoder: Decoder, capacity: int):
 
     @generate.def_vmap
     def rule(size, batched, weights, request):
-        if any(jax.tree.leaves(batched[0])):  # one set of parameters per example: no shared program
+        if any(jax.tree.leaves(batched[0])):  # parameters differ between examples, so they cannot share a batch
 
             def one(index):
                 pick = jax.tree.map(

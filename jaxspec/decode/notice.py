@@ -1,4 +1,4 @@
-"""What a call says while it compiles, on standard error."""
+"""Messages about compilation, on standard error."""
 
 import sys
 
@@ -6,32 +6,32 @@ import jax
 
 
 class Notice:
-    """Says when compiling begins and when it has ended: a line each for all that is compiled before a round runs.
+    """Prints a line when compilation begins and another when it ends; all functions compiled in between share them.
 
-    Of several processes the first speaks.
+    Of several processes only the first prints.
     """
 
     def __init__(self, verbose: bool = True):
         self._verbose, self._seconds = verbose, None
 
     def say(self, line: str) -> None:
-        """Writes a line."""
+        """Prints a line."""
         if self._verbose and sys.stderr is not None and jax.process_index() == 0:
             print(f"jaxspec: {line}", file=sys.stderr, flush=True)
 
     def begin(self) -> None:
-        """Something is about to be compiled."""
+        """Announces a compilation."""
         if self._seconds is None:
             self._seconds = 0.0
             self.say("compiling ...")
 
     def took(self, seconds: float) -> None:
-        """It was compiled, in so many seconds."""
+        """Adds the seconds of a compilation."""
         assert self._seconds is not None
         self._seconds += seconds
 
     def end(self) -> None:
-        """What was compiled is about to run; nothing is said where nothing was."""
+        """Prints the seconds of all compilations since `begin`; nothing if there were none."""
         if self._seconds is not None:
             self.say(f"compiled in {self._seconds:.1f} s")
             self._seconds = None

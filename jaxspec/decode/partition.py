@@ -1,8 +1,8 @@
 """Decoding on a mesh of devices.
 
-`shard_map` over "data" goes around the whole of a method, loop included: every group of devices runs its own loop,
-stops on its own, and never waits for another group. Over "model" the same program is partitioned by the compiler,
-from the shardings of the parameters (Xu et al. 2021, arXiv:2105.04663).
+`shard_map` over the axis "data" encloses a whole function, loop included: every group of devices runs a loop of its own
+and never waits for another group. Over the axis "model" the compiler partitions the program by the shardings of the
+parameters (Xu et al. 2021, arXiv:2105.04663).
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from jaxspec.decode.state import State, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a decoder's arguments lie on a mesh: `Weights` as `shard` lays them, rows over "data", scalars everywhere.
+    """The shardings of a decoder's arguments: `Weights` as `shard` placed them, rows over "data", scalars replicated.
 
     Attributes:
         mesh: the devices.
-        axes: of a state's rows, as `Decoder.row_axes` gives them.
+        axes: the axes of a state's rows, as `lifecycle.row_axes` returns them.
     """
 
     mesh: Mesh
     axes: State
 
     def put(self, arguments: tuple) -> tuple:
-        """The arguments on the mesh. States are there already."""
+        """Places arguments on the mesh. Weights and states must be there already."""
 
         def of(argument: Any, specs: Any) -> Any:
             if isinstance(argument, (Weights, State)):
@@ -41,7 +41,7 @@ class Partition:
         return tuple(map(of, arguments, self.specs(arguments)))
 
     def over(self, method: Callable, arguments: tuple) -> Callable:
-        """A function whose result is a `State`, run by every group of devices on its own rows."""
+        """Returns a function that every group of devices runs on its own rows; `method` returns a `State`."""
         return jax.shard_map(
             method,
             mesh=self.mesh,
@@ -52,7 +52,7 @@ class Partition:
         )
 
     def specs(self, arguments: tuple) -> tuple:
-        """How each argument is spread, by `shard_map`."""
+        """Returns the partition specs of the arguments, for `shard_map`."""
 
         def of(argument: Any) -> Any:
             if isinstance(argument, Weights):

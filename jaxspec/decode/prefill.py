@@ -1,4 +1,4 @@
-"""Reads prompts, before the first round and when more text is appended."""
+"""Reads prompts, before the first round and after text is appended."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +13,16 @@ from jaxspec.decode.state import State, Weights
 
 
 def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weights, state: State) -> State:
-    """Reads all text that was not read yet, in chunks: the target up to the root, the drafter with it.
+    """Reads all text that was not read yet, in chunks of a fixed size.
+
+    The target reads up to the token before the root. The drafter absorbs every token, the root included.
 
     Args:
-        target: reads.
-        drafter: absorbs what was read.
-        chunk: tokens read at once.
-        weights: of both.
-        state: of rows, some of whose text may be read already.
+        target: the target model.
+        drafter: the drafter.
+        chunk: the number of tokens read at once.
+        weights: parameters of target and drafter.
+        state: rows of which any part may have been read already.
     """
     causal = jnp.asarray(np.tri(chunk, dtype=bool))[None].repeat(state.length.shape[0], 0)
     steps = jnp.arange(chunk)
@@ -29,7 +31,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         state, last = carry
         cursor = state.cache.length
         positions = cursor[:, None] + steps
-        # One entry more, because a row that was decoded before has told its drafter of the root.
+        # One token more than a chunk: after a decode the drafter has already absorbed the root.
         text = jnp.take_along_axis(
             state.tokens,
             jnp.minimum(cursor[:, None] + jnp.arange(chunk + 1), state.tokens.shape[1] - 1),
@@ -39,10 +41,10 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         features, entries = target.apply(weights.target, window, state.cache)
         count = jnp.clip(state.length - 1 - cursor, 0, chunk)
         cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
-        # A commit writes zeros for what is not finite; text must not go on from there.
+        # A commit writes zeros for values that are not finite, so a row that has any must end here.
         broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in entries]).all(0) & (steps < count[:, None])
         status = jnp.where(broken.any(-1), Status.ERROR, state.status).astype(jnp.int32)
-        ahead = state.absorbed - cursor  # 0, or 1 where the root was told before
+        ahead = state.absorbed - cursor  # 1 if the drafter has absorbed the root, else 0
         shift = ahead[:, None] + steps
         before = jnp.concatenate([last[:, None], features], axis=1)
         advance = Advance(

@@ -20,7 +20,10 @@ from jaxspec.core.tree import Tree
 def rooted(
     proposal: Proposal, text: Int[Array, "B S"], length: Int[Array, "B"], limit: Int[Array, "B"], vocab: int
 ) -> Proposal:
-    """The proposal with the root in place, nothing deeper than the rows' limits, and its tree per row."""
+    """Returns the proposal with the root's token, one tree per row, and no token deeper than the row's limit.
+
+    Tokens outside the vocabulary become -1.
+    """
     batch = length.shape[0]
     root = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
     tokens = proposal.tokens.astype(jnp.int32).at[:, :1].set(root)
@@ -36,9 +39,10 @@ def rooted(
 
 
 def distinct(proposal: Proposal) -> Proposal:
-    """The proposal without children that can never be kept.
+    """Removes children that no rule may accept.
 
-    Those repeat the token of an elder sibling, or are no draw from their law, which excludes them or is NaN.
+    Such a child repeats the token of an earlier sibling, or has probability 0 or NaN under the law it should have been
+    drawn from.
     """
     tree, tokens = proposal.tree, proposal.tokens
     siblings = (tree.parents[..., :, None] == tree.parents[..., None, :]) & (
@@ -53,9 +57,9 @@ def distinct(proposal: Proposal) -> Proposal:
 
 
 def accepted_path(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int[Array, "B D1"], Int[Array, "B D1"]]:
-    """The nodes from the root to the verdict's, then -1, and the token after each; for a path of `depth`.
+    """Returns the nodes from the root to the verdict's, padded with -1 to `depth` + 1, and the token after each node.
 
-    After the last node it is the verdict's token, and from there on that token again.
+    After the last node comes the verdict's token, which is repeated as padding.
     """
     path = jnp.take_along_axis(proposal.tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
     path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
@@ -65,7 +69,7 @@ def accepted_path(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int
 
 
 def first_nodes(proposal: Proposal, width: int) -> Proposal:
-    """The tree of the first nodes alone; in level order they are one."""
+    """Returns the proposal's first `width` nodes; nodes are in level order, so these are a tree."""
     tree, depths = proposal.tree, min(width, proposal.tree.paths.shape[-1])
     below = tree.children[:, :width]
     kept = Tree(
