@@ -23,6 +23,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "notebooks/*.ipynb", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = [".*", "build", "dist", "**/.*"]
 
+highlight_language = "text"
 html_theme = "furo"
 html_title = f"jaxspec {release}"
 html_extra_path = ["site"]
@@ -53,6 +54,7 @@ autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
 python_display_short_literal_types = True
@@ -68,4 +70,21 @@ def _name_publicly() -> None:
             getattr(jaxspec, name).__module__ = "jaxspec"
 
 
-_name_publicly()
+def _signature(app, what, name, thing, options, signature, returns):
+    """Shortens the name of JAX's arrays, and drops the signature of protocols, which are not called."""
+    if what == "class" and getattr(thing, "_is_protocol", False):
+        return "", None
+    short = [part and part.replace("jaxlib._jax.Array", "Array") for part in (signature, returns)]
+    return tuple(short)
+
+
+def _skip(app, what, name, thing, skip, options):
+    """Leaves out the fields of named tuples that have no words of their own."""
+    return skip or (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") or None
+
+
+def setup(app):
+    """Connects the above; called by Sphinx."""
+    _name_publicly()
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-skip-member", _skip)

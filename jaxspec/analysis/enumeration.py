@@ -239,7 +239,7 @@ def random_laws(seed: int, vocab: int, kind: str = "dense") -> Law:
 
     Args:
         seed: seed of the law; the same seed gives the same law.
-        vocab: V.
+        vocab: the size of the vocabulary.
         kind: "dense", "sparse" (about half of the tokens have probability 0), "point" (a single token) or "peaked"
             (most of the mass on one or two tokens).
 

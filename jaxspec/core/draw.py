@@ -23,11 +23,11 @@ class Noise(enum.Enum):
     """What a rule wants its drafts to be drawn with."""
 
     SHARED = "shared"
-    """The target's own noise of the same position: drafter and target agree as often as coupling allows."""
+    """The target's own noise of the same position, so that both agree as often as coupling allows."""
     FRESH = "fresh"
-    """Noise that nobody else sees: the children are a sample of the drafter's law, which the rule weighs."""
+    """Noise that nobody else sees, so that the children are a sample of the drafter's law, which the rule weighs."""
     NONE = "none"
-    """No noise: the likeliest tokens, a point mass."""
+    """No noise, so that the children are the most likely tokens, a point mass."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ class LanguageModel(Protocol):
 
     @property
     def vocab(self) -> int:
-        """V: logits per token."""
+        """V, the number of logits per token."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class LayeredTarget(LanguageModel, Protocol):
 
     @property
     def layers(self) -> int | None:
-        """Layers that are run; None: all."""
+        """The number of layers that are run; None if all are."""
         ...
 
 

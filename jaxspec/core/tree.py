@@ -108,7 +108,7 @@ class Topology:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The tables, as numpy constants: those of `build`, in less time and memory."""
+        """The tables of `build`, as NumPy constants, which take less time and memory to make."""
         nodes, parents = np.arange(self.shape.nodes), np.asarray(self.parents)
         ancestors, ranks = np.eye(nodes.size, dtype=bool), np.zeros(nodes.size, int)
         seen = collections.Counter()
@@ -132,7 +132,7 @@ class Topology:
 
     @functools.cached_property
     def parents_by_level(self) -> tuple[np.ndarray, ...]:
-        """The node ids of each depth, 0 to D - 1, that have children: what a drafter must evaluate."""
+        """The node ids with children at each depth from 0 to D - 1, which a drafter must evaluate."""
         return tuple(level[self.tree.children[level, 0] >= 0] for level in self.levels[:-1])
 
     @property
@@ -204,7 +204,7 @@ class Dynamic:
 
     @property
     def is_chain(self) -> bool:
-        """Never: it has no tokens of its own."""
+        """Always false, since its tokens differ from round to round."""
         return False
 
 

@@ -21,7 +21,7 @@ from jaxspec.errors import InvalidConfig, shown
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExit:
-    """Draws from the target's law after its first layers (`exit_layers`).
+    """Draws from the target's distribution after its first layers (`exit_layers`).
 
     Attributes:
         model: the target, told to stop early; it shares the target's parameters and cache.

@@ -35,7 +35,7 @@ class MedusaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Medusa:
-    """Draws from the laws of Medusa, Hydra or ReDrafter heads on the target's last feature.
+    """Draws from the distributions of Medusa, Hydra or ReDrafter heads on the target's last feature.
 
     Attributes:
         config: the heads' sizes.

@@ -31,7 +31,7 @@ class ModelState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """Draws from the law of a second, smaller language model of the same vocabulary.
+    """Draws from the distribution of a second, smaller language model with the same vocabulary.
 
     Attributes:
         model: the draft model, of the target's vocabulary.

@@ -46,7 +46,7 @@ class Tolerant:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade:
-    """Accepts as rejection sampling does, with a mixture of both laws in place of the target's.
+    """Accepts as rejection sampling does, for a mixture of both distributions in place of the target's.
 
     The mixture is `transform(target, draft)`.
 

@@ -18,7 +18,7 @@ from jaxspec.rules._siblings import child_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Deterministic:
-    """Accepts a drafted token with its probability under the target. No law of the draft is read."""
+    """Accepts a drafted token with its probability under the target. The draft's distribution is not read."""
 
     noise = Noise.NONE
     lossless = True
