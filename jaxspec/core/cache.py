@@ -1,7 +1,7 @@
-"""The only place that writes a cache, and how it is stored.
+"""Storage of a cache, and the only function that writes one.
 
-Bfloat16 is stored as its bits, in uint16: XLA:CPU has no bfloat16 slices, and would convert the whole cache to
-float32 and back every round.
+Bfloat16 values are stored as their bits, in uint16: XLA:CPU cannot slice bfloat16 arrays, and would convert the whole
+cache to float32 and back in every round.
 """
 
 import jax
@@ -16,26 +16,26 @@ from jaxspec.core.sizes import whole_blocks
 
 
 def storage_dtype(dtype) -> jnp.dtype:
-    """The dtype of the slots that hold values of this one."""
+    """Returns the dtype in which a cache stores values of `dtype`."""
     return jnp.dtype(jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype)
 
 
 def value_dtype(dtype) -> jnp.dtype:
-    """The dtype of the values that slots of this one hold."""
+    """Returns the dtype of the values in a cache stored as `dtype`."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
 
 
 def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
-    """Makes the cache that `attend` reads: zeros, its capacity rounded up to whole blocks.
+    """Returns an empty cache of zeros, as `attend` reads it.
 
     Args:
         layers: L.
         batch: B, rows.
-        heads: H, of keys and values.
-        capacity: S at least, slots of a row.
-        width: K, of a key.
-        dtype: of keys and values. Bfloat16 is stored as its bits, in uint16; `attend` and the decoder see to it.
-        value_width: of a value; 0: as a key's.
+        heads: H, key/value heads.
+        capacity: slots per row; rounded up to whole blocks.
+        width: K, the width of a key.
+        dtype: of keys and values; bfloat16 is stored in uint16, which `attend` and the decoder handle.
+        value_width: the width of a value; 0 for that of a key.
     """
     slots = whole_blocks(capacity)
     keys = jnp.zeros((layers, batch, heads, slots, width), storage_dtype(dtype))
@@ -44,7 +44,7 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
 
 
 def read(kv: KV, layer: int, block: Array | int) -> KV:
-    """One block of one layer, `[B, H, BLOCK, K]`."""
+    """Reads one block of one layer, `[B, H, BLOCK, K]`."""
 
     def one(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
@@ -56,18 +56,23 @@ def read(kv: KV, layer: int, block: Array | int) -> KV:
 
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
-    """The entries of the given window tokens, `[L, B, H, M, K]`; -1 takes the first, as padding."""
+    """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
     index = jnp.maximum(nodes, 0)[None, :, None, :, None]
     return KV(*(jnp.take_along_axis(a, index, axis=3) for a in kv))
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
-    """Writes `entries` [L, B, H, M, K] at each row's cursor and moves it by `count` (0 to M).
+    """Writes `entries` [L, B, H, M, K] at each row's length, and increases the length by `count` (0 to M).
 
-    Entries past the count land in scratch. What is not finite is written as zero: a masked NaN would still
-    leak (0 x NaN). `after` is any non-negative value that must be known first, the drawn token above all:
-    without that dependence XLA may write before the last layer has read, and copies the whole cache each
-    round to be able to.
+    Entries past the count are written to scratch. Values that are not finite are written as zeros, since a masked NaN
+    still spreads (0 x NaN).
+
+    Args:
+        cache: the cache.
+        entries: keys and values of M tokens per row.
+        count: tokens to commit.
+        after: a non-negative value on which the write shall depend, such as the drawn token. Without it XLA may
+            schedule the write before the last layer has read the cache, and then copies the whole cache every round.
     """
     start = jnp.minimum(cache.length, cache.length + after)
 

@@ -1,4 +1,4 @@
-"""Checks of arguments, the same wherever one is taken. Nothing here imports JAX."""
+"""Checks of arguments, shared by all public functions. This module does not import JAX."""
 
 import functools
 import inspect
@@ -17,12 +17,12 @@ INT32 = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
-    """Gives a whole number within limits as an `int`.
+    """Returns a whole number within limits as an `int`.
 
-    Integers of NumPy and JAX are taken as Python's are; truth values and floats are refused.
+    Accepts integers of Python, NumPy and JAX; refuses booleans and floats.
 
     Raises:
-        InvalidConfig: naming the argument.
+        InvalidConfig: the value is not a whole number, or outside the limits; the message names the argument.
     """
     limits = f"from {least}" if most >= INT32 else f"from {least} to {most}"
     number = index(value)
@@ -34,20 +34,20 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
 
 
 def index(value: Any) -> int | None:
-    """Gives a value that is an integer of any kind as an `int`, others as None."""
+    """Returns an integer of any type as an `int`; None for other values."""
     if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_:
         return None
     try:
         return operator.index(value)
-    except Exception:  # a value may raise whatever it likes, a deleted array among them
+    except Exception:  # any error: a deleted array raises one of JAX's own
         return None
 
 
 def flag(name: str, value: Any) -> bool:
-    """Gives a truth value as a `bool`.
+    """Returns a boolean as a `bool`.
 
     Raises:
-        InvalidConfig: it is none; 0, 1 and arrays are not taken for one.
+        InvalidConfig: the value is not a boolean of Python or NumPy; 0, 1 and arrays are refused.
     """
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
@@ -55,30 +55,30 @@ def flag(name: str, value: Any) -> bool:
 
 
 def called(name: str, value: Any) -> None:
-    """Refuses what is neither None nor callable.
+    """Refuses values that are neither None nor callable.
 
     Raises:
-        InvalidConfig: naming the argument.
+        InvalidConfig: the value is neither; the message names the argument.
     """
     if value is not None and not callable(value):
         raise InvalidConfig(f"{name} must be callable, got {shown(value)}")
 
 
 def dtype_name(value: Any) -> Any:
-    """Gives the name of a dtype that may be a name, a NumPy or JAX type, or a `dtype`; other values as they are."""
+    """Returns the name of a dtype, which may be a name, a NumPy or JAX type, or a `dtype`; other values unchanged."""
     if isinstance(value, str) or value is None or isinstance(value, (list, tuple, dict)):
         return value
     try:
         return np.dtype(value).name
-    except Exception:  # no dtype; who takes it refuses it by name
+    except Exception:  # not a dtype; the caller refuses it
         return value
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Gives a dtype's name where it is among those known.
+    """Returns the name of a dtype.
 
     Raises:
-        InvalidConfig: it is not.
+        InvalidConfig: the dtype is not one of `known`.
     """
     found = dtype_name(value)
     if not isinstance(found, str) or found not in known:
@@ -87,10 +87,10 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
 
 
 def named(like: Callable | None = None) -> Callable[[Function], Function]:
-    """Makes a function refuse arguments that it does not have by a typed error, which suggests the nearest name.
+    """Returns a decorator: the function raises `WrongArguments` for unknown arguments, and suggests the nearest name.
 
     Args:
-        like: the function whose arguments are known; None: the decorated one.
+        like: the function whose parameters are the known names; None for the decorated function.
     """
 
     def decorate(function: Function) -> Function:

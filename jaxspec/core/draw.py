@@ -1,8 +1,8 @@
-"""How a drafter's logits become the children of its nodes: the loop hands every drafter a `Draw`.
+"""Draws drafted tokens from a drafter's logits; the loop passes a `Draw` to the drafter in every round.
 
-A drafter knows no rule. It asks for children, and is given the tokens, and the law they were drawn from where the
-rule weighs it; whoever draws `width` tokens as the highest of `log law + noise` draws without replacement, in that
-order (Gumbel top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
+Drafters do not depend on the rule: a `Draw` returns the children's tokens, and the law they were drawn from if the rule
+reads it. The `width` highest entries of `log law + noise` are a sample without replacement, in draw order (Gumbel
+top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
 """
 
 import dataclasses
@@ -20,26 +20,26 @@ from jaxspec.core.sampling import GREEDY, Sampling
 
 
 class Noise(enum.Enum):
-    """What a rule wants its drafts to be drawn with."""
+    """The noise that a rule needs its drafts to be drawn with."""
 
     SHARED = "shared"
-    """The target's own noise of the same position, so that both agree as often as coupling allows."""
+    """The target's noise of the same position, so that both agree as often as coupling allows."""
     FRESH = "fresh"
-    """Noise that nobody else sees, so that the children are a sample of the drafter's law, which the rule weighs."""
+    """Independent noise, so that the children are a sample of the drafter's law, which the rule reads."""
     NONE = "none"
     """No noise, so that the children are the most likely tokens, a point mass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draws children for the rows of one round.
+    """Draws the children of nodes, for all rows of one round.
 
     Attributes:
-        kind: of the noise; static.
-        noise: of the round. A draft of fewer tokens than the target's shares the noise of those it has.
+        kind: the kind of noise; static.
+        noise: the round's random numbers. A drafter with a smaller vocabulary shares the noise of the tokens it has.
         sampling: the rows' settings.
-        limit: the depth to which each row may draft; None for any.
-        stop_after: the schedule's: returns the nodes after whose law nothing is drafted.
+        limit: the depth to which each row may draft; None for no limit.
+        stop_after: `Schedule.stop_after`: returns the nodes, by their law, below which nothing is drafted.
     """
 
     kind: Noise
@@ -54,11 +54,11 @@ class Draw:
         return self.noise.roots
 
     def below(self, depth: Array | int) -> Bool[Array, "B"]:
-        """The rows that may draft children of nodes at `depth`."""
+        """Returns the rows that may draft children of nodes at `depth`."""
         return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
 
     def empty_law(self, nodes: int) -> Float[Array, "B n V"] | None:
-        """The law of a proposal of `nodes` nodes before any is drawn: -inf; None where the rule reads no law."""
+        """Returns the law of `nodes` nodes before any is drawn, -inf throughout; None if the rule reads no law."""
         return jnp.full((*self.roots.shape, nodes, self.noise.vocab), -jnp.inf) if self.kind is Noise.FRESH else None
 
     def __call__(
@@ -69,14 +69,22 @@ class Draw:
         width: int,
         ids: Int[Array, "R"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
-        """The `width` children of `nodes`, which all stand at `depth`, and the log-law they were drawn from.
+        """Draws the children of nodes, and returns their tokens and the log-law they were drawn from.
 
-        `ids` are the tokens that the logits are of, of a draft that knows but some; None: the first ones.
+        Children of greedy rows are the most likely tokens.
 
-        A token is -1 where the law has no more, below the row's limit, and where the schedule doubts the node: that
-        depends on the law alone, never on a token drawn from it, so that what is drawn is a sample. The law is None
-        where the rule does not ask for it. Where it does, it is limited as the target's is; a coupled draft need not
-        be, and accepts more if it is not. Children of greedy rows are always the likeliest.
+        Args:
+            logits: after each node, of the drafter's R tokens.
+            nodes: ids of nodes of one depth.
+            depth: their depth.
+            width: C, children per node.
+            ids: the target's id of each of the drafter's tokens; None if they are the target's first R.
+
+        Returns:
+            The tokens, and the log-law; None if the rule reads no law. A token is -1 if the law has no further token,
+            if the row may not draft at this depth, or if the schedule stops at the node. The schedule sees the law and
+            no token drawn from it, so drafts remain a sample. The law is truncated as the target's is. Drafts with
+            shared noise are drawn from the merely tempered law, of which more is accepted.
         """
         law, sampling = None, self._of(ids)
         if self.kind is Noise.FRESH:
@@ -103,11 +111,13 @@ class Draw:
         width: int,
         ids: Int[Array, "R"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
-        """The children as above, where no law is asked for, and how likely each is to be kept, as a logarithm.
+        """Draws children as above for a rule that reads no law, and scores how likely each is to be accepted.
 
-        That is the draft's log-probability without noise. With the target's own the draft's scores are known but for
-        what the models differ by, so the softmax of the perturbed scores is taken: a token may be likely, and still
-        be out of the race at this position.
+        Without noise the score is the draft's log-probability. With the target's noise it is the log-softmax of the
+        perturbed scores: a likely token may have lost at this position already.
+
+        Returns:
+            The tokens, and their scores as logarithms.
         """
         perturbed = self._perturbed(logits, depth, ids)
         stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1))
@@ -121,7 +131,7 @@ class Draw:
         return (self.sampling.temperature < GREEDY)[:, None, None]
 
     def _of(self, ids: Int[Array, "R"] | None) -> Sampling:
-        """The settings, for logits of these tokens alone."""
+        """Returns the settings for logits of these tokens."""
         bias = self.sampling.logit_bias
         return (
             self.sampling
@@ -132,7 +142,7 @@ class Draw:
     def _perturbed(
         self, logits: Float[Array, "B n R"], depth: Array | int, ids: Int[Array, "R"] | None = None
     ) -> Float[Array, "B n R"]:
-        """Scores with the target's noise, or with none."""
+        """Returns scores with the target's noise, or without noise."""
         score = tempered(logits, self._of(ids))
         if self.kind is not Noise.SHARED:
             return score
@@ -141,7 +151,7 @@ class Draw:
         return score + jnp.where(self._greedy, 0.0, extra)
 
     def _allowed(self, tokens: Array, best: Array, stopped: Array | None, depth: Array | int) -> tuple[Array, Array]:
-        """The tokens, -1 where there is none or none is to be drafted, and their scores."""
+        """Returns the tokens, -1 if there is none or nothing may be drafted, and their scores."""
         allowed = (best > -jnp.inf) & self.below(depth)[:, None, None]
         if stopped is not None:
             allowed = allowed & ~stopped[..., None]
@@ -149,7 +159,7 @@ class Draw:
 
 
 def _highest(scores: Float[Array, "B n V"], width: int) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
-    """The tokens of the highest scores, the lowest id first among equals, and the scores."""
+    """Returns the tokens of the highest scores, the lowest id first among equal scores, and the scores."""
     if width == 1:
         tokens = scores.argmax(-1, keepdims=True)
         return tokens, jnp.take_along_axis(scores, tokens, -1)

@@ -1,4 +1,4 @@
-"""From logits to laws: tempering, limits (top-k, top-p, min-p), log-probabilities, and the choice of a token."""
+"""Laws of the next token: temperature, truncation (top-k, top-p, min-p), log-probabilities, and drawing a token."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ _BLOCK = 128
 
 
 def tempered(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Biased and tempered log-scores, in float32 at least. Greedy rows keep their biased logits."""
+    """Returns biased and tempered log-scores, in float32 at least. Greedy rows keep their biased logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if sampling.logit_bias is not None:
         logits = logits + sampling.logit_bias[:, None, :]
@@ -23,7 +23,7 @@ def tempered(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, 
 
 
 def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """`tempered`, with the tokens outside the top k at -inf."""
+    """Returns `tempered` scores, with tokens outside the top k at -inf."""
     score = tempered(logits, sampling)
 
     def limited() -> Array:
@@ -35,12 +35,12 @@ def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B
 
 
 def kth_highest(values: Float[Array, "*b V"], k: Int[Array, "*c"]) -> Float[Array, "*b"]:
-    """The k-th highest of each row."""
+    """Returns the k-th highest value of each row."""
     return _highest_where(values, lambda above: above.sum(-1) >= k, jnp.ones_like)
 
 
 def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """The log-probabilities that `choose` draws by: `scores` limited by top-p and min-p, normalised.
+    """Returns the log-law that `choose` samples: `scores` truncated by top-p and min-p, and normalised.
 
     Greedy rows are point masses at the first of the highest scores.
     """
@@ -53,10 +53,10 @@ def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
 def log_prob(
     scores: Float[Array, "B N V"], tokens: Int[Array, "B N"], sampling: Sampling, drawn: bool
 ) -> Float[Array, "B N"]:
-    """The log-probability of one token after every node: the entry of `log_law`, without that array.
+    """Returns the log-probability of one token after every node: its entry of `log_law`, without computing the rest.
 
-    `drawn` says that each token was drawn from this law. It then counts as kept, because the sum that top-p is
-    decided by may round differently in the program that drew it.
+    `drawn` states that each token was drawn from this law. Such a token counts as kept by top-p: in the program that
+    drew it, the sum that decides may have been rounded differently.
     """
     greedy = (sampling.temperature < GREEDY)[:, None]
     own = jnp.take_along_axis(scores, tokens[..., None], -1)
@@ -74,10 +74,10 @@ def log_prob(
 
 
 def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
-    """`lax.top_k`, the same values and indices, several times faster on a CPU where V is large.
+    """Computes `lax.top_k`, with the same values and indices, several times faster on a CPU for large V.
 
-    The highest K are among the blocks of the K highest maxima. Equal maxima prefer the earlier block, and blocks
-    keep their order, so among equal values the first is still preferred.
+    The highest K values are in the K blocks of the highest maxima. Of equal maxima the earlier block is taken, and
+    blocks keep their order, so of equal values the first is taken, as in `lax.top_k`.
     """
     size = values.shape[-1]
     blocks = -(-size // _BLOCK)
@@ -93,13 +93,13 @@ def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b 
 
 
 def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N V"]:
-    """The tokens that top-p and min-p leave."""
+    """Returns the tokens that top-p and min-p keep."""
     top = scores.max(-1, keepdims=True)
 
     def limited() -> Array:
         weights = jnp.exp(scores - top)
         budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * weights.sum(-1)
-        # The highest score at which the budget is spent is the last that is kept; a NaN where it never is.
+        # The lowest score that is kept: the highest at which the budget is used up; a NaN if it never is.
         lowest = _highest_where(scores, lambda above: above.sum(-1) >= budget, lambda _: weights)
         return ~(scores < lowest[..., None])
 
@@ -108,13 +108,14 @@ def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N
 
 
 def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
-    """The highest x for which `spent` holds of the weights of the values at or above x, the others zero.
+    """Returns the highest x such that `spent` is true of the weights of all values at or above x.
 
-    Exactly and without a sort: a binary search over the floats' bits. The lowest float where it never holds.
+    Exact and without a sort: a binary search over the bits of the floats. Returns the lowest float if there is no such
+    x.
     """
     whole = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
     limits, bits = jnp.iinfo(whole), lax.bitcast_convert_type(values, whole)
-    order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # whole numbers in the order of the floats
+    order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # integers in the order of the floats
     weights = weigh(values)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -130,11 +131,11 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
 
 
 def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sampling) -> Int[Array, "N"]:
-    """The token drawn after every node of one row: the highest of `scores + noise` that is kept.
+    """Draws the token after every node of one row: the highest of `scores + noise` that top-p and min-p keep.
 
-    Top-p and min-p are checked for the token that was drawn; only if it fails are it and everything below it
-    excluded, and another drawn. Equal to limiting first, and most draws need one look: a sort of a large
-    vocabulary costs more than a small model's step. `noise` is not read where the row is greedy.
+    Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens of lower score are excluded,
+    and another is drawn. The result equals that of truncating first, and most draws need one check, while sorting a
+    large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
     """
     noise = jnp.where(sampling.temperature < GREEDY, 0.0, noise)
     top = scores.max(-1)
@@ -148,7 +149,7 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
         new = drawn.argmax(-1).astype(jnp.int32)
         score = jnp.take_along_axis(scores, new[:, None], -1)[:, 0]
         above = jnp.where(scores > score[:, None], weights, 0.0).sum(-1)
-        # What is not finite is drawn once and left to the health check of the loop.
+        # Scores that are not finite are drawn from once; the loop's health check then ends the row.
         kept = ((above < budget) & (score >= floor)) | ~jnp.isfinite(top) | jnp.isnan(score)
         token = jnp.where(done, token, new)
         return jnp.where(done, excluded, score), token, done | kept

@@ -1,4 +1,4 @@
-"""A mesh of devices, and arrays on it: rows of a batch over the axis "data", matrices over the axis "model"."""
+"""Meshes of devices: rows of a batch are split over the axis "data", matrices over the axis "model"."""
 
 from typing import Any
 
@@ -17,21 +17,21 @@ DATA, MODEL = "data", "model"
 
 @named()
 def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
-    """A mesh of `data` x `model` devices.
+    """Makes a mesh of `data` x `model` devices.
 
     Args:
-        data: groups of devices that have rows of their own.
-        model: devices over which each matrix of the target is split.
-        devices: those to take; None for all there are, of every process.
+        data: the number of groups of devices; each has rows of its own.
+        model: the number of devices over which each matrix of the target is split.
+        devices: the devices to use; None for all devices of all processes.
 
     Raises:
-        InvalidConfig: not as many devices as that.
+        InvalidConfig: there are fewer devices than that.
     """
     data, model = whole("data", data), whole("model", model)
     given = devices
     try:
         devices = list(jax.devices() if given is None else given.flat if isinstance(given, np.ndarray) else given)
-    except Exception:  # nothing that can be gone through
+    except Exception:  # not iterable
         devices = [given]
     if not all(isinstance(device, jax.Device) for device in devices):
         raise InvalidConfig(f"devices must be a list of jax.Device, got {shown(given)}")
@@ -42,7 +42,11 @@ def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
 
 
 def check(mesh: Any) -> None:
-    """Refuses what is no mesh of these axes."""
+    """Refuses values that are not meshes with the axes of `make_mesh`.
+
+    Raises:
+        InvalidConfig: not a mesh, other axes, or axes that are not of the type Auto.
+    """
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
         raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as make_mesh gives them; got {shown(mesh)}")
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
@@ -50,12 +54,12 @@ def check(mesh: Any) -> None:
 
 
 def groups(mesh: Mesh | None) -> int:
-    """Groups of devices that have rows of their own."""
+    """Returns the number of groups of devices with rows of their own."""
     return 1 if mesh is None else mesh.shape[DATA]
 
 
 def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, laid out so on the devices of all of them."""
+    """Places an array that every process has on the devices of all processes, with this sharding."""
     if sharding.is_fully_addressable or getattr(leaf, "sharding", None) == sharding:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -66,12 +70,12 @@ def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def replicate(params: Any, mesh: Mesh) -> Any:
-    """A pytree of arrays on every device."""
+    """Replicates a pytree of arrays on every device of the mesh."""
     return jax.tree.map(lambda leaf: place(leaf, NamedSharding(mesh, P())), params)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """The whole of an array, on every process."""
+    """Returns the whole array on the host, in every process."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

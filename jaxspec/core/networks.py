@@ -1,4 +1,4 @@
-"""What a target or a draft model must do, and what some can do besides: protocols of networks."""
+"""Protocols of networks: what every target and draft model does, and what some do besides."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from jaxspec.errors import InvalidConfig
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A network that reads a window of new tokens on top of a cache. It knows nothing of trees."""
+    """A network that reads a window of new tokens on top of a cache; it does not know that the window is a tree."""
 
     @property
     def vocab(self) -> int:
@@ -22,34 +22,40 @@ class LanguageModel(Protocol):
 
     @property
     def context(self) -> int:
-        """The longest text it may read, in tokens."""
+        """The length of the longest text that it can read, in tokens."""
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache of at least `capacity` slots."""
+        """Returns an empty cache of at least `capacity` slots per row."""
         ...
 
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
     ) -> tuple[Float[Array, "B T E"], KV]:
-        """Reads the window; the cache is only read.
+        """Reads a window, without writing to the cache.
 
-        `past` [L, B, H, P, K] are earlier tokens of the same window, already read. Returns the features and
-        the keys and values of the T new tokens, for the caller to commit or drop.
+        Args:
+            params: the parameters.
+            window: T new tokens per row.
+            cache: keys and values of the text before them.
+            past: keys and values [L, B, H, P, K] of earlier tokens of the same window.
+
+        Returns:
+            The features, and the keys and values of the new tokens, for the caller to commit or to drop.
         """
         ...
 
     def head(self, params: Params, features: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """The next-token logits, in float32."""
+        """Returns the logits of the next token, in float32."""
         ...
 
 
 @runtime_checkable
 class ProjectedTarget(LanguageModel, Protocol):
-    """A language model whose logits are its features times a matrix."""
+    """A language model whose logits are the product of its features and a matrix."""
 
     def unembedding(self, params: Params) -> Float[Array, "V E"]:
-        """The matrix that `head` multiplies with: `head(params, x) == x @ unembedding(params).T`, no bias added."""
+        """Returns the matrix of `head`: `head(params, x) == x @ unembedding(params).T`, without a bias."""
         ...
 
 
@@ -57,25 +63,25 @@ class ProjectedTarget(LanguageModel, Protocol):
 class HeadTarget(ProjectedTarget, Protocol):
     """A language model that draft heads can be trained for.
 
-    Heads read the features that `apply` returns and guess with `unembedding`. `embedding` is needed by heads that also
-    read tokens (inputs "path" or "recurrent"), and not by others.
+    Heads read the features that `apply` returns, and map their own to logits with `unembedding`. Only heads that also
+    read tokens (inputs "path" or "recurrent") need `embedding`.
     """
 
     def embedding(self, params: Params) -> Float[Array, "V E"]:
-        """The embedding of every token, as wide as the features."""
+        """Returns the embedding of every token, as wide as the features."""
         ...
 
 
 @runtime_checkable
 class LayeredTarget(LanguageModel, Protocol):
-    """A language model that can stop after its first layers; the drafter "early-exit" drafts with those.
+    """A language model that can run its first layers alone, with which the drafter "early-exit" drafts.
 
-    It is a frozen dataclass, so that `dataclasses.replace(model, layers=n)` is the one that stops after n.
+    It is a frozen dataclass: `dataclasses.replace(model, layers=n)` is the model that stops after n layers.
     """
 
     @property
     def depth(self) -> int:
-        """Layers in all."""
+        """The number of layers."""
         ...
 
     @property
@@ -86,16 +92,16 @@ class LayeredTarget(LanguageModel, Protocol):
 
 @runtime_checkable
 class TypedTarget(LanguageModel, Protocol):
-    """A language model that says in which type it multiplies, so that heads multiply in the same."""
+    """A language model that declares the dtype of its matrix products, which its heads then use too."""
 
     @property
     def dtype(self) -> str:
-        """A type of JAX, by name."""
+        """The name of a dtype."""
         ...
 
 
 NETWORK = ("vocab", "context", "init_cache", "apply", "head")
-"""What a `LanguageModel` must have."""
+"""The methods and properties of a `LanguageModel`."""
 
 
 def need_members(model: object, names: Iterable[str], why: str) -> None:
@@ -103,11 +109,11 @@ def need_members(model: object, names: Iterable[str], why: str) -> None:
 
     Args:
         model: the object.
-        names: of the methods and properties.
-        why: the sentence that the missing name completes.
+        names: names of the methods and properties.
+        why: the start of the message; the missing name follows.
 
     Raises:
-        InvalidConfig: naming the first one that is missing.
+        InvalidConfig: one is missing; the message names the first.
     """
     for name in names:
         if not hasattr(model, name):
@@ -115,7 +121,7 @@ def need_members(model: object, names: Iterable[str], why: str) -> None:
 
 
 def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
-    """The feature before the first token: zeros of the model's feature width."""
+    """Returns the feature before the first token: zeros of the width of the model's features."""
     token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
     window = Window(token, token, jnp.ones((*token.shape, 1), bool))
     feature = jax.eval_shape(model.apply, params, window, cache)[0]

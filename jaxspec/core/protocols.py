@@ -1,8 +1,7 @@
-"""The four kinds of member: a language model, a drafter, a rule, a schedule.
+"""Protocols of the members of a decoder: drafters, rules and schedules.
 
-Members are frozen, hashable dataclasses, passed as static arguments: equal ones do not retrace. Parameters
-and states are pytrees of arrays that travel beside them. Everything is batched, save a rule, which is written
-for one row.
+Members are frozen, hashable dataclasses and are passed as static arguments: equal ones do not retrace. Parameters and
+states are pytrees of arrays, passed beside them. Drafters and schedules are batched; a rule is written for one row.
 """
 
 import dataclasses
@@ -21,14 +20,14 @@ from jaxspec.errors import InvalidConfig
 
 @dataclasses.dataclass(frozen=True)
 class DrafterInputs:
-    """What a drafter is built from by name; each takes what it needs.
+    """The inputs from which a registered drafter is built; each drafter uses those that it needs.
 
     Attributes:
         target: the loaded target (`jaxspec.models.model.Model`).
-        draft: a loaded draft model, if one was given.
-        tree: the wished topology; None for the drafter's own default.
-        heads: loaded heads, if some were given (`jaxspec.heads.network.DraftHeads`).
-        options: options of the drafter's own, by name. The drafter checks their values.
+        draft: a loaded draft model, or None.
+        tree: the requested topology; None for the drafter's default.
+        heads: loaded heads (`jaxspec.heads.network.DraftHeads`), or None.
+        options: the drafter's own options, by name; the drafter checks their values.
     """
 
     target: Any
@@ -40,11 +39,10 @@ class DrafterInputs:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses a tree of tokens; is told what became of the guess. Its state is opaque to the loop.
+    """Proposes a tree of tokens in every round, and absorbs the committed ones. Its state is opaque to the loop.
 
     Attributes:
-        draws: whether `propose` draws tokens. Of one that finds them in another way the rounds draw no more noise than
-            their verdict needs.
+        draws: whether `propose` draws tokens with its `draw`. If it does not, noise is drawn for verification alone.
     """
 
     @property
@@ -52,77 +50,80 @@ class Drafter(Protocol):
 
     @property
     def shape(self) -> TreeShape:
-        """The static sizes of every tree it proposes."""
+        """The static sizes of every tree that it proposes."""
         ...
 
     @property
     def calls(self) -> int:
-        """Calls of a draft model per round, for the cost model; 0 where proposing is free."""
+        """Calls of a draft model per round, for the cost model; 0 if proposing costs nothing."""
         ...
 
     def init(self, params: Params, batch: int, capacity: int) -> Any:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         ...
 
     def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
-        """Takes note of committed text. A row whose count is 0 must not change."""
+        """Returns the state after committed tokens. A row whose count is 0 must not change."""
         ...
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
-        """A tree below the last committed token, and the state to be handed to `absorb`.
+        """Proposes a tree below the last committed token.
 
-        Children are drawn by `draw`, whose law goes into the proposal; tokens that were found in another way, by
-        looking at committed text alone, have the law None.
+        Children are drawn with `draw`, and the law that it returns is part of the proposal. Tokens may also follow from
+        committed text alone; the proposal's law is then None.
+
+        Returns:
+            The proposal, and the state for `absorb`.
         """
         ...
 
 
 @runtime_checkable
 class NamedDrafter(Drafter, Protocol):
-    """A drafter that can be registered: built from models and options, by name.
+    """A drafter that can be registered and built by name.
 
     Attributes:
-        takes: the fields of `DrafterInputs`, besides the target, and the options that `build` uses.
+        takes: the names that `build` uses: fields of `DrafterInputs` other than the target, and options.
     """
 
     takes: ClassVar[frozenset[str]]
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        """Builds the drafter for these models, and its parameters (None if it has none of its own)."""
+        """Returns the drafter for these inputs, and its parameters; None if it has none of its own."""
         ...
 
 
 @runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter whose tokens are drawn from a language model's law, which acceptance can be computed from."""
+    """A drafter that draws from the law of a language model, so that its acceptance can be computed."""
 
     @property
     def model(self) -> LanguageModel:
-        """The model; its parameters are the drafter's, or the target's where the drafter has none."""
+        """The model; its parameters are the drafter's, or the target's if the drafter has none."""
         ...
 
 
 @runtime_checkable
 class TreeDrafter(Drafter, Protocol):
-    """A drafter whose trees are of a topology that plain decoding can be given, too, to compare at one width."""
+    """A drafter whose topology plain decoding can use as well, for a comparison at the same width."""
 
     @property
     def tree(self) -> Topology | Dynamic:
-        """The topology, or how to choose one every round."""
+        """The topology, which is fixed or chosen in every round."""
         ...
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides how deep a proposal is kept. One row; a pure function of its arguments, without a random key.
+    """Decides how much of a proposal is accepted. A pure function for one row, without a random key.
 
-    There are two kinds, told apart by `noise`: a `CoupledRule` shares the target's noise with the drafter and
-    compares tokens, a `WeighingRule` compares laws.
+    `noise` distinguishes two kinds: a `CoupledRule` compares tokens that target and drafter drew with the same noise, a
+    `WeighingRule` compares laws.
 
     Attributes:
-        noise: what the drafter draws with.
-        lossless: emitted text follows the target's law exactly. A rule for which it does not has "lossy" in its name.
+        noise: the noise that the drafter draws with.
+        lossless: whether emitted text follows the target's law exactly.
     """
 
     @property
@@ -132,10 +133,10 @@ class Rule(Protocol):
     def lossless(self) -> bool: ...
 
     def check(self, shape: TreeShape) -> None:
-        """Refuses trees that the rule cannot take.
+        """Refuses trees that the rule does not support.
 
         Raises:
-            InvalidConfig: saying which it takes.
+            InvalidConfig: the rule does not support them; the message says which trees it supports.
         """
         ...
 
@@ -163,29 +164,35 @@ class CoupledRule(Rule, Protocol):
     def __call__(
         self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Sampling, proposal: Proposal
     ) -> Verdict:
-        """Walks down the proposal.
+        """Returns the deepest accepted node, and the token after it.
 
-        `scores` are the target's tempered log-scores after every node, `noise[d]` the Gumbel noise of the
-        tokens that stand d + 1 below the root, `sampling` the row's settings.
+        Args:
+            scores: the target's tempered log-scores after every node.
+            noise: `noise[d]` is the Gumbel noise of the token after a node of depth d.
+            sampling: the row's settings.
+            proposal: of the row.
         """
         ...
 
 
 @runtime_checkable
 class WeighingRule(Rule, Protocol):
-    """A rule whose drafts nobody else's noise has touched.
+    """A rule that compares laws; its drafts do not share the target's noise.
 
-    It says exactly where the walk ends with which probability, and the law of the token after every end; the loop
-    draws both. So what is enumerated in a proof is what runs.
+    It returns the probability that the walk ends at each node, and the law of the token after it; the loop draws both.
+    So the code that a proof enumerates is the code that runs.
     """
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
-        """Weighs the proposal.
+        """Returns the law of where the walk ends, and of the token after it.
 
-        `law` is the target's log-law after every node, limited as its tokens are: the law a token is really drawn
-        from, a point mass where the row is greedy. Siblings are distinct. Where `proposal.law` is given, the
-        children of greedy rows are the likeliest tokens instead of a sample; no rule need know, since one that is
-        exact for every draft law keeps a child of a point mass if and only if it is that point.
+        If the proposal has a law, the children of greedy rows are the most likely tokens, not a sample. Rules need no
+        case for them: one that is exact for every draft law accepts a child against a point mass if and only if it is
+        that point.
+
+        Args:
+            law: the target's log-law after every node, truncated as in sampling; a point mass in greedy rows.
+            proposal: of the row. Proposed siblings are distinct.
         """
         ...
 
@@ -194,32 +201,32 @@ class WeighingRule(Rule, Protocol):
 class Schedule(Protocol):
     """Decides how deep each row may draft, round by round.
 
-    From the row's own earlier rounds, and from the draft's law after nodes that are kept; never from a token it
-    decides on, or rules that weigh laws would be biased, nor from another row.
+    It may use the row's earlier rounds and the draft's law after each node. It must not use the tokens that it decides
+    about, which would bias rules that compare laws, nor other rows.
 
     Attributes:
-        widths: of target calls that it wants compiled, besides the decoder's own: a round of short drafts runs at
-            the smallest that holds them all.
+        widths: widths of target calls to compile, besides those of the decoder. A round runs at the smallest width that
+            holds all drafts.
     """
 
     @property
     def widths(self) -> tuple[int, ...]: ...
 
     def init(self, batch: int, shape: TreeShape) -> Any:
-        """The state before the first round; every leaf has a leading axis of rows."""
+        """Returns the state before the first round; every leaf has a leading axis of rows."""
         ...
 
     def limit(self, state: Any) -> Int[Array, "B"]:
-        """The depth to which each row may draft in this round; 0: not at all."""
+        """Returns the depth to which each row may draft in this round; 0 for no draft."""
         ...
 
     def update(self, state: Any, result: RoundResult) -> Any:
-        """Takes note of a round."""
+        """Returns the state after a round."""
         ...
 
     def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
-        """The nodes, by the draft's log-law after each, below which nothing is to be drafted; None: it does not look.
+        """Returns the nodes below which nothing is drafted, by the draft's log-law after each; None for no such test.
 
-        What it is shown is the law the children would be drawn from: tempered, and limited where the rule weighs it.
+        The law is the one that children are drawn from: tempered, and truncated if the rule reads it.
         """
         ...

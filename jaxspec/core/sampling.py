@@ -1,9 +1,9 @@
-"""How logits become tokens: temperature, top-k, top-p, min-p, the same for every drafter and for none.
+"""Sampling settings: temperature, top-k, top-p, min-p and a bias, with the same meaning for every drafter.
 
-The order is: temperature, then top-k, then top-p over what remains, then min-p. Each keeps all tokens at or
-above some score, so equal scores are kept or dropped together: a token is kept by top-k if fewer than k tokens
-have a higher score, by top-p if the mass of the tokens of higher score is below p, by min-p if its probability
-is at least min_p times the highest.
+The order is: bias, temperature, top-k, top-p of what remains, min-p. Each keeps all tokens at or above some score, so
+tokens of equal score are kept or dropped together. A token is kept by top-k if fewer than k tokens have a higher score,
+by top-p if the mass of the tokens with a higher score is below p, and by min-p if its probability is at least min_p
+times the highest.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxspec.core.checks import index
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 GREEDY = 1e-6
-"""Temperatures below this are exact greedy decoding."""
+"""Temperatures below this mean exact greedy decoding."""
 
 _FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
 _LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
@@ -34,7 +34,7 @@ _LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sampling:
-    """The settings, for all rows (a number) or per row (an array `[B]`).
+    """Sampling settings, each a number for all rows or an array `[B]`.
 
     Attributes:
         temperature: 0 (below 1e-6) is exact greedy decoding.
@@ -44,8 +44,8 @@ class Sampling:
         logit_bias: added to the logits before anything else; a mapping from token id to bias, or an array [V].
 
     Raises:
-        InvalidConfig: a value outside its range (NaN included), or none at all. Traced values are not looked at, nor is
-            what JAX puts into a pytree of this kind.
+        InvalidConfig: a value is outside its range, NaN, or not a number. Traced values are not checked, nor the leaves
+            that JAX puts into this pytree.
     """
 
     temperature: Any = 0.0
@@ -66,13 +66,13 @@ class Sampling:
             raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {shown(bias)}")
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
-        """The fields, for JAX."""
+        """Returns the fields, for JAX."""
         names = [field.name for field in dataclasses.fields(self)]
         return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
 
     @classmethod
     def tree_unflatten(cls, _: None, fields: Any) -> "Sampling":
-        """Puts fields together unchecked: JAX may hand in anything, axes and sentinels among it."""
+        """Makes settings of unchecked fields: JAX may pass axes and sentinels."""
         made = object.__new__(cls)
         for field, value in zip(dataclasses.fields(cls), fields, strict=True):
             object.__setattr__(made, field.name, value)
@@ -83,7 +83,7 @@ class Sampling:
         return f"Sampling({', '.join(f'{name}={_brief(getattr(self, name))}' for name in given)})"
 
     def _checked(self, name: str) -> np.ndarray:
-        """The values of a setting: one, or one per row."""
+        """Returns the checked values of a setting: one, or one per row."""
         dtype, valid, wanted = _LIMITS[name]
         given = getattr(self, name)
         value = _array(given)
@@ -94,11 +94,11 @@ class Sampling:
         return value.astype(dtype)
 
     def rows(self, batch: int, vocab: int) -> "Sampling":
-        """Checked, and as arrays: `[B]` each, and the bias `[B, V]` or None.
+        """Returns the checked settings as arrays: `[B]` each, and the bias `[B, V]` or None.
 
         Raises:
-            InvalidConfig: a value outside its range (NaN included), or not one per row.
-            TokenOutOfRange: a bias for a token that does not exist.
+            InvalidConfig: a value is outside its range, NaN, or has not one value per row.
+            TokenOutOfRange: a bias is for a token that does not exist.
         """
         fields: dict[str, Any] = {}
         for name in _LIMITS:
@@ -121,7 +121,7 @@ class Sampling:
                     raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0 to {vocab - 1}")
                 bias[number] = max(float(value), -np.inf if value == -np.inf else _LOWEST)
         else:
-            with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            with np.errstate(over="ignore"):  # values that overflow are refused below
                 bias = _array(self.logit_bias).astype(np.float32)
         if bias.shape not in ((vocab,), (batch, vocab)):
             raise InvalidConfig(f"logit_bias must have shape [{vocab}], got {list(bias.shape)}")
@@ -133,14 +133,14 @@ class Sampling:
 
 
 def _is_abstract(value: Any) -> bool:
-    """Whether there is no value to be looked at: traced, a shape alone, or on devices of other processes."""
+    """Returns whether a value cannot be read: traced, a shape without data, or on devices of other processes."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return not value.is_fully_addressable
     return isinstance(value, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
 def _array(value: Any) -> np.ndarray:
-    """The value as an array; of a kind that is no number's where it cannot be one (ragged lists, deleted arrays)."""
+    """Returns the value as an array; an array of objects if it is not one (ragged lists, deleted arrays)."""
     try:
         array = np.asarray(value)
     except Exception:
@@ -149,18 +149,18 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _check_bias(token: Any, value: Any) -> int:
-    """The id of a biased token, as far as it can be told without the vocabulary."""
+    """Returns the id of a biased token, checked as far as possible without the vocabulary."""
     number = index(token)
     if number is None or number < 0:
         raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0")
     array = _array(value)
-    if array.ndim or array.dtype.kind not in _FLOATS or not array < np.finfo(np.float32).max:  # NaN is not, either
+    if array.ndim or array.dtype.kind not in _FLOATS or not array < np.finfo(np.float32).max:  # NaN included
         raise InvalidConfig(f"logit_bias of token {number} must be a number below infinity, no NaN; got {shown(value)}")
     return number
 
 
 def _brief(value: Any) -> str:
-    """A setting in a few characters, whatever it holds."""
+    """Returns a setting in a few characters, for any value."""
     if isinstance(value, Mapping):
         return f"{{{len(value)} tokens}}"
     shape = getattr(value, "shape", None)

@@ -1,4 +1,4 @@
-"""The schedule that a decoder has unless it is told otherwise: every round drafts as deep."""
+"""The default schedule of a decoder: every round drafts to the same depth."""
 
 import dataclasses
 
@@ -11,7 +11,11 @@ from jaxspec.errors import InvalidConfig
 
 
 def check_widths(widths: tuple[int, ...]) -> None:
-    """Refuses what is no tuple of window widths."""
+    """Refuses values that are not tuples of window widths.
+
+    Raises:
+        InvalidConfig: the value is not a tuple of whole numbers from 1.
+    """
     if not isinstance(widths, tuple) or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
         raise InvalidConfig(f"widths must be a tuple of whole numbers from 1, got {widths!r}")
 
@@ -20,10 +24,8 @@ def check_widths(widths: tuple[int, ...]) -> None:
 class Constant:
     """Drafts to the same depth in every round.
 
-    Its state is that depth, so that another one can be set in a state.
-
     Attributes:
-        length: the depth; None for all of the tree. Of a chain: a chain of that length costs less.
+        length: the depth; None for that of the tree. A tree that is no deeper costs less.
         widths: see `Schedule`.
     """
 

@@ -1,4 +1,4 @@
-"""What a draft is worth, by the acceptance of its tokens and its costs (Leviathan et al. 2023, arXiv:2211.17192)."""
+"""Expected tokens of a draft, and the best draft length (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from jaxspec.errors import InvalidConfig
 
 
 def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"], xp: Any = jnp) -> Any:
-    """The probability that each node of a tree is kept; their sum is the expected tokens of a round.
+    """Returns the probability that each node of a tree is accepted; their sum is the expected tokens of a round.
 
-    The root counts for the target's own token. Summed node by node along a chain they are the tokens of its shorter
-    drafts (section 3.1).
+    The root has probability 1, for the target's own token. On a chain, partial sums are the expected tokens of shorter
+    chains (section 3.1).
 
     Args:
         tree: of one topology, for all rows.
-        acceptance: that of the child of each depth and rank, where its parent was kept.
+        acceptance: the probability that the child of each depth and rank is accepted if its parent is.
         xp: `jax.numpy` or `numpy`, which keeps float64.
 
     Returns:
@@ -31,15 +31,15 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
 
 
 def best_length(acceptance: float, cost: float, longest: int) -> int:
-    """The length of a chain, up to `longest`, that decodes fastest if every token is accepted with one probability.
+    """Returns the length of the chain that decodes fastest if every token has the same probability of acceptance.
 
-    A token more pays while `acceptance^(g + 1) (1 + (1 - acceptance)(g + 1 / cost)) > 1`, g the length without it:
-    the speedup of section 3.3 has one maximum in g.
+    The speedup of section 3.3 has one maximum in the length g: one more token pays as long as
+    `acceptance^(g + 1) (1 + (1 - acceptance)(g + 1 / cost)) > 1`.
 
     Args:
-        acceptance: 0 to 1.
-        cost: of drafting one token, in target calls; those are taken to cost the same at any width.
-        longest: the length not to be exceeded; with acceptance 1, or cost 0, longer is always better.
+        acceptance: the probability that a token is accepted, 0 to 1.
+        cost: the cost of drafting one token, in target calls, which are assumed to cost the same at any width.
+        longest: the longest chain to consider; with acceptance 1 or cost 0, longer is always better.
 
     Raises:
         InvalidConfig: a value outside its range.
@@ -52,7 +52,7 @@ def best_length(acceptance: float, cost: float, longest: int) -> int:
         raise InvalidConfig(f"longest must be a whole number from 0, got {longest!r}")
 
     def pays(length: int) -> bool:
-        # Both sides times the cost, which may be 0.
+        # Both sides are multiplied by the cost, which may be 0.
         return acceptance ** (length + 1) * (cost + (1 - acceptance) * (length * cost + 1)) > cost
 
     length = 0

@@ -1,7 +1,7 @@
-"""Token trees: the one shape of a draft. A chain is a tree without branches, no draft is the root alone.
+"""Token trees, the shape of every draft. A chain is a tree without branches, no draft is the root alone.
 
-Node 0 is the root: the last committed token. Nodes stand in level order, so a level is one run of ids and a
-parent always stands before its children.
+Node 0 is the root: the last committed token. Nodes are numbered in level order, so the ids of a level are contiguous
+and a parent comes before its children.
 """
 
 import collections
@@ -21,14 +21,14 @@ from jaxspec.errors import InvalidConfig, shown
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """The static sizes of a tree, all that decides what is compiled.
+    """The static sizes of a tree. They alone decide what is compiled.
 
     Attributes:
         nodes: N, root included.
         depth: D, edges from the root to the deepest node.
         width: C, most children of a node.
-        pruned: which drafted tokens stay in the tree depends on what they are. Tokens that were sampled are no sample
-            of the draft's law any more once the likelier ones were picked, so rules that weigh laws refuse it.
+        pruned: whether the tree is dynamic: it keeps the most likely of the drafted tokens, which are not a sample of
+            the draft's law. Rules that compare laws refuse such trees; see `refuse_pruned`.
     """
 
     nodes: int
@@ -38,18 +38,18 @@ class TreeShape:
 
 
 class Tree(NamedTuple):
-    """A tree as arrays, made from constants or traced; leading batch axes are allowed throughout."""
+    """The tables of a tree, constant or traced, with any leading batch axes."""
 
     parents: Int[Array, "*b N"]  # parents[0] = -1
     depths: Int[Array, "*b N"]  # edges from the root
-    ranks: Int[Array, "*b N"]  # place among the siblings, in draw order
-    ancestors: Bool[Array, "*b N N"]  # [n, m]: m stands on the path from the root to n, both ends included
-    children: Int[Array, "*b N C"]  # by rank, -1 where there is none
+    ranks: Int[Array, "*b N"]  # index among the siblings, in draw order
+    ancestors: Bool[Array, "*b N N"]  # [n, m]: whether m is on the path from the root to n, both included
+    children: Int[Array, "*b N C"]  # by rank, -1 for none
     paths: Int[Array, "*b N D1"]  # node ids from the root to n, then -1
 
 
 def build(parents: Any, shape: TreeShape, xp: Any = jnp) -> Tree:
-    """All the tables of a tree from its parents `[N]`, traced or not (`xp=numpy` for constants)."""
+    """Returns the tables of a tree from its parents `[N]`, which may be traced; `xp=numpy` gives constants."""
     ids = xp.arange(shape.nodes)
     ancestors = ids[:, None] == ids[None, :]
     above = parents
@@ -71,13 +71,13 @@ def build(parents: Any, shape: TreeShape, xp: Any = jnp) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A tree that is known before tracing; static and hashable. Make one with `chain` and its siblings.
+    """A tree that is known before tracing; static and hashable. See `chain`, `branching` and `from_paths`.
 
     Attributes:
         parents: the parent of every node, -1 for the root, in level order.
 
     Raises:
-        InvalidConfig: the parents are not a tree in level order.
+        InvalidConfig: the parents are not those of a tree in level order.
     """
 
     parents: tuple[int, ...]
@@ -141,10 +141,10 @@ class Topology:
 
 
 def read_parents(parents: Any) -> Topology:
-    """The tree of a list of parents, as files have it.
+    """Returns the tree of a list of parents that was read from a file.
 
     Raises:
-        InvalidConfig: it is not a list of whole numbers, has more than `MAX_NODES`, or is not a tree.
+        InvalidConfig: the value is not a list of whole numbers, has more than `MAX_NODES`, or is not a tree.
     """
     if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
         raise InvalidConfig(f"tree must be a list of parents, got {parents!r:.40}")
@@ -155,19 +155,19 @@ def read_parents(parents: Any) -> Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """Another tree every round: the likeliest nodes that the draft finds. Make one with `dynamic`.
+    """A tree that is chosen in every round: the most likely nodes of the draft. See `dynamic`.
 
-    EAGLE-2's expansion and reranking (Li et al. 2024, arXiv:2406.16858, section 4): from every level the `beam` nodes
-    of the highest worth are expanded into `beam` children each, and of all that were found the best `nodes - 1` are
-    kept. A node's worth is the product of the draft's probabilities on its path.
+    EAGLE-2's expansion and reranking (Li et al. 2024, arXiv:2406.16858, section 4): in every level the `beam` nodes of
+    highest score are expanded into `beam` children each, and the best `nodes - 1` of all expanded nodes are proposed. A
+    node's score is the product of the draft's probabilities along its path.
 
     Attributes:
-        beam: nodes that are expanded per level, and children of each.
-        depth: D, levels below the root, one call of the draft for each.
+        beam: the number of nodes expanded per level, and of children of each.
+        depth: D, levels below the root, each with one call of the draft model.
         nodes: N, root included.
 
     Raises:
-        InvalidConfig: sizes that do not go together.
+        InvalidConfig: a size is out of range, or the sizes contradict each other.
     """
 
     beam: int
@@ -190,7 +190,7 @@ class Dynamic:
 
     @property
     def found(self) -> int:
-        """Nodes before the best are picked, root included."""
+        """The number of nodes before reranking, root included."""
         return 1 + self.beam + (self.depth - 1) * self.beam**2
 
     @property
@@ -199,7 +199,7 @@ class Dynamic:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """Some tree of this shape, for who proposes nothing at it."""
+        """A tree of this shape, for a drafter that proposes nothing."""
         return build((np.arange(self.nodes) - 1) // self.beam, self.shape, np)
 
     @property
@@ -209,17 +209,17 @@ class Dynamic:
 
 
 def dynamic(beam: int = 8, depth: int = 5, nodes: int = 32) -> Dynamic:
-    """A tree of `nodes` nodes, chosen anew every round; see `Dynamic`."""
+    """Returns a tree of `nodes` nodes that is chosen in every round; see `Dynamic`."""
     return Dynamic(beam, depth, nodes)
 
 
 def chain(length: int) -> Topology:
-    """A chain of `length` drafted tokens (0: the root alone, plain autoregression)."""
+    """Returns a chain of `length` drafted tokens; 0 is the root alone, plain autoregressive decoding."""
     return Topology(tuple(range(-1, whole("a draft length", length, 0, MAX_NODES))))
 
 
 def branching(*counts: int) -> Topology:
-    """Every node of depth d has `counts[d]` children: `branching(4, 2, 1)` has 4, then 8, then 8 nodes."""
+    """Returns the tree whose nodes of depth d have `counts[d]` children: `branching(4, 2, 1)` has levels of 4, 8, 8."""
     parents, level = [-1], [0]
     for given in counts:
         count = whole("the children of a node", given, 1, MAX_NODES)
@@ -232,9 +232,9 @@ def branching(*counts: int) -> Topology:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
-    """The tree of the given paths of ranks, prefixes included: `[(0, 0), (1,)]` has nodes 0, 1 and 0-0.
+    """Returns the tree of some paths of ranks and their prefixes: `[(0, 0), (1,)]` has the nodes 0, 1 and 0-0.
 
-    This is the form in which Medusa lists its trees (Cai et al. 2024, section 2.3.3).
+    Medusa lists its trees in this form (Cai et al. 2024, section 2.3.3).
 
     Raises:
         InvalidConfig: a rank is negative, or the ranks below a node are not 0, 1, 2, ...
@@ -258,10 +258,10 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
 
 
 def _items(paths: Any) -> Iterable[Any]:
-    """What is in a collection of paths.
+    """Iterates over a collection of paths.
 
     Raises:
-        InvalidConfig: it is none.
+        InvalidConfig: the value is not a collection.
     """
     if isinstance(paths, (str, bytes, Mapping)) or not isinstance(paths, (Iterable, np.ndarray)):
         raise InvalidConfig(f"paths must be a list of paths, each a list of ranks, got {shown(paths)}")
@@ -272,7 +272,7 @@ def _items(paths: Any) -> Iterable[Any]:
 
 
 def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
-    """The whole numbers of a sequence; None where it is none, holds others, or is longer than `most`."""
+    """Returns the integers of a sequence; None if it is not one, is longer than `most`, or has other items."""
     if isinstance(values, (str, bytes, Mapping)):
         return None
     try:
@@ -285,7 +285,11 @@ def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
 
 
 def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
-    """A draft length stands for a chain."""
+    """Returns a topology; a draft length becomes a chain, and None remains None.
+
+    Raises:
+        InvalidConfig: the value is neither.
+    """
     if tree is None or isinstance(tree, (Topology, Dynamic)):
         return tree
     if index(tree) is None:

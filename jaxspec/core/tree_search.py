@@ -1,11 +1,11 @@
-"""The tree that pays best, from how often the child of each rank is the one that is kept.
+"""Search for the best tree, from the acceptance rate of children by rank.
 
-If a node is kept with the product of its path's acceptances, the expected tokens of a round are the sum over all nodes
-of the tree (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1): nodes add up, and a node is worth no more than
-its parent or its elder sibling. So taking the best node at hand, again and again, gives what Sequoia's dynamic
-programme gives, and with a vector per depth Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section
-2.3.3). `jaxspec.analysis` has acceptances by rank for given laws, `jaxspec acceptance` those of two models; `Stats` has
-those of a decode by depth alone.
+If a node is accepted with the product of the acceptance rates along its path, the expected tokens of a round are the
+sum of these products over all nodes (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1). No node's product
+exceeds that of its parent or of its elder sibling, so a greedy search finds the tree of Sequoia's dynamic program. With
+one vector per depth it finds Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
+`jaxspec.analysis` computes acceptance by rank for known laws, `jaxspec acceptance` measures it for two models; `Stats`
+has it by depth alone.
 """
 
 import heapq
@@ -22,28 +22,28 @@ from jaxspec.core.tree import Topology, from_paths
 from jaxspec.errors import InvalidConfig, shown
 
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
-"""`[K]`: the probability that the child of rank k is the one that is kept, given that its parent was; or `[D, K]`, by
-depth, where a tree is then at most D deep."""
+"""`[K]`: the probability that the child of rank k is accepted if its parent is; or `[D, K]`, by depth, for trees of
+depth D at most."""
 
 
 def best_tree(acceptance: Acceptance, nodes: int, depth: int | None = None) -> Topology:
-    """The tree of most expected tokens a round; optimal where the acceptance falls with the rank.
+    """Returns the tree with the most expected tokens per round.
 
-    Where it rises with the rank, which a measurement may do by chance and a rule hardly does, the closest vector that
-    does not (least squares, each depth for itself) is taken in its place: children are proposed in the order of their
-    ranks, so a good one cannot be had without its elders.
+    It is optimal if acceptance does not rise with the rank. Measured rates may rise by chance; each depth is then
+    replaced by the closest vector that does not (least squares), since a child cannot be proposed without its elder
+    siblings.
 
     Args:
         acceptance: `[K]` or `[D, K]`; see `Acceptance`.
-        nodes: N, root included; the tree has fewer where no other node would ever be kept.
-        depth: D at most; None for no limit but that of `[D, K]`.
+        nodes: N, root included; the tree has fewer nodes if no other node could be accepted.
+        depth: the greatest depth; None for no limit, or for that of `[D, K]`.
 
     Raises:
-        InvalidConfig: no probabilities, or sizes below 1.
+        InvalidConfig: the acceptance holds no probabilities, or a size is below 1.
     """
     nodes = whole("nodes of a tree, its root included,", nodes, 1, MAX_NODES + 1)
     table = [_falling(row) for row in _by_depth(acceptance, nodes - 1 if depth is None else depth)]
-    worth: dict[tuple[int, ...], float] = {(): 1.0}  # of the nodes taken
+    worth: dict[tuple[int, ...], float] = {(): 1.0}  # of the nodes of the tree
     waiting: list[tuple[float, tuple[int, ...]]] = []
 
     def wait(path: tuple[int, ...]) -> None:
@@ -61,14 +61,14 @@ def best_tree(acceptance: Acceptance, nodes: int, depth: int | None = None) -> T
 
 
 def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
-    """The expected tokens of a round, the target's own included: 1 for the root alone.
+    """Returns the expected tokens of a round, the target's own token included: 1 for the root alone.
 
     Args:
         topology: the tree.
         acceptance: `[K]` or `[D, K]`; see `Acceptance`.
 
     Raises:
-        InvalidConfig: no probabilities, or of fewer ranks or depths than the tree has.
+        InvalidConfig: the acceptance holds no probabilities, or fewer ranks or depths than the tree.
     """
     if not isinstance(topology, Topology):
         raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
@@ -83,18 +83,19 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
 
 
 def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft_cost: float) -> Topology:
-    """The tree of most expected tokens per unit of cost: Sequoia's hardware-aware choice (section 3.3).
+    """Returns the tree with the most expected tokens per unit of cost: Sequoia's hardware-aware choice (section 3.3).
 
     Args:
         acceptance: `[K]` or `[D, K]`; see `Acceptance`.
-        target_cost: of a target call by its width in tokens, root included, in any unit: the sizes that are tried.
-        draft_cost: of a call of the draft model, in the same unit; a tree takes one for each depth.
+        target_cost: the cost of a target call by its width in tokens, root included, in any unit. Trees of these widths
+            are considered.
+        draft_cost: the cost of a call of the draft model, in the same unit; a tree takes one call per depth.
 
     Returns:
-        The root alone (plain decoding) where width 1 is tried and nothing pays more.
+        The tree; the root alone, which is plain decoding, if width 1 is considered and no tree is faster.
 
     Raises:
-        InvalidConfig: no probabilities, no sizes, or costs that are not positive.
+        InvalidConfig: the acceptance holds no probabilities, there are no widths, or a cost is not positive.
     """
     if not isinstance(target_cost, Mapping) or not target_cost:
         raise InvalidConfig(f"target_cost must map at least one width to its cost, got {shown(target_cost)}")
@@ -115,11 +116,11 @@ def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft
 
 
 def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
-    """`[D, K]`, checked; one vector stands for every depth."""
+    """Returns checked acceptance `[D, K]`; a single vector is repeated for every depth."""
     depth = whole("a depth", depth, 0, MAX_NODES)
     try:
         table = np.asarray(acceptance, np.float64)
-    except Exception:  # ragged, no numbers, or too large ones
+    except Exception:  # ragged, not numbers, or numbers that are too large
         table = np.zeros(())
     if table.ndim not in (1, 2) or not table.size:
         raise InvalidConfig(f"acceptance must be [ranks] or [depths, ranks], got {shown(acceptance)}")
@@ -132,7 +133,7 @@ def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
 
 
 def _cost(name: str, value: Any) -> float:
-    """A finite number from 0."""
+    """Returns a cost as a finite number from 0."""
     try:
         cost = float(value)
     except Exception:
@@ -143,7 +144,7 @@ def _cost(name: str, value: Any) -> float:
 
 
 def _falling(row: np.ndarray) -> np.ndarray:
-    """The closest vector that nowhere rises: neighbours that do are pooled into their mean."""
+    """Returns the closest vector that does not rise: rising neighbours are pooled into their mean."""
     pools: list[tuple[float, int]] = []
     for value in row:
         total, count = float(value), 1

@@ -1,4 +1,4 @@
-"""Trees that are known by a name."""
+"""Trees with names."""
 
 from jaxspec.core.tree import Topology, from_paths
 from jaxspec.errors import UnknownName
@@ -17,10 +17,10 @@ NAMES = tuple(_PATHS)
 
 
 def named_tree(name: str) -> Topology:
-    """The tree of a name; `NAMES` are known.
+    """Returns the tree of this name, one of `NAMES`.
 
     Raises:
-        UnknownName: naming the nearest.
+        UnknownName: there is no such tree; the message suggests the nearest name.
     """
     if not isinstance(name, str) or name not in _PATHS:
         raise UnknownName("tree", name, _PATHS)

@@ -1,4 +1,4 @@
-"""The host's side of a decode: compiled once per configuration, stepped with the state donated, and timed."""
+"""The host side of decoding: compiles once per configuration, runs with the state donated, and measures times."""
 
 import collections
 import dataclasses
@@ -23,13 +23,20 @@ from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
-# The newest only: on a CPU each takes up to 1000 of the 65530 memory maps that Linux gives a process by default.
+# Only the most recently used: on a CPU each takes up to 1000 of the 65530 memory maps that Linux allows a process.
 _KEPT = 32
 
 
 @dataclasses.dataclass(repr=False)
 class Timing:
-    """Wall-clock seconds of the parts of a decode, kept apart; `tokens` are those emitted while decoding."""
+    """Wall-clock seconds of compilation, prefill and decoding.
+
+    Attributes:
+        compile_s: seconds of tracing and compiling.
+        prefill_s: seconds of reading prompts.
+        decode_s: seconds of running rounds.
+        tokens: tokens emitted in those rounds.
+    """
 
     compile_s: float = 0.0
     prefill_s: float = 0.0
@@ -38,7 +45,7 @@ class Timing:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding alone, all rows together."""
+        """Emitted tokens of all rows per second of decoding."""
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
     def __add__(self, other: "Timing") -> "Timing":
@@ -53,21 +60,24 @@ class Timing:
 
 
 def clear_executables() -> None:
-    """Forgets what was compiled."""
+    """Releases all compiled functions of sessions."""
     _EXECUTABLES.clear()
 
 
 class Session:
-    """A batch of rows being decoded. One call of `run` or many short ones: the executable is the same.
+    """A batch of rows that are decoded together.
+
+    One long call of `run` and many short ones use the same executable.
 
     Attributes:
         decoder: the configuration.
         weights: parameters of target and drafter.
-        state: the current state; the one before was donated.
-        timing: seconds so far.
-        mesh: the devices; None for the default one.
-        rows: texts, in the first places; in the others no row was ever begun. None: one in every place.
-        notice: what says that something is compiled; silent by default.
+        state: the current state. Earlier states were donated.
+        timing: seconds since the session began or was extended.
+        capacity: cache slots per row.
+        mesh: the devices; None for the default device.
+        rows: the number of rows with a text, which come first; the rest of the batch is padding.
+        notice: announces compilations; silent by default.
     """
 
     def __init__(
@@ -94,7 +104,7 @@ class Session:
         return f"Session({rows} row{'s' * (rows != 1)}, {self.capacity} slots, {type(self.decoder.drafter).__name__})"
 
     def extend(self, request: Request) -> None:
-        """Appends text to every row, gives it a new budget, and reads what is new."""
+        """Appends text to every row, sets a new budget, and reads the new text."""
         self.timing = Timing()
         if self._cut is not None:
             length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
@@ -103,7 +113,12 @@ class Session:
         self.state = self._prefill(self._call(lifecycle.extend, (), (self.state, request)))
 
     def replace(self, positions: Sequence[int], request: Request) -> None:
-        """Gives places to new rows, one in each group of devices (-1: none), and reads the new prompts alone."""
+        """Replaces rows by new ones, and reads their prompts while the others wait.
+
+        Args:
+            positions: of the replaced row in each group of devices; -1 for none.
+            request: the new rows, one for each group.
+        """
         size = self.state.length.shape[0] // len(positions)
         for group, position in enumerate(positions):
             if self._cut is not None and position >= 0:
@@ -117,9 +132,12 @@ class Session:
         self.timing.prefill_s += seconds
 
     def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None, max_depth: int = FOREVER) -> None:
-        """At most so many rounds more, in each group of devices while at least so many of its rows are running.
+        """Runs rounds until all rows have finished.
 
-        No round drafts deeper than `max_depth`.
+        Args:
+            max_rounds: the most rounds that are run.
+            least: for each group of devices, the number of running rows below which it stops; None for 1.
+            max_depth: the greatest depth of a draft.
         """
         before = to_host(self.state.length).sum()
         counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
@@ -132,9 +150,13 @@ class Session:
         self.timing.tokens += int(to_host(self.state.length).sum() - before)
 
     def cut(self, length: np.ndarray, status: np.ndarray) -> None:
-        """Ends rows from the host: the new lengths (none longer), and the new status of each row.
+        """Ends rows from the host.
 
-        What was cut off is dropped when the session is extended; till then it stands past the row's end.
+        Tokens past the new length are dropped when the session is extended.
+
+        Args:
+            length: the new length of each row, at most the current one.
+            status: the new status of each row.
         """
         now = to_host(self.state.length)
         if (length < now).any():
@@ -159,12 +181,12 @@ class Session:
 
     @functools.cached_property
     def _row_axes(self) -> State:
-        """Returns the axes of the state's rows; see `lifecycle.row_axes`."""
+        """The axes of the state's rows; see `lifecycle.row_axes`."""
         init = functools.partial(_init, self.decoder, self.capacity)
         return lifecycle.row_axes(init, self.weights, self._request)
 
     def _prefill(self, state: State) -> State:
-        """Reads what was not read yet; the time counts as prefill."""
+        """Reads the text that is not read yet; counts the time as prefill."""
         compiled = self._compiled(Decoder.prefill, (self.decoder,), (self.weights, state), donate=(1,))
         state, seconds = _timed(*compiled)
         self.timing.prefill_s += seconds
@@ -185,11 +207,11 @@ class Session:
         """Returns `function(*static, ...)` compiled for these arguments, and the arguments on the mesh.
 
         Args:
-            function: of the module, or a method of `Decoder`: equal functions and static arguments compile once.
+            function: a module-level function or a method of `Decoder`. Equal ones with equal `static` compile once.
             static: the first arguments, hashable.
             arguments: the others, pytrees of arrays.
-            donate: indices of arguments whose memory the result may take.
-            options: returns the options of the compiler.
+            donate: indices of arguments whose buffers are donated.
+            options: returns the compiler options; called if something is compiled.
         """
         if self._partition is not None:
             arguments = self._partition.put(arguments)
@@ -221,7 +243,7 @@ def _init(decoder: Decoder, capacity: int, weights: Weights, request: Request) -
 
 
 def _timed(compiled: Callable, arguments: tuple) -> tuple[Any, float]:
-    """Returns the result and the seconds until it was there."""
+    """Returns the result of a call, and the seconds until it is ready."""
     start = time.perf_counter()
     result = jax.block_until_ready(compiled(*arguments))
     return result, time.perf_counter() - start
@@ -233,4 +255,4 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Cal
     except jax.errors.JaxRuntimeError as error:
         if not options or "compile option" not in str(error):
             raise
-        return lowered.compile()  # an XLA that no longer knows it
+        return lowered.compile()  # this XLA does not know the option

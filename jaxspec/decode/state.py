@@ -1,4 +1,4 @@
-"""What a decode carries from round to round, and what a caller hands in and gets back."""
+"""The data of a decode: request, state between rounds, log of the rounds, result."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jaxspec.core.sampling import Sampling
 
 
 def _brief(held: Any) -> str:
-    """The fields of a tuple in one line: an array by its shape, a tree of them by its size."""
+    """Returns the fields of a tuple in one line: an array by dtype and shape, a pytree by its number of arrays."""
 
     def of(value: Any) -> str:
         leaves = jax.tree.leaves(value)
@@ -24,7 +24,7 @@ def _brief(held: Any) -> str:
 
 
 class Weights(NamedTuple):
-    """The parameters of the two models; `draft` is whatever the drafter takes, None if nothing."""
+    """The parameters of target and drafter; `draft` is None if the drafter has none."""
 
     target: Params
     draft: Params = None
@@ -34,29 +34,26 @@ class Weights(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Prompts and settings, per row; without the batch axis it is one prompt, and may be vmapped."""
+    """Prompts and settings of a batch, or of one prompt without the batch axis; may be vmapped."""
 
-    tokens: Int[Array, "*b P"]  # right-padded
+    tokens: Int[Array, "*b P"]  # prompts, padded on the right
     count: Int[Array, "*b"]  # tokens of the prompt  # pyright: ignore[reportIncompatibleMethodOverride]
-    new_tokens: Int[Array, "*b"]  # emitted at most
-    key: Array  # typed PRNG key, [*b]
+    new_tokens: Int[Array, "*b"]  # the budget: tokens emitted at most
+    key: Array  # typed PRNG keys, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1
     sampling: Sampling  # arrays [*b], the bias [*b V] or None
-    # Which rows record log-probabilities: traced, so that asking for them compiles nothing. None: no row ever does,
-    # and nothing of it is compiled or kept.
+    # Which rows record log-probabilities; traced, so that no value of it compiles again. None: no row does, and the
+    # program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of emitted tokens; a token's are at the token's own position.
+    """Log-probabilities of emitted tokens under the target, each at the position of its token."""
 
-    All are the target's, after the text before the token; a draft has no part in them.
-    """
-
-    raw: Float[Array, "*b S"]  # of the logits as they are
-    sampled: Float[Array, "*b S"]  # of the law that is sampled: bias, temperature, top-k, top-p, min-p; greedy: 0
-    top: Float[Array, "*b S K"]  # of the K likeliest tokens by the raw logits, falling
-    top_tokens: Int[Array, "*b S K"]  # those tokens
+    raw: Float[Array, "*b S"]  # under the raw logits
+    sampled: Float[Array, "*b S"]  # under the sampled law: after bias, temperature, top-k, top-p, min-p; greedy rows: 0
+    top: Float[Array, "*b S K"]  # the K highest under the raw logits, in descending order
+    top_tokens: Int[Array, "*b S K"]  # their tokens
 
     def __repr__(self) -> str:
         return _brief(self)
@@ -109,22 +106,22 @@ class RoundLog(NamedTuple):
 
 
 class State(NamedTuple):
-    """One row per prompt. `tokens[:length]` is text; what stands past it is scratch."""
+    """The state of a batch between rounds, one row per prompt. `tokens[b, :length[b]]` is text, the rest scratch."""
 
     tokens: Int[Array, "B S"]
     length: Int[Array, "B"]
-    start: Int[Array, "B"]  # where the emitted tokens begin
+    start: Int[Array, "B"]  # the position of the first emitted token
     limit: Int[Array, "B"]  # the length at which the budget is used up
-    status: Int[Array, "B"]
+    status: Int[Array, "B"]  # a `Status`
     key: Array  # [B]
     stop_ids: Int[Array, "B M"]
     sampling: Sampling
     cache: Cache
-    absorbed: Int[Array, "B"]  # tokens the drafter was told of
-    draft: Any
-    schedule: Any  # what it has learned of the row
+    absorbed: Int[Array, "B"]  # tokens that the drafter has absorbed
+    draft: Any  # the drafter's state
+    schedule: Any  # the schedule's state
     log: RoundLog  # counts of each round, [B, S, 3 + D]
-    round: Int[Array, "B"]  # rounds that the row ran
+    round: Int[Array, "B"]  # the number of rounds that each row has run
     recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
     logprobs: Logprobs | None  # of the emitted tokens of those rows
 
@@ -133,19 +130,19 @@ class State(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `generate` gives back: the state without caches.
+    """The result of `Decoder.generate`: the state without caches.
 
-    S are the slots of the cache, D the depth of the tree. Row b's prompt is `tokens[b, :start[b]]`, its new text
-    `tokens[b, start[b]:length[b]]`, the stop token included; what is past `length` is undefined. The log-probabilities
-    of the new text are `logprobs.raw[b, start[b]:length[b]]`.
+    S is the number of cache slots, D the depth of the tree. Row b's prompt is `tokens[b, :start[b]]` and its new text
+    `tokens[b, start[b]:length[b]]`, a stop token included; tokens past `length` are undefined. The log-probabilities of
+    the new text are `logprobs.raw[b, start[b]:length[b]]`.
     """
 
-    tokens: Int[Array, "*b S"]  # prompt and text
-    length: Int[Array, "*b"]  # where the text ends
-    start: Int[Array, "*b"]  # where the prompt ends, and the new text begins
-    status: Int[Array, "*b"]  # why it ended: a `Status`
+    tokens: Int[Array, "*b S"]  # prompt and new text
+    length: Int[Array, "*b"]  # the end of the new text
+    start: Int[Array, "*b"]  # the end of the prompt, where the new text begins
+    status: Int[Array, "*b"]  # why the row finished: a `Status`
     log: RoundLog  # of each round; `log.emitted`, `log.accepted` and `log.drafted` are [*b, S], `log.tested` [*b, S, D]
-    logprobs: Logprobs | None  # of rows that asked for them; None: the request's `logprobs` was None
+    logprobs: Logprobs | None  # of rows that asked for them; None if the request's `logprobs` was None
 
     def __repr__(self) -> str:
         return _brief(self)

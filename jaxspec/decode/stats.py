@@ -1,4 +1,4 @@
-"""Statistics of a decode, recomputed from the per-round log after the final cut: only what was emitted counts."""
+"""Statistics of a decode, computed from the log of its rounds after the final cut: only emitted tokens count."""
 
 import dataclasses
 import functools
@@ -28,18 +28,18 @@ def from_draft(log: RoundLog) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Counts of one row, or of several added up.
+    """Counts of one row, or sums over several rows.
 
     Attributes:
-        rounds: rounds in which the row ran; each is one target call of its own.
-        drafted: draft tokens proposed.
-        tested: draft tokens the target's choice was compared with: the children of the nodes walked.
-        accepted: draft tokens emitted.
-        committed: all tokens emitted.
+        rounds: rounds that the row ran, each with one target call.
+        drafted: drafted tokens.
+        tested: drafted tokens that the target's choice was compared with: the children of the nodes on the path.
+        accepted: drafted tokens that were emitted.
+        committed: all emitted tokens.
         draft_calls: calls of a draft model in rounds that drafted.
-        tested_at: rounds that compared anything at depth 1, 2, ...
-        accepted_at: rounds that accepted at depth 1, 2, ...
         drafted_rounds: rounds that drafted.
+        tested_at: rounds that tested tokens at depth 1, 2, ...
+        accepted_at: rounds that accepted a token at depth 1, 2, ...
     """
 
     rounds: int = 0
@@ -106,7 +106,7 @@ class Stats:
 
     @property
     def target_calls(self) -> int:
-        """Target calls these rounds would take in a batch of one."""
+        """Target calls of these rounds if each row were decoded alone."""
         return self.rounds
 
     @property
@@ -115,25 +115,25 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the comparisons with a node's children that ended in one of them."""
+        """The share of accepted comparisons; the children of one node are one comparison."""
         tested = sum(self.tested_at)
         return self.accepted / tested if tested else 0.0
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Share of the drafting rounds that accepted at depth 1, 2, ..."""
+        """The share of drafting rounds that accepted a token at depth 1, 2, ..."""
         return tuple(a / self.drafted_rounds if self.drafted_rounds else 0.0 for a in self.accepted_at)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
-        """Share of the comparisons at depth 1, 2, ... that were accepted; what came before was accepted."""
+        """The share of comparisons at depth 1, 2, ... that were accepted; shallower tokens were all accepted."""
         return tuple(a / t if t else 0.0 for a, t in zip(self.accepted_at, self.tested_at))
 
     def predicted_speedup(self, cost_ratio: float = COST_RATIO) -> float:
-        """Tokens per unit of cost against plain decoding: `committed / sum(1 + k c)`.
+        """Predicts the speedup over plain decoding: `committed / sum(1 + k c)`, summed over rounds.
 
-        k are the draft-model calls of a round, c is `cost_ratio`, their cost in target calls; the target's
-        call is taken to cost the same at any width (Leviathan et al. 2023, arXiv:2211.17192, section 3.3).
+        k is the number of draft-model calls of a round, c is `cost_ratio`, the cost of one in target calls. A target
+        call is assumed to cost the same at any width (Leviathan et al. 2023, arXiv:2211.17192, section 3.3).
 
         Raises:
             InvalidConfig: a negative or non-finite ratio.
@@ -144,7 +144,7 @@ class Stats:
         return self.committed / cost if cost else 1.0
 
     def as_dict(self) -> dict:
-        """All counts and rates, for JSON."""
+        """Returns all counts and rates, for JSON."""
         return dataclasses.asdict(self) | {
             "target_calls": self.target_calls,
             "tokens_per_round": self.tokens_per_round,
