@@ -48,7 +48,7 @@ def check(mesh: Any) -> None:
         InvalidConfig: not a mesh, other axes, or axes that are not of the type Auto.
     """
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
-        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as make_mesh gives them; got {shown(mesh)}")
+        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as from make_mesh; got {shown(mesh)}")
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         raise InvalidConfig("the axes of the mesh must be of the type Auto, as those of make_mesh are")
 

@@ -86,8 +86,8 @@ class Topology:
         parents = _numbers(self.parents, MAX_NODES + 1)
         if parents is None or not parents or parents[0] != -1:
             raise InvalidConfig(
-                f"a tree is the parents of its 1 to {MAX_NODES + 1} nodes, that of the root, the first, is -1; got "
-                f"{shown(self.parents)}"
+                f"a tree must be the parents of its 1 to {MAX_NODES + 1} nodes, -1 for the root, which comes first; "
+                f"got {shown(self.parents)}"
             )
         object.__setattr__(self, "parents", parents)
         depths = [0]
@@ -96,7 +96,7 @@ class Topology:
                 raise InvalidConfig(f"node {node} must have a parent before it (0 to {node - 1}), got {parent}")
             depths.append(depths[parent] + 1)
             if depths[node] < depths[node - 1]:
-                raise InvalidConfig(f"nodes must stand in level order; node {node} is less deep than {node - 1}")
+                raise InvalidConfig(f"nodes must be in level order; node {node} is less deep than {node - 1}")
 
     @functools.cached_property
     def shape(self) -> TreeShape:
@@ -180,12 +180,12 @@ class Dynamic:
             object.__setattr__(self, name, size)
         if self.beam * self.depth > MAX_NODES:
             raise InvalidConfig(
-                f"a dynamic tree reads beam x depth nodes a round, at most {MAX_NODES}; got {self.beam} x {self.depth}"
+                f"a dynamic tree reads beam x depth nodes, at most {MAX_NODES}; got {self.beam} x {self.depth}"
             )
         if not self.depth < self.nodes <= self.found:
             raise InvalidConfig(
-                f"a dynamic tree of {self.depth} levels with a beam of {self.beam} finds {self.found} nodes, its root "
-                f"included; it can keep from {self.depth + 1} to {self.found}, got {self.nodes}"
+                f"a dynamic tree of {self.depth} levels with a beam of {self.beam} expands {self.found} nodes, root "
+                f"included; nodes must be from {self.depth + 1} to {self.found}, got {self.nodes}"
             )
 
     @property
@@ -248,7 +248,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
             )
         wanted |= {path[:end] for end in range(1, len(path) + 1)}
         if len(wanted) > MAX_NODES:
-            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, more are in {shown(paths)}")
+            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, got more: {shown(paths)}")
     for path in wanted:
         if path[-1] and (*path[:-1], path[-1] - 1) not in wanted:
             raise InvalidConfig(f"path {path} has no elder sibling of rank {path[-1] - 1}")

@@ -76,8 +76,8 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
     table = _by_depth(acceptance, shape.depth)
     if table.shape[0] < shape.depth or table.shape[1] < shape.width:
         raise InvalidConfig(
-            f"the tree has {shape.depth} depths of up to {shape.width} ranks, the acceptance is given for "
-            f"{table.shape[0]} of {table.shape[1]}"
+            f"the tree has {shape.depth} depths of up to {shape.width} ranks, but acceptance has {table.shape[0]} "
+            f"depths of {table.shape[1]}"
         )
     return float(node_acceptance(topology.tree, table, np).sum())
 
@@ -126,8 +126,7 @@ def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
         raise InvalidConfig(f"acceptance must be [ranks] or [depths, ranks], got {shown(acceptance)}")
     if not (np.isfinite(table).all() and (table >= 0).all() and (table.sum(-1) <= 1 + 1e-6).all()):
         raise InvalidConfig(
-            "acceptance must hold probabilities that add up to 1 at most: that of each rank to be the one that is "
-            f"kept; got {shown(acceptance)}"
+            f"acceptance must hold probabilities by rank that add up to 1 at most; got {shown(acceptance)}"
         )
     return np.broadcast_to(table, (depth, table.size)) if table.ndim == 1 else table[:depth]
 
