@@ -18,7 +18,7 @@ from jaxspec.rules._siblings import child_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Deterministic:
-    """Accepts a drafted token with its probability under the target. The draft's distribution is not read."""
+    """Accepts a drafted token with its probability under the target; no distribution of the draft is read."""
 
     noise = Noise.NONE
     lossless = True
