@@ -4,7 +4,8 @@
 
 A block between `<!-- members: drafters -->` and `<!-- /members -->` is replaced by the table of the registry's members
 (`rules` and `schedules` likewise). A row comes from the member's class: the first paragraph of its docstring, and what
-it declares. `tests/house/test_site.py` compares.
+it declares. `<!-- members: drafters-reference -->` lists the classes for the reference of the site.
+`tests/house/test_site.py` compares.
 """
 
 import dataclasses
@@ -22,14 +23,14 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
 
 ROOT = pathlib.Path(__file__).parents[2]
-BLOCK = re.compile(r"(<!-- members: (\w+) -->\n).*?(<!-- /members -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- members: ([\w-]+) -->\n).*?(<!-- /members -->)", re.DOTALL)
 NOISE = {Noise.SHARED: "the target's noise", Noise.FRESH: "noise of its own", Noise.NONE: "no noise"}
 DEFAULTS = {"drafter": Drafting().drafter, "rule": Drafting().rule, "schedule": "constant"}
 
 
 def pages() -> list[pathlib.Path]:
     """Returns the pages that may hold tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def summary(member: type) -> str:
@@ -89,9 +90,20 @@ def render(kind: str, members: Members, columns: list[str], row: Any) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def reference(name: str) -> str:
+    """Returns the directives that document the classes of one kind of member."""
+    members = TABLES[name][1]
+    lines = [f".. autoclass:: {members[member].replace(':', '.')}" for member in filter(members.own, members)]
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
+
+
+BLOCKS = dict.fromkeys(TABLES, table) | {f"{name}-reference": reference for name in TABLES}
+"""What renders each block."""
+
+
 def rendered(page: str) -> str:
-    """Returns a page's text with its tables of members as they should be."""
-    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], page)
+    """Returns a page's text with its blocks of members as they should be."""
+    return BLOCK.sub(lambda match: match[1] + BLOCKS[match[2]](match[2].removesuffix("-reference")) + match[3], page)
 
 
 def main() -> None:
