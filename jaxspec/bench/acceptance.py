@@ -1,7 +1,7 @@
-"""What each rule keeps of two real models' laws, position by position of texts that the target wrote itself.
+"""Computes the acceptance of every rule from the laws of two models, along texts that the target has written.
 
-Teacher-forced: every text is decoded plainly, then both models read it, and `jaxspec.analysis` compares their laws
-after every token. So all rules and numbers of children are measured on the same positions, in one pass.
+The target decodes each text without a draft, both models read it (teacher forcing), and `jaxspec.analysis` compares
+their laws after every token. All rules and numbers of children are therefore measured on the same positions.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 
 ROWS = 8
-"""Texts that the target writes together."""
+"""Texts that the target decodes in one batch."""
 
 POSITIONS = 16
-"""Positions whose laws are in memory together."""
+"""Positions whose laws are in memory at the same time."""
 
 EVERY = "every rule"
-"""The name under which greedy decoding stands: there all rules keep the target's token if it is a candidate."""
+"""Takes the place of a rule's name at temperature 0, where all rules accept the target's token if it is a candidate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """The positions of one prompt's text: sums over them.
+    """Sums over the positions of one prompt's text.
 
     Attributes:
-        name: of the prompt.
-        count: positions.
-        kept: by rule, with 1, 2, ... children, `[K]`.
-        optimum: the most that any rule could keep of the same candidates.
+        name: the prompt's name.
+        count: the number of positions.
+        kept: the sum of acceptance probabilities by rule, with 1, 2, ... children, `[K]`.
+        optimum: the same for an optimal rule with these candidates.
     """
 
     name: str
@@ -60,11 +60,14 @@ class Positions:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One rule with so many children, mean over all positions.
+    """The mean acceptance of one rule with a number of children, over all positions.
 
     Attributes:
-        low, high: the interval of 95 % by bootstrap over the prompts; None of one prompt.
-        gap: what any rule could keep beyond this one.
+        rule: the rule's name, or `EVERY`.
+        children: the number of candidates.
+        acceptance: the probability that one of them is accepted.
+        low, high: its 95 % interval by bootstrap over the prompts; None with one prompt.
+        optimum: an upper bound for any lossless rule with the same candidates.
     """
 
     rule: str
@@ -76,18 +79,19 @@ class Figure:
 
     @property
     def gap(self) -> float:
+        """The optimum less the acceptance."""
         return self.optimum - self.acceptance
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
-    """The network whose laws a drafter draws from, and its parameters.
+    """Returns the network whose laws a drafter samples from, and its parameters.
 
     Raises:
-        InvalidConfig: the drafter has none.
+        InvalidConfig: the drafter has no such network.
     """
     built, params = drafting.build_drafter(target)
     if not isinstance(built, ModelDrafter):
-        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law that acceptance could be computed from")
+        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law to compute acceptance from")
     return built.model, target.params if params is None else params
 
 
@@ -105,19 +109,20 @@ def measure(
     ignore_eos: bool = False,
     progress: Callable[[int, int], Any] | None = None,
 ) -> list[Positions]:
-    """The sums of every prompt.
+    """Computes the sums of every prompt.
 
     Args:
-        target: the model that writes.
-        draft: the network that drafts, with `draft_params`; see `drafting_model`.
-        prompts: a name and token ids each.
-        sampling: settings, as numbers.
-        children: K.
+        target: the model that writes the texts.
+        draft: the network of the drafter; see `drafting_model`.
+        draft_params: its parameters.
+        prompts: pairs of a name and token ids.
+        sampling: sampling settings, as numbers.
+        children: K, the largest number of candidates.
         draws: Monte Carlo samples per position; see `jaxspec.analysis`.
-        max_new_tokens: of each text, at most.
+        max_new_tokens: the most tokens of a text.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
-        ignore_eos: do not end at the model's own stop tokens.
-        progress: called with (steps done, steps in all); writing a text is a step, and comparing its laws.
+        ignore_eos: continue past the model's own stop tokens.
+        progress: called with (steps done, all steps); every text is one step to decode and one to compare.
 
     Raises:
         JaxspecError: bad input, before anything compiles.
@@ -132,7 +137,7 @@ def measure(
     if longest > min(target.lm.context, draft.context):
         raise CapacityError(
             f"prompt and new tokens make {longest} tokens, the models read at most {target.lm.context} and "
-            f"{draft.context}; leave out long prompts or lower --max-new-tokens"
+            f"{draft.context}; leave out long prompts or lower max_new_tokens"
         )
     slots = sizes.round_to_bucket(sizes.slots(longest, sizes.CHUNK))
     rows = inputs.mask_padding(target, sampling, POSITIONS)
@@ -167,7 +172,7 @@ def measure(
 
 
 def read(lm: LanguageModel, params: Params, text: list[int], slots: int) -> Iterator[np.ndarray]:
-    """The model's features after every token, each `[E]`; in chunks, so that lengths share a compilation."""
+    """Yields the model's features after every token, `[E]` each; all lengths share a program that reads chunks."""
     cache = lm.init_cache(1, slots)
     for start in range(0, len(text), sizes.CHUNK):
         part = text[start : start + sizes.CHUNK]
@@ -199,7 +204,7 @@ def _compare(
     rows: Sampling,
     key: Array,
 ) -> dict[str, Array]:
-    """Acceptance and optimum of every rule, `[2, n, K]`: the laws are as a decode has them."""
+    """Returns acceptance and optimum of every rule, `[2, n, K]`, under the laws that decoding uses."""
     ours, theirs = (
         lm.head(params, features[:, None])
         for lm, params, features in ((draft, draft_params, draft_features), (target, target_params, target_features))
@@ -217,7 +222,7 @@ def _compare(
 
 
 def figures(found: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
-    """Every rule with each of these numbers of children, mean over the positions."""
+    """Returns the mean over all positions for every rule and each of these numbers of children."""
     counts = np.array([prompt.count for prompt in found])
     made = []
     for count in children:
@@ -232,7 +237,7 @@ def figures(found: Sequence[Positions], children: Sequence[int], seed: int = 0) 
 
 
 def by_rank(found: Sequence[Positions]) -> dict[str, list[float]]:
-    """By rule, the probability that the child of each rank is the one that is kept: what `best_tree` takes."""
+    """Returns, by rule, the probability that the child of each rank is accepted, as `best_tree` takes it."""
     total = sum(prompt.count for prompt in found)
     sums = {rule: np.sum([prompt.kept[rule] for prompt in found], 0) / total for rule in found[0].kept}
     rising = {rule: np.maximum.accumulate(kept).clip(max=1.0) for rule, kept in sums.items()}  # samples may fall

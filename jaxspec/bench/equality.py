@@ -1,4 +1,4 @@
-"""Whether two texts are the same and, where they are not, whether rounding alone explains it."""
+"""Compares texts, and certifies differences that rounding explains."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxspec.testing import TIE_GAP, tie_gap
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where two texts differ, or one has ended; None if they are equal."""
+    """Returns the first index at which two texts differ or one has ended; None if they are equal."""
     for place, (a, b) in enumerate(zip(one, other)):
         if a != b:
             return place
@@ -26,7 +26,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def in_float32(model: Model) -> bool:
-    """No parameter has a lower precision."""
+    """Returns True if no parameter has a lower precision than float32."""
     leaves = jax.tree.leaves(model.params)
     return all(a.dtype.itemsize >= 4 for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
 
@@ -34,14 +34,14 @@ def in_float32(model: Model) -> bool:
 def certify(
     setup: Setup, method: Method | Worker, prompt: Prompt, plain: list[int], difference: Difference
 ) -> Difference:
-    """The difference with its gap and, if there is one, its certificate; see `Difference`.
+    """Completes a difference with its gap and, where rounding explains it, its certificate; see `Difference`.
 
     Args:
-        setup: that decoded both texts.
-        method: whose text differs.
-        prompt: which they continue.
+        setup: the setup that decoded both texts.
+        method: the method whose text differs.
+        prompt: the prompt of both texts.
         plain: the tokens of plain decoding.
-        difference: the first.
+        difference: the first difference between the texts.
     """
     one, other = difference.plain, difference.other
     foreign = isinstance(method, Worker)
@@ -50,7 +50,7 @@ def certify(
     target = setup.target
     sampling = inputs.mask_padding(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
-    with np.errstate(invalid="ignore"):  # neither can be drawn: -inf less -inf
+    with np.errstate(invalid="ignore"):  # if neither token can be drawn: -inf - -inf
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
     if foreign:
         certificate = "peer"
@@ -62,7 +62,7 @@ def certify(
 
 
 def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
-    """Whether the texts are the same where every target call has the width of the method's tree."""
+    """Returns True if the texts are equal when every target call has the width of the method's tree."""
     drafter = setup.decoder(method)[0].drafter
     if not isinstance(drafter, TreeDrafter):
         return False

@@ -1,4 +1,4 @@
-"""Packages that only the benchmark uses, imported when they are needed."""
+"""Imports packages that only the benchmark uses, at their first use."""
 
 import importlib
 from typing import Any
@@ -9,7 +9,11 @@ REQUIREMENTS = {"matplotlib": "matplotlib>=3.9", "reasoning_gym": "reasoning-gym
 
 
 def need(module: str, purpose: str) -> Any:
-    """The top module of a package of the `bench` extra.
+    """Imports and returns the top module of a package of the `bench` extra.
+
+    Args:
+        module: the module's name.
+        purpose: what needs it, for the error message.
 
     Raises:
         MissingPackage: it is not installed.
@@ -19,5 +23,5 @@ def need(module: str, purpose: str) -> Any:
     except ImportError as error:
         raise MissingPackage(
             f"{purpose} needs {REQUIREMENTS[module]}, which cannot be imported here ({error}); "
-            f"install it with pip, or all that the benchmark uses with `pip install '.[bench]'` in the checkout"
+            f"install it with pip, or run `pip install '.[bench]'` in the checkout for all packages of the benchmark"
         ) from None

@@ -1,6 +1,6 @@
-"""Other systems beside jaxspec's: each runs in an environment of its own, made of packages by their names.
+"""Lists other systems to compare with; each is installed into a virtual environment of its own.
 
-A peer is a row of `PEERS` and a module of `jaxspec/bench/workers`.
+Every system has a row in `PEERS` and a module in `jaxspec/bench/workers`.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from jaxspec.storage.directories import cache_directory
 
 
 class PeerError(JaxspecError):
-    """A peer that could not be installed, did not start, or failed."""
+    """Another system could not be installed, did not start, or failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A system that is measured beside jaxspec's.
+    """Another system.
 
     Attributes:
-        requires: packages, by name and version, of its environment.
-        without: packages that these bring, and that keep it from starting.
-        methods: what it can do, plain decoding first.
-        drafts: those of them that need a draft model.
-        reads: the formats it reads: "gguf" (a file) or "hf" (a directory of Hugging Face's layout).
-        precision: in what it computes.
+        requires: the packages of its environment, with versions.
+        methods: its decoding methods, plain decoding first.
+        drafts: the methods that need a draft model.
+        reads: the formats it reads: "gguf" (a file) or "hf" (a directory in Hugging Face's layout).
+        without: packages to remove, because they are installed as dependencies and prevent the system from starting.
+        precision: the precision it computes in.
     """
 
     requires: tuple[str, ...]
@@ -63,7 +63,7 @@ PEERS = {
         without=("torchvision", "torchaudio", "torchcodec"),
         precision="bfloat16",
     ),
-    # Its SpeculativeSampler takes no draft but Gemma 4's.
+    # Its SpeculativeSampler supports Gemma 4 only.
     "keras-hub": Peer(
         ("keras-hub==0.32.0", "jax", "transformers==5.23.0", TORCH, "gguf==0.19.0", "accelerate"),
         ("plain",),
@@ -73,16 +73,17 @@ PEERS = {
 
 
 def parse(text: str, draft: bool) -> list[tuple[str, str]]:
-    """What `--peers` names: peers, each with a method where wanted, as in "llama.cpp,transformers:plain".
+    """Parses the value of `--peers`, such as "llama.cpp,transformers:plain", and returns systems with methods.
 
     Args:
-        text: of the option.
-        draft: whether there is a draft model; without one, methods that need it are left out unless asked for.
+        text: the option's value; a system without a method stands for all its methods.
+        draft: True if there is a draft model; otherwise methods that need one are left out, unless named.
 
     Raises:
-        UnknownName, InvalidConfig: no such peer or method, or no draft model for it.
+        UnknownName: there is no such system or method.
+        InvalidConfig: a named method needs a draft model.
     """
-    found = []
+    chosen = []
     for spec in text.split(","):
         name, colon, method = spec.partition(":")
         if name not in PEERS:
@@ -92,20 +93,20 @@ def parse(text: str, draft: bool) -> list[tuple[str, str]]:
             raise UnknownName(f"method of {name}", method, peer.methods)
         if method in peer.drafts and not draft:
             raise InvalidConfig(f"the peer {spec} needs a draft model")
-        found += [(name, one) for one in ((method,) if colon else peer.methods) if draft or one not in peer.drafts]
-    return list(dict.fromkeys(found))
+        chosen += [(name, one) for one in ((method,) if colon else peer.methods) if draft or one not in peer.drafts]
+    return list(dict.fromkeys(chosen))
 
 
 def environment(name: str, folder: pathlib.Path | None = None, report: Callable[[str], Any] = print) -> pathlib.Path:
-    """The Python of a peer's own environment, which is made the first time.
+    """Returns the path of Python in a system's own environment, and creates the environment the first time.
 
     Args:
         name: a key of `PEERS`.
-        folder: where environments are kept; None for the cache directory.
-        report: called with a line of text before something is installed.
+        folder: the directory of environments; None for the cache directory.
+        report: called with a line of text before packages are installed.
 
     Raises:
-        PeerError: it does not install.
+        PeerError: the installation failed.
     """
     peer, place = PEERS[name], (folder or cache_directory() / "peers") / re.sub(r"\W", "_", name)
     python, done = place / "bin" / "python", place / "installed.txt"
@@ -117,9 +118,9 @@ def environment(name: str, folder: pathlib.Path | None = None, report: Callable[
     steps = [[sys.executable, "-m", "venv", str(place)], [*pip, "install", *peer.requires]]
     steps += [[*pip, "uninstall", "--yes", *peer.without]] if peer.without else []
     for step in steps:
-        said = subprocess.run(step, capture_output=True, text=True, check=False)
-        if said.returncode:
-            lines = [line for line in said.stderr.splitlines() if line.strip()]
-            raise PeerError(f"{name} could not be installed: {lines[-1] if lines else 'no reason was given'}")
+        ended = subprocess.run(step, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            lines = [line for line in ended.stderr.splitlines() if line.strip()]
+            raise PeerError(f"{name} could not be installed: {lines[-1] if lines else 'pip printed no reason'}")
     done.write_text(wanted)
     return python

@@ -1,4 +1,4 @@
-"""A benchmark as pictures."""
+"""Draws the results of a benchmark."""
 
 import pathlib
 
@@ -9,12 +9,12 @@ from jaxspec.bench.summary import groups, summarise
 
 
 def save(runs: list[Run], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes speedup by task, and acceptance by position, of every run; gives the paths.
+    """Draws speedup by task and acceptance by depth for every run, and returns the files' paths.
 
     Raises:
         MissingPackage: matplotlib is not installed.
     """
-    need("matplotlib", "--plots").use("Agg")  # pictures go to files, whatever screen there is
+    need("matplotlib", "--plots").use("Agg")  # draws to files, with or without a display
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, run in enumerate(runs, start=1):
@@ -36,30 +36,30 @@ def _draw(draw, run: Run, path: pathlib.Path) -> None:
 
 
 def _speedup(axes, run: Run) -> None:
-    """A group of bars per task, a bar per method; the line is plain decoding."""
+    """Draws a group of bars per task, with one bar per method; the line is plain decoding."""
     tasks = [task for task, category in groups(run) if category is None]
     methods = [method for method in run.methods if method != PLAIN]
     width = 0.8 / max(len(methods), 1)
     for i, method in enumerate(methods):
-        found = [summarise(run, method, task) for task in tasks]
+        summaries = [summarise(run, method, task) for task in tasks]
         places = [j + (i - (len(methods) - 1) / 2) * width for j in range(len(tasks))]
-        axes.bar(places, [summary.speedup for summary in found], width, label=method)
+        axes.bar(places, [summary.speedup for summary in summaries], width, label=method)
     axes.axhline(1.0, color="black", linewidth=1, label="plain decoding")
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("tokens/s, times plain decoding")
 
 
 def _acceptance(axes, run: Run) -> None:
-    """Solid: share of the drafts accepted down to a depth. Dashed: of those compared there."""
+    """Draws the share of drafts accepted to each depth, and dashed that of the drafts that were compared there."""
     for method in run.methods:
         stats = summarise(run, method).stats
         if not stats.drafted:
             continue
         depths = range(1, len(stats.accepted_at) + 1)
         (line,) = axes.plot(depths, stats.acceptance_by_position, marker="o", label=method)
-        given = [(d, a) for d, a, n in zip(depths, stats.conditional_acceptance, stats.tested_at) if n]
-        axes.plot(*zip(*given), linestyle="--", color=line.get_color())
-    axes.plot([], [], "k--", label="given that all before was accepted")
+        tested = [(d, a) for d, a, n in zip(depths, stats.conditional_acceptance, stats.tested_at) if n]
+        axes.plot(*zip(*tested), linestyle="--", color=line.get_color())
+    axes.plot([], [], "k--", label="if all tokens before are accepted")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("depth in the draft")
     axes.set_ylabel("acceptance")

@@ -1,4 +1,4 @@
-"""What a benchmark measures, and what it writes down. All times are wall-clock seconds."""
+"""Types of a benchmark: methods, prompts, rows and runs. All times are wall-clock seconds."""
 
 import dataclasses
 
@@ -9,16 +9,16 @@ from jaxspec.decode.stats import Stats
 from jaxspec.generation.drafting import Drafting
 
 PLAIN = "none"
-"""The drafter, and the method, that the others are compared with."""
+"""The drafter and the method that all others are compared with: decoding without a draft."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """What is measured, under the name that it has in tables.
+    """A way of drafting that is measured.
 
     Attributes:
-        label: its name.
-        drafting: what is drafted; its rule is that of the `Run`.
+        label: the name in tables.
+        drafting: the drafter and its settings; its rule is replaced by that of the `Run`.
     """
 
     label: str
@@ -27,7 +27,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
-    """One text to be continued, with the row's key."""
+    """A prompt of a task, with the key of its row."""
 
     task: str
     category: str
@@ -39,17 +39,17 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where a text leaves that of plain decoding.
+    """The first difference between a text and that of plain decoding.
 
     Attributes:
-        repeat: the first in which it does.
-        place: of the first emitted token that differs.
-        plain, other: the tokens there; None where a text has ended.
-        gap: how far apart their perturbed scores are (`jaxspec.testing.tie_gap`); None where there is no
-            pair, or one of it could never be drawn.
-        certificate: why it is rounding and no error: "tie" (float32: the gap is below `jaxspec.testing.TIE_GAP`),
-            "width" (lower precision: with target calls of one width the two texts are equal), "peer" (it is another
-            system's text), or None.
+        repeat: the first repeat with a difference.
+        place: the index of the first emitted token that differs.
+        plain, other: the tokens at this index; None where a text has ended.
+        gap: the difference of their perturbed scores (`jaxspec.testing.tie_gap`); None if a text has ended or one of
+            the tokens has probability 0.
+        certificate: why the difference is no error: "tie" (float32: the gap is below `jaxspec.testing.TIE_GAP`),
+            "width" (lower precision: the texts are equal if all target calls have the same width), "peer" (the text is
+            another system's), or None.
     """
 
     repeat: int
@@ -62,19 +62,19 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt decoded by one method, as often as there were repeats.
+    """One prompt, decoded by one method in every repeat.
 
     Attributes:
-        task, category, id, turn: of the prompt.
-        method: label.
-        prompt_tokens: how many the prompt has.
-        tokens: the emitted ids up to and including the stop token, nothing past it.
-        text: of those; None without a tokenizer.
+        task, category, id, turn: identify the prompt.
+        method: the method's label.
+        prompt_tokens: the number of the prompt's tokens.
+        tokens: the emitted ids up to and including the stop token.
+        text: the decoded text; None without a tokenizer.
         finish_reason: "stop" or "length".
-        prefill_s: of each repeat.
-        decode_s: of each repeat; all emitted tokens are decoded in it.
-        stats: of the first repeat.
-        difference: from plain decoding; None where every repeat is equal.
+        prefill_s: the time to read the prompt, of each repeat.
+        decode_s: the time to decode all emitted tokens, of each repeat.
+        stats: the statistics of the first repeat.
+        difference: the difference from plain decoding; None if the texts of all repeats are equal to it.
     """
 
     task: str
@@ -94,19 +94,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """Plain decoding and the methods on all prompts, under one setting of the sampling.
+    """Plain decoding and all methods on all prompts, with one setting of sampling.
 
     Attributes:
         sampling: the setting.
-        rule: its name.
-        lossless: the rule claims that texts are those of plain decoding, so that a difference is an error.
+        rule: the rule's name.
+        lossless: whether a text that differs from plain decoding's is an error.
         methods: labels, plain decoding first.
-        rows: prompt by prompt, the methods in their order.
-        capacity: cache slots, of all methods alike.
-        compile_s: of each method; 0 where an earlier run had compiled it.
-        call_s: of one call at width 1: under `PLAIN` of the target, under a method of its draft model.
-        peers: of the methods, those of other systems, with the versions of their packages.
-        left_out: a line for each prompt that is too long for the target's context.
+        rows: ordered by prompt, then by method.
+        capacity: cache slots, the same for all methods.
+        compile_s: compile time by method; 0 if an earlier run has compiled it.
+        call_s: time of a call at width 1: of the target under `PLAIN`, of its draft model under a method.
+        peers: the methods that are other systems', with the versions of their packages.
+        left_out: a message for each prompt that is too long for the target's context.
     """
 
     sampling: Sampling
@@ -122,10 +122,10 @@ class Run:
 
     @property
     def differing(self) -> list[Row]:
-        """Rows whose text is not that of plain decoding."""
+        """Rows whose text differs from that of plain decoding."""
         return [row for row in self.rows if row.difference]
 
     @property
     def wrong(self) -> list[Row]:
-        """Those that a lossless rule must not have: no certificate says that it is rounding."""
+        """Rows that differ although the rule is lossless, and without a certificate."""
         return [row for row in self.differing if self.lossless and not row.difference.certificate]  # type: ignore

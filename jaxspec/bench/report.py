@@ -1,4 +1,4 @@
-"""A benchmark as tables and as JSON."""
+"""Presents a benchmark as tables, as JSON and as the figures of a record."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from jaxspec.bench.summary import groups, paired, summarise
 from jaxspec.bench.table import Table
 
 FORMAT = 1
-"""Of the JSON; bumped whenever a name in it changes its meaning."""
+"""Version of the JSON, incremented whenever a name changes its meaning."""
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def times(ratio: float) -> str:
-    """A speedup, which says so where it is none."""
+    """Formats a speedup; below 1 it says "slower"."""
     return f"{ratio:.2f}x slower" if round(ratio, 2) < 1 else f"{ratio:.2f}x"
 
 
 def title(run: Run) -> str:
-    """The settings of a run in one line."""
+    """Returns the settings of a run in one line."""
     settings = {name: getattr(run.sampling, name) for name in SETTINGS}
     shown = [f"temperature {settings.pop('temperature'):g}"]
     shown += [f"{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value not in (0, 1)]
@@ -28,7 +28,7 @@ def title(run: Run) -> str:
 
 
 def overall(run: Run) -> Table:
-    """A row per method, plain decoding first."""
+    """Returns a table with a row per method, plain decoding first."""
     prompts = len(run.rows) // len(run.methods)
     headings = ("drafter", "speedup", "per prompt (quartiles)", "tokens/s", "#MAT", "acceptance", "predicted")
     rows = []
@@ -49,19 +49,19 @@ def overall(run: Run) -> Table:
     return Table(f"{title(run)}, {prompts} prompts", (*headings, "same text"), rows)
 
 
-def apart(run: Run) -> str:
-    """What the speed of decoding leaves out, and the calls by themselves, in one line."""
+def other_times(run: Run) -> str:
+    """Returns a line with the times that tokens/s excludes, and the time of a single call of each model."""
     compiled = ", ".join(f"{method} {run.compile_s[method]:.1f} s" for method in run.methods)
     read = ", ".join(f"{method} {summarise(run, method).prefill_s:.2f} s" for method in run.methods)
     calls = ", ".join(
         f"{'target' if method == PLAIN else f'draft of {method}'} {seconds * 1e3:.2f} ms"
         for method, seconds in run.call_s.items()
     )
-    return f"Not in tokens/s: compiling ({compiled}); reading the prompts ({read}). One call: {calls}."
+    return f"Not in tokens/s: compilation ({compiled}); prefill ({read}). One call: {calls}."
 
 
 def by_group(run: Run) -> Table:
-    """Speedup and mean accepted tokens of every method, by task and category."""
+    """Returns a table of the speedup and mean accepted tokens of every method, by task and category."""
     methods = [method for method in run.methods if method != PLAIN]
     rows = []
     for task, category in groups(run):
@@ -79,8 +79,8 @@ def by_group(run: Run) -> Table:
     return Table(f"{title(run)}: speedup (#MAT)", ("task", "prompts", "plain tokens/s", *methods), rows)
 
 
-def beside_peers(run: Run) -> Table:
-    """Plain decoding, and the fastest drafter, by the speed of every method of the peers."""
+def against_peers(run: Run) -> Table:
+    """Returns a table that compares plain decoding and the fastest drafter with every method of other systems."""
     own = [method for method in run.methods if method not in run.peers]
     best = max(own, key=lambda method: summarise(run, method).tokens_per_s)
     shown, rows = dict.fromkeys((PLAIN, best)), []
@@ -93,47 +93,47 @@ def beside_peers(run: Run) -> Table:
         rows.append((peer, f"{summarise(run, peer).tokens_per_s:.1f}", *cells))
     names = ("plain decoding" if method == PLAIN else method for method in shown)
     headings = [heading for name in names for heading in (name, f"{name}, per prompt (quartiles)")]
-    return Table("tokens/s, divided by those of other systems", ("peer", "its tokens/s", *headings), rows)
+    return Table("tokens/s relative to other systems", ("peer", "its tokens/s", *headings), rows)
 
 
 def versions(run: Run) -> str:
-    """The packages of the peers, in one line."""
+    """Returns the package versions of other systems in one line."""
     peers = (f"{peer}: {', '.join(map(' '.join, used.items()))}" for peer, used in run.peers.items())
     return f"Versions of other systems: {'; '.join(peers)}."
 
 
 def differences(run: Run) -> Iterator[str]:
-    """One line per text that is not that of plain decoding."""
+    """Yields a line for every text that differs from that of plain decoding."""
     for row in run.differing:
-        found = row.difference
-        assert found is not None
-        gap = "" if found.gap is None else f", perturbed scores {found.gap:.1e} apart"
+        first = row.difference
+        assert first is not None
+        gap = "" if first.gap is None else f", perturbed scores {first.gap:.1e} apart"
         yield (
             f"{row.method}, {row.task}, prompt {row.id}, turn {row.turn}: differs from plain decoding at token "
-            f"{found.place} ({found.plain} there, {found.other} here{gap}): {verdict(run, row)}"
+            f"{first.place} ({first.plain} there, {first.other} here{gap}): {explain_difference(run, row)}"
         )
 
 
-def verdict(run: Run, row: Row) -> str:
-    """What a difference means."""
+def explain_difference(run: Run, row: Row) -> str:
+    """Returns the reason for a difference."""
     certificate = row.difference.certificate if row.difference else None
     if certificate == "tie":
-        return "a certified tie, which the widths of the calls round differently"
+        return "a certified tie: calls of different widths round differently"
     if certificate == "width":
-        return "rounding of lower precision: with target calls of one width the texts are equal"
+        return "rounding in lower precision: if all target calls have the same width, the texts are equal"
     if certificate == "peer":
-        return "it is the peer's"
+        return "the text is another system's"
     return "NOT A TIE" if run.lossless else "the rule is lossy"
 
 
 def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, memory: dict) -> dict:
-    """The benchmark for JSON.
+    """Returns the whole benchmark for JSON.
 
     Args:
         runs: one per setting.
-        arguments: what was asked for.
+        arguments: the options of the command.
         environment: see `environment.describe`.
-        memory: bytes, by what they are for.
+        memory: sizes in bytes, by purpose.
     """
     return {
         "format": FORMAT,
@@ -202,14 +202,12 @@ def _run(run: Run) -> dict:
     }
 
 
-def closing(runs: list[Run]) -> str:
-    """Whether the texts were those of plain decoding."""
+def conclusion(runs: list[Run]) -> str:
+    """Returns a sentence that says how many texts are those of plain decoding."""
     compared = sum(row.method != PLAIN and row.method not in run.peers for run in runs for row in run.rows)
     wrong = sum(len(run.wrong) for run in runs)
     if wrong:
-        return (
-            f"{wrong} OF {compared} TEXTS DIFFER from those of plain decoding, which should not be: please report it."
-        )
+        return f"{wrong} OF {compared} TEXTS DIFFER from those of plain decoding. This is an error: please report it."
     unequal = sum(row.method not in run.peers for run in runs for row in run.differing)
     if unequal:
         return f"{compared - unequal} of {compared} texts are those of plain decoding; the others are explained above."

@@ -1,7 +1,7 @@
-"""The measurement: plain decoding and every method by turns, in one process, all compiled before.
+"""Measures plain decoding and every method alternately, in one process, after all of them are compiled.
 
-Prompt by prompt, each method continues the same ids with the same key in a cache of the same size. The order
-moves on by one with every prompt and every repeat, so that nobody always goes first.
+All methods continue the same token ids with the same key in caches of the same size. Their order rotates with every
+prompt and every repeat, so that no method always runs first.
 """
 
 import itertools
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from jaxspec.bench.equality import certify, first_difference
+from jaxspec.bench.prompt_lengths import need_one, too_long
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
-from jaxspec.bench.room import need_one, too_long
 from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
@@ -29,7 +29,7 @@ from jaxspec.registry import DRAFTERS
 
 
 def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = None) -> list[Method]:
-    """Every registered drafter that these models allow, with its default tree."""
+    """Returns every registered drafter that these models support, with its default tree."""
     methods = []
     for name in DRAFTERS:
         try:
@@ -58,23 +58,23 @@ def measure(
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Run:
-    """Measures the methods against plain decoding, and compares every text with the plain one.
+    """Measures the methods and plain decoding, and compares every text with that of plain decoding.
 
     Args:
-        target: the model that decides.
-        methods: what is compared with plain decoding, which is always measured.
+        target: the target model.
+        methods: the methods to compare with plain decoding, which is always measured.
         tasks: the prompts.
-        rule: of the methods; plain decoding has nothing to accept.
-        sampling: settings, as numbers.
+        rule: the rule of all methods except plain decoding.
+        sampling: sampling settings, as numbers.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
-        max_new_tokens: emitted per prompt, at most.
-        repeats: how often everything is decoded.
-        turns: of every conversation, at most; the assistant's part of later ones is what plain decoding wrote.
+        max_new_tokens: the most tokens that are emitted per prompt.
+        repeats: how often every prompt is decoded.
+        turns: the most turns of a conversation; the assistant's earlier answers are those of plain decoding.
         chat: use the target's chat template; None: if it has one.
-        ignore_eos: do not end at the model's own stop tokens.
-        peers: other systems, which decode the same prompts in their turns, greedily.
-        report: called with a line of text per step, before `progress` is first called.
-        progress: called with (decodes done, decodes in all).
+        ignore_eos: continue past the model's own stop tokens.
+        peers: other systems, which decode the same prompts greedily.
+        report: called with a line of text per step, before the first call of `progress`.
+        progress: called with (texts decoded, all texts).
 
     Raises:
         CapacityError: every prompt is too long for the target's context; if only some are, they are left out.
@@ -94,7 +94,7 @@ def measure(
     report = report or (lambda line: None)
 
     if turns > 1:
-        report("writing the answers that later turns go on from")
+        report("decoding the answers that later turns continue")
     left_out: list[str] = []
     prompts = list(_prompts(setup, tasks, turns, chat, jax.random.key(seed), left_out))
     need_one(left_out, len(prompts) + len(left_out))
@@ -141,19 +141,19 @@ def measure(
 
 
 def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling | None) -> None:
-    """Refuses methods or tasks that cannot be told apart, and peers beside sampling; arguments as `measure`'s."""
+    """Refuses duplicate methods and tasks, tasks without questions, and other systems beside sampling."""
     if len(set(labels)) < len(labels):
-        raise InvalidConfig(f"every method needs a label of its own, and {PLAIN!r} is plain decoding; got {labels[1:]}")
+        raise InvalidConfig(f"expected distinct labels of methods, none {PLAIN!r} (plain decoding); got {labels[1:]}")
     if not tasks or not all(task.questions for task in tasks):
-        raise InvalidConfig("expected one task or more, each of one question or more")
+        raise InvalidConfig("expected at least one task, each with at least one question")
     if len({task.name for task in tasks}) < len(tasks):
-        raise InvalidConfig(f"every task needs a name of its own, got {[task.name for task in tasks]}")
+        raise InvalidConfig(f"expected distinct names of tasks, got {[task.name for task in tasks]}")
     if beside_peers is not None and beside_peers.temperature != 0:
-        raise InvalidConfig(f"peers are measured greedily, at temperature 0; got {beside_peers.temperature}")
+        raise InvalidConfig(f"other systems are measured greedily, at temperature 0; got {beside_peers.temperature}")
 
 
 def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
-    """The methods, beginning with another one each time."""
+    """Returns the methods, rotated to begin with another one."""
     by %= len(methods)
     return [*methods[by:], *methods[:by]]
 
@@ -161,9 +161,9 @@ def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker
 def _prompts(
     setup: Setup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array, left_out: list[str]
 ) -> Iterator[Prompt]:
-    """Every turn as a prompt; the answers before a later one are decoded here, plainly.
+    """Yields every turn as a prompt, and decodes the answers before later turns without a draft.
 
-    Why a prompt is too long goes to `left_out`, and the conversation ends there.
+    A conversation ends before a turn that is too long; the reason is appended to `left_out`.
     """
     first, count, context = 0, setup.common["max_new_tokens"], setup.target.lm.context
     for task in tasks:
@@ -187,7 +187,7 @@ def _prompts(
 
 
 def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
-    """The ids of a conversation: by the chat template, else one after the other."""
+    """Returns the token ids of a conversation: by the chat template, or of its parts concatenated."""
     if chat:
         prompt: Any = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     elif target.tokenizer is None:
@@ -198,7 +198,7 @@ def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
 
 
 def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
-    """One method's outputs on one prompt, each compared with the plain one."""
+    """Returns the row of one method's outputs on one prompt, compared with that of plain decoding."""
     reference, first, difference = plain.text.tokens, outputs[0].text, None
     for repeat, output in enumerate(outputs):
         tokens = output.text.tokens

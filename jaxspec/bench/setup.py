@@ -1,4 +1,4 @@
-"""What all decodes of a benchmark have in common."""
+"""Decodes prompts for a benchmark, with the same models and settings for all methods."""
 
 import dataclasses
 import statistics
@@ -16,11 +16,11 @@ from jaxspec.generation.output import Generation
 from jaxspec.models.model import Model
 
 CALL_PROMPTS = 3
-"""Prompts on which a draft model is timed alone."""
+"""The number of prompts on which a draft model is timed alone."""
 
 
 class Decoded(NamedTuple):
-    """What is kept of an output; its session, which holds a cache, is not."""
+    """The parts of an output that are kept; its session, which holds a cache, is dropped."""
 
     text: Generation
     timing: Timing
@@ -28,12 +28,12 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass
 class Setup:
-    """The models, the rule, and the settings.
+    """The models, the rule and the settings.
 
     Attributes:
-        target: the model that decides.
-        rule: of all methods but plain decoding, which has nothing to accept.
-        common: arguments of `generate` that are the same for everyone.
+        target: the target model.
+        rule: the rule of all methods except plain decoding.
+        common: arguments of `generate` that all methods share.
         capacity: cache slots; None for as many as each prompt needs.
     """
 
@@ -43,7 +43,7 @@ class Setup:
     capacity: int | None = None
 
     def decoder(self, method: Method) -> tuple[Decoder, Weights]:
-        """Builds what `generate` will make of the method; raises what it would raise."""
+        """Builds the decoder that `generate` would use for the method; raises the same errors."""
         return self._drafting(method).build(self.target)
 
     def decode(self, method: Method, prompt: Prompt, **options: Any) -> Decoded:
@@ -70,7 +70,10 @@ class Setup:
 
 
 def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list[Prompt], repeats: int) -> float | None:
-    """Seconds of one call of a drafter's model, decoding by itself; None without one, or where it cannot."""
+    """Returns the seconds of one call of a drafter's model, decoding alone.
+
+    It is None if the drafter has no model, or the prompts exceed the model's context.
+    """
     if not isinstance(decoder.drafter, ModelDrafter) or not decoder.drafter.calls:
         return None
     params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's

@@ -1,7 +1,7 @@
-"""Figures of a run, by Spec-Bench's definitions (Xia et al. 2024, arXiv:2401.07851) with its accounting corrected.
+"""Computes the figures of a run, defined as in Spec-Bench (Xia et al. 2024, arXiv:2401.07851).
 
-Both sides are counted in emitted token ids, up to and including the stop token. The time of a prompt is the median
-of its repeats, of decoding alone unless said otherwise.
+Other than there, both sides count emitted token ids, up to and including the stop token. The time of a prompt is the
+median of its repeats and excludes compilation and, unless a name says otherwise, prefill.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from jaxspec.decode.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """The quartiles of some values."""
+class Quartiles:
+    """The first quartile, the median and the third quartile of some values."""
 
     low: float
     median: float
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
+    def of(cls, values: Iterable[float]) -> "Quartiles":
         return cls(*np.percentile(list(values), (25, 50, 75)).tolist())
 
 
@@ -32,15 +32,15 @@ RESAMPLES = 5000
 
 
 def interval(pairs: ArrayLike, seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of a ratio of sums, by bootstrap over prompts, each of which gave a (sum, count): `[N, 2]`."""
+    """Returns the 95 % interval of a ratio of sums by bootstrap over prompts, from a (sum, count) each: `[N, 2]`."""
     low, high = np.quantile(_ratios(pairs, seed), (0.025, 0.975)).tolist()
     return low, high
 
 
 def difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[float, float, float]:
-    """A ratio of sums less another over the same prompts, `[N, 2]` each, and the 95 % interval of that, both ends.
+    """Returns the difference of two ratios of sums over the same prompts, `[N, 2]` each, and its 95 % interval.
 
-    Both are drawn from the same prompts at once, so what makes a prompt hard for both does not count.
+    Both ratios are resampled with the same prompts, so that differences between prompts cancel.
     """
     (a, m), (b, n) = np.sum(pairs, 0), np.sum(others, 0)
     low, high = np.quantile(_ratios(pairs, seed) - _ratios(others, seed), (0.025, 0.975)).tolist()
@@ -48,35 +48,35 @@ def difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[floa
 
 
 def _ratios(pairs: ArrayLike, seed: int) -> np.ndarray:
-    """Of the prompts drawn anew, `[RESAMPLES]`; a seed draws the same ones of as many."""
-    given = np.asarray(pairs)
-    drawn = np.random.default_rng(seed).integers(0, len(given), (RESAMPLES, len(given)))
-    sums, counts = given[drawn].sum(1).T
+    """Returns the ratio of sums for resampled prompts, `[RESAMPLES]`; equal seeds draw equal indices."""
+    pairs = np.asarray(pairs)
+    drawn = np.random.default_rng(seed).integers(0, len(pairs), (RESAMPLES, len(pairs)))
+    sums, counts = pairs[drawn].sum(1).T
     return sums / counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One method on some of the prompts.
+    """The figures of one method on some of the prompts.
 
     Attributes:
-        method: label.
-        task, category: of the prompts; None for all.
-        prompts: how many.
-        tokens: emitted.
-        prefill_s, decode_s: of all prompts together.
-        tokens_per_s: all tokens by all time.
-        speedup: that, by the same of plain decoding.
-        speedup_with_prefill: the same with reading the prompts counted as time.
-        ratios: over the prompts, of tokens per second by those of plain decoding in the same repeat.
-        rates: over the prompts, of tokens per second.
-        stats: of all prompts together; its tokens per round are Spec-Bench's mean accepted tokens.
-        cost_ratio: measured time of a draft call by that of a target call at width 1; None where not measured.
-        predicted_speedup: what rounds and draft calls alone let expect (`Stats.predicted_speedup`); None without
-            a cost ratio.
-        same: texts equal to plain decoding, token for token, in every repeat.
-        certified: texts that differ, for a certified reason.
-        differing: texts that differ otherwise: errors, unless the rule is lossy.
+        method: the method's label.
+        task, category: those of the prompts; None for all.
+        prompts: the number of prompts.
+        tokens: the number of emitted tokens.
+        prefill_s, decode_s: sums over the prompts.
+        tokens_per_s: all emitted tokens divided by the sum of decoding times.
+        speedup: `tokens_per_s` divided by that of plain decoding.
+        speedup_with_prefill: the same with prefill included in both times.
+        ratios: over the prompts, tokens per second divided by those of plain decoding in the same repeat.
+        rates: over the prompts, tokens per second.
+        stats: statistics of all prompts; its tokens per round are Spec-Bench's mean accepted tokens.
+        cost_ratio: the time of a draft call divided by that of a target call at width 1; None if not measured.
+        predicted_speedup: the speedup expected from the numbers of rounds and draft calls
+            (`Stats.predicted_speedup`); None without a cost ratio.
+        same: texts equal to plain decoding's, token for token, in every repeat.
+        certified: texts that differ with a certificate.
+        differing: texts that differ without one: errors, unless the rule is lossy.
     """
 
     method: str
@@ -89,8 +89,8 @@ class Summary:
     tokens_per_s: float
     speedup: float
     speedup_with_prefill: float
-    ratios: Spread
-    rates: Spread
+    ratios: Quartiles
+    rates: Quartiles
     stats: Stats
     cost_ratio: float | None
     predicted_speedup: float | None
@@ -100,18 +100,18 @@ class Summary:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Spec-Bench's #MAT: emitted tokens per target call, the target's own token included."""
+        """Returns Spec-Bench's #MAT: emitted tokens per target call, including the target's own token."""
         return self.stats.tokens_per_round
 
     def as_dict(self) -> dict:
-        """All of it, for JSON."""
+        """Returns all figures for JSON."""
         stats = self.stats.as_dict() | {"predicted_speedup": self.predicted_speedup}
         mean = {"mean_accepted_tokens": self.mean_accepted_tokens}
         return dataclasses.asdict(self) | mean | {"stats": stats}
 
 
 def summarise(run: Run, method: str, task: str | None = None, category: str | None = None) -> Summary:
-    """The figures of one method, on all prompts, on a task's, or on a category's of it."""
+    """Returns the figures of one method on all prompts, or on those of a task or one of its categories."""
 
     def of(label: str) -> list[Row]:
         chosen = (row for row in run.rows if row.method == label)
@@ -122,7 +122,7 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
     plain_tokens, plain_decode, plain_prefill = _totals(plain)
     stats = Stats.total(row.stats for row in rows)
     cost = run.call_s[method] / run.call_s[PLAIN] if method != PLAIN and method in run.call_s else None
-    free = not stats.draft_calls  # nothing to be weighed
+    free = not stats.draft_calls  # no cost ratio is needed
     reasons = [row.difference.certificate for row in rows if row.difference]
     return Summary(
         method=method,
@@ -135,8 +135,8 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
         tokens_per_s=tokens / decode,
         speedup=(tokens / decode) / (plain_tokens / plain_decode),
         speedup_with_prefill=(tokens / (decode + prefill)) / (plain_tokens / (plain_decode + plain_prefill)),
-        ratios=Spread.of(_ratio(row, base) for row, base in zip(rows, plain)),
-        rates=Spread.of(len(row.tokens) / statistics.median(row.decode_s) for row in rows),
+        ratios=Quartiles.of(_ratio(row, base) for row, base in zip(rows, plain)),
+        rates=Quartiles.of(len(row.tokens) / statistics.median(row.decode_s) for row in rows),
         stats=stats,
         cost_ratio=cost,
         predicted_speedup=stats.predicted_speedup(cost or 0.0) if stats.rounds and (free or cost is not None) else None,
@@ -146,28 +146,28 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
     )
 
 
-def paired(run: Run, method: str, other: str) -> Spread:
-    """Over the prompts, tokens per second of one method by those of another in the same repeat."""
+def paired(run: Run, method: str, other: str) -> Quartiles:
+    """Returns the quartiles over the prompts of the tokens per second of one method relative to another."""
     rows, base = ([row for row in run.rows if row.method == label] for label in (method, other))
-    return Spread.of(_ratio(row, one) for row, one in zip(rows, base))
+    return Quartiles.of(_ratio(row, one) for row, one in zip(rows, base))
 
 
 def groups(run: Run) -> list[tuple[str, str | None]]:
-    """Every task, and its categories where it has more than one."""
-    found: dict[str, list[str]] = {}
+    """Returns every task with None, followed by its categories if it has several."""
+    by_task: dict[str, list[str]] = {}
     for row in run.rows:
-        categories = found.setdefault(row.task, [])
+        categories = by_task.setdefault(row.task, [])
         if row.category not in categories:
             categories.append(row.category)
     return [
         (task, category)
-        for task, categories in found.items()
+        for task, categories in by_task.items()
         for category in (None, *(categories if len(categories) > 1 else ()))
     ]
 
 
 def _totals(rows: list[Row]) -> tuple[int, float, float]:
-    """Tokens, seconds of decoding, seconds of prefill."""
+    """Returns the sums of tokens, seconds of decoding and seconds of prefill."""
     return (
         sum(len(row.tokens) for row in rows),
         sum(statistics.median(row.decode_s) for row in rows),
@@ -176,6 +176,6 @@ def _totals(rows: list[Row]) -> tuple[int, float, float]:
 
 
 def _ratio(row: Row, plain: Row) -> float:
-    """Tokens per second by the plain ones, of runs that were taken one after the other."""
+    """Returns the median over the repeats of tokens per second relative to plain decoding."""
     times = statistics.median(b / a for a, b in zip(row.decode_s, plain.decode_s))
     return times * len(row.tokens) / len(plain.tokens)

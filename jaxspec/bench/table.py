@@ -1,4 +1,4 @@
-"""Tables that fit the terminal they are printed on."""
+"""Prints tables that fit the width of the terminal."""
 
 import dataclasses
 import textwrap
@@ -10,21 +10,21 @@ from rich.text import Text
 
 GAP = 2
 LABEL = 26
-"""The widest that a label makes its column; longer ones take several lines."""
+"""The greatest width of a column of labels; longer labels are wrapped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table, to be printed by `rich`.
+    """A table that `rich` prints.
 
-    Where the terminal is too narrow for all columns, the others follow below, beside the same labels. Headings and
-    labels are wrapped between words, figures are neither wrapped nor cut.
+    If the terminal is too narrow for all columns, the rest follow below, next to the same labels. Headings and labels
+    are wrapped between words; figures are neither wrapped nor cut.
 
     Attributes:
-        title: the line above it; none where it is empty.
-        headings: of the columns.
+        title: the line above the table; no line if it is empty.
+        headings: the headings of the columns.
         rows: the cells of each row.
-        labels: how many columns, counted from the left, say what the row is about.
+        labels: the number of columns, from the left, that label the row.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Table:
         return max(min(word, LABEL), min(widest, LABEL) if column < self.labels else widest)
 
     def _parts(self, most: int) -> Iterator[list[int]]:
-        """The columns of each part; one that is too wide for any stands alone beside the labels."""
+        """Yields the columns of each part; a column that is too wide for the terminal has a part of its own."""
         labels = list(range(self.labels))
         part, taken = labels, sum(self._width(column) + GAP for column in labels) - GAP
         room = most - taken
@@ -63,7 +63,7 @@ class Table:
         widths = [self._width(column) for column in columns]
 
         def row(cells: list[list[str]], above: bool = False) -> Iterator[str]:
-            """The lines of cells that have several; `above` says which end they share."""
+            """Yields the lines of a row; with `above`, cells with fewer lines are aligned to the last one."""
             height = max(map(len, cells))
             for line in range(height):
                 shown = []
@@ -81,7 +81,7 @@ class Table:
             yield from row([self._cell(console, column, cells[column]) for column in columns])
 
     def _cell(self, console: Console, column: int, text: str) -> list[str]:
-        """The lines of a cell: of a label those that it takes, of a figure one."""
+        """Returns the lines of a cell: one for a figure, as many as needed for a label."""
         if column >= self.labels:
             return [text]
         return [line.plain.rstrip() for line in Text(text).wrap(console, self._width(column))]

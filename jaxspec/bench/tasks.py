@@ -1,8 +1,8 @@
-"""What a benchmark asks: tasks of questions, out of a wheel, a generator, the demo's texts, or a file.
+"""Loads the questions of benchmark tasks from packages, a generator, built-in texts or files.
 
-A `.jsonl` file holds one JSON object per line, either as MT-bench and Spec-Bench have it,
-`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`. A `.txt` file holds a
-prompt per line, or as `jaxspec.storage.prompt_files` splits it.
+A `.jsonl` file holds one JSON object per line: in the format of MT-bench and Spec-Bench,
+`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`. A `.txt` file holds one
+prompt per line, or is split as `jaxspec.storage.prompt_files` describes.
 """
 
 import codecs
@@ -21,20 +21,20 @@ from jaxspec.storage.prompt_files import split_text
 from jaxspec.storage.reading import check_path, parse_object, read_bytes
 
 Turn = str | tuple[int, ...]
-"""What a user says: text, or token ids for a model without a tokenizer."""
+"""A user's turn: text, or token ids for a model without a tokenizer."""
 
 GENERATED = 80
-"""Questions of a generated task when no number is asked for: as many as each task of Spec-Bench has."""
+"""The default number of questions of a generated task, which is that of each task of Spec-Bench."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One conversation's side of the user.
+    """The user's turns of a conversation.
 
     Attributes:
-        id: unique in its task.
-        category: what its figures are grouped by.
-        turns: what is said, in order.
+        id: an identifier, unique within the task.
+        category: the group for which figures are summarised.
+        turns: the user's turns, in order.
     """
 
     id: str
@@ -44,7 +44,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Questions under a name."""
+    """A named set of questions."""
 
     name: str
     questions: tuple[Question, ...]
@@ -52,10 +52,10 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class TaskFile(download.WheelFile):
-    """The questions of a task, out of a wheel."""
+    """A file of questions inside a wheel."""
 
     kind: ClassVar[str] = "task"
-    instead: ClassVar[str] = "give a .jsonl or .txt file of your own instead of the task"
+    instead: ClassVar[str] = "use a .jsonl or .txt file of your own instead of the task"
 
 
 FILES = {
@@ -89,18 +89,18 @@ def load(
     report: Callable[[str], object] | None = None,
     split: str | None = None,
 ) -> Task:
-    """A task by name, or of a `.jsonl` or `.txt` file.
+    """Loads a task by name, or from a `.jsonl` or `.txt` file.
 
     Args:
         source: one of `NAMES`, or a path.
-        limit: questions at most, taken from every category in turn; None for all.
-        seed: of the generated task "gsm": the same seed gives the same questions.
-        report: called with one line of text per step of a download, and with the number of a file's prompts.
-        split: what of a `.txt` file is a prompt; see `jaxspec.storage.prompt_files`.
+        limit: the most questions, taken from the categories in turn; None for all.
+        seed: the seed of the generated task "gsm".
+        report: called with a line of text per step of a download, and with the number of a file's prompts.
+        split: how a `.txt` file is split into prompts; see `jaxspec.storage.prompt_files`.
 
     Raises:
         UnknownName: there is no such task.
-        TaskError: the file cannot be read, or a line of it is no question.
+        TaskError: the file cannot be read, or one of its lines is not a question.
         FetchError: the questions could not be downloaded.
         MissingPackage: the task's generator is not installed.
     """
@@ -127,10 +127,10 @@ def load(
 
 
 def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
-    """The questions of a file's lines; `task` is the category of those that name none.
+    """Parses the lines of a file as questions; `task` is the category of those without one.
 
     Raises:
-        TaskError: naming the line, what it has, and what was expected.
+        TaskError: a line is not a question; the message names it.
     """
     questions: dict[str, Question] = {}
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
@@ -138,7 +138,7 @@ def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
             continue
         question = _question(line, number, task, f"{where}, line {number}")
         if question.id in questions:
-            raise TaskError(f"{where}, line {number}: a second question {question.id!r}; every id must be another")
+            raise TaskError(f"{where}, line {number}: a second question {question.id!r}; expected distinct ids")
         questions[question.id] = question
     if not questions:
         raise TaskError(f"{where}: holds no question; expected one JSON object per line")
@@ -177,13 +177,13 @@ def _shown(value: Any) -> str:
 
 
 def _generated(size: int, seed: int) -> tuple[Question, ...]:
-    """Word problems of the kind of GSM8K, drawn by a generator (reasoning-gym's GSM-Symbolic)."""
+    """Generates word problems like those of GSM8K (GSM-Symbolic of reasoning-gym)."""
     made: Iterable = need("reasoning_gym", "the task gsm").create_dataset("gsm_symbolic", size=size, seed=seed)
     return tuple(Question(f"{seed}-{i}", "gsm", (entry["question"],)) for i, entry in zip(range(size), made))
 
 
 def spread(questions: Sequence[Question], limit: int | None) -> tuple[Question, ...]:
-    """The first `limit` when every category has its turn, in the order they came in."""
+    """Returns `limit` questions, taken from the categories in turn, in their original order."""
     seen: collections.Counter[str] = collections.Counter()
     ranked = []
     for place, question in enumerate(questions):

@@ -1,4 +1,4 @@
-"""What demo and benchmark have written: an ordinary question, and texts that are mostly copied."""
+"""Prompts of the demo and the benchmark: an ordinary question, and requests to repeat a text with one change."""
 
 QUESTION = "Why is the sky blue during the day, and why are sunsets red?"
 CODE = """\

@@ -1,10 +1,12 @@
-"""Measures what drafting costs and brings, on given prompts, and makes the schedule for it.
+"""Measures the cost and the acceptance of drafts of every depth, and derives a schedule from them.
 
-The rounds are those of decoding: one executable, whose limit is set from outside, plays every depth by turns. So a
-cost holds all that a round of that depth does, and drifts of the machine hit all depths alike.
+The measured rounds are those of decoding: one executable runs rounds of every depth alternately, with the depth set by
+the host. A cost therefore includes everything that a round of that depth does, and drifts of the machine affect all
+depths alike.
 
-If a chain was asked for and the drafter has a law, trees are looked at too: from the chain's costs, and the acceptance
-by rank on the same prompts, follows the best static tree. It is measured as the chain was, and taken if it was faster.
+For a chain, and a drafter that samples from the law of a network, a static tree is tried as well: the best one for the
+costs of the chain and the acceptance by rank on the same prompts. It is measured like the chain, and the faster of both
+is used.
 """
 
 import dataclasses
@@ -36,15 +38,15 @@ from jaxspec.models.model import Model
 from jaxspec.schedules.adaptive import Adaptive
 
 DEPTH = 8
-"""Of the chain that is tried where none is asked for."""
+"""The default length of the chain that is measured."""
 IDLE = 24
-"""Rounds without a draft, after which the time of catching up is measured."""
+"""The number of rounds without a draft before the time of catching up is measured."""
 TURN = 3
-"""Rounds of one depth in a turn; the first follows another depth, and is not timed."""
+"""Consecutive rounds of one depth; the first of them is not timed, since it follows another depth."""
 CHILDREN = 4
-"""Of a node of the trees that are looked at, at most."""
+"""The most children of a node of the trees that are tried."""
 RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "rejection", "traversal": "rejection"}
-"""The rules that trees are looked at for, and whose acceptance by rank they have: traversal keeps no less."""
+"""The rules for which trees are tried, and the rule whose acceptance by rank is used; traversal accepts no less."""
 
 
 @named()
@@ -64,23 +66,23 @@ def tune(
     chat: bool | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Drafting:
-    """Measures costs and acceptance, and returns the schedule "adaptive" for them, on a tree or a chain that pays.
+    """Measures costs and acceptance, and returns the drafting with the schedule "adaptive" for them.
 
     Args:
-        target: the model that decides.
-        prompts: like those it will be used on; each is decoded alone, beyond its stop tokens.
+        target: the target model.
+        prompts: prompts like those that will be decoded later; each is decoded alone and past its stop tokens.
         drafter: a registered name.
         draft: the draft model of the drafter "model".
-        tree: what is tried at most: a chain's length, or a tree with branches, which is then kept. None: a chain of 8,
-            or the drafter's own if that is deeper.
-        drafter_options: options of the drafter's own, by name.
-        heads: of the drafter "medusa", whose trees are no deeper than there are heads.
+        tree: the length of the longest chain to try, or a tree with branches, which is then used. None: a chain of 8,
+            or the drafter's default if that is deeper.
+        drafter_options: the drafter's own options, by name.
+        heads: the heads of the drafter "medusa".
         rule: a registered name.
-        sampling: settings, as numbers.
+        sampling: sampling settings, as numbers.
         key: as in `generate`.
-        max_new_tokens: decoded per prompt.
-        chat: whether text prompts are messages of a user; None: where the target has a chat template.
-        progress: called with (prompts done, prompts in all).
+        max_new_tokens: the number of tokens decoded per prompt.
+        chat: True if text prompts are a user's messages; None: if the target has a chat template.
+        progress: called with (prompts done, all prompts).
 
     Raises:
         JaxspecError: bad input, before anything compiles.
@@ -91,38 +93,38 @@ def tune(
     if not isinstance(drafter, str):
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
     asked = Drafting(drafter, rule, None, None, draft, heads, drafter_options)
-    found = asked.inputs(target)
-    asked = dataclasses.replace(asked, draft=found.draft, heads=found.heads)
-    given = as_topology(tree)
-    if given is None:
-        own = asked.build_drafter(target)[0].shape.depth
-        given = chain(max(own, DEPTH) if asked.heads is None else own)
-    if not isinstance(given, Topology):
-        raise InvalidConfig("tuning measures chains and trees of one shape; a dynamic tree has another every round")
+    own = asked.inputs(target)
+    asked = dataclasses.replace(asked, draft=own.draft, heads=own.heads)
+    longest = as_topology(tree)
+    if longest is None:
+        depth = asked.build_drafter(target)[0].shape.depth
+        longest = chain(max(depth, DEPTH) if asked.heads is None else depth)
+    if not isinstance(longest, Topology):
+        raise InvalidConfig("only chains and static trees can be tuned; a dynamic tree changes every round")
     ids = inputs.encode_prompts(target, prompts, chat)
     keys = inputs.row_keys(key, len(ids), 1, sampling)
     settings = inputs.mask_padding(target, sampling, 1)
 
     def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Decoder, Weights]:
-        """Also the seconds of a round by its depth, and what played."""
-        played = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=some_widths(tree)))
-        decoder, weights = played.build(target)
+        """Returns the drafting, the seconds of a round by depth, and the decoder with its weights."""
+        constant = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=some_widths(tree)))
+        decoder, weights = constant.build(target)
         seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
         tuned = conclude(drafter, tree, drafter_options, seconds, resumed, stats)
         return tuned, by_depth(seconds, tree.shape.depth), decoder, weights
 
-    tuned, rounds, decoder, weights = measured(given)
+    tuned, rounds, decoder, weights = measured(longest)
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
-    costs = call_costs(given, rounds) if given.is_chain else None
+    costs = call_costs(longest, rounds) if longest.is_chain else None
     network = decoder.drafter.model if isinstance(decoder.drafter, ModelDrafter) else None
     if costs and network and rule in RANKED:
         kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
-        found = acceptance.measure(
+        positions = acceptance.measure(
             target, network, target.params if weights.draft is None else weights.draft, texts,
             sampling=sampling, children=min(CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens, ignore_eos=True,
         )  # fmt: skip
-        ranks = acceptance.by_rank(found)[kind]
+        ranks = acceptance.by_rank(positions)[kind]
         more["acceptance_by_rank"] = [round(share, 4) for share in ranks]
         tree = fastest_tree(ranks, *costs)
         if not tree.is_chain:
@@ -145,7 +147,7 @@ def _play(
     max_new_tokens: int,
     progress: Callable[[int, int], Any] | None,
 ) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
-    """Seconds by depth, seconds of the rounds that caught up, and statistics, of all prompts; see `conclude`."""
+    """Decodes all prompts; returns seconds by depth, seconds of rounds that catch up, and statistics (`conclude`)."""
     stops = jnp.full((1, 8), -1, jnp.int32)
     slots = memory.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
     seconds: dict[int, list[float]] = {}
@@ -206,27 +208,31 @@ class _Rounds:
 
 
 def some_widths(tree: Topology) -> tuple[int, ...]:
-    """Widths worth compiling: of the windows of depths 1, 2, 4, 8, ..., but for that of the whole tree."""
+    """Returns the widths to compile: those of the depths 1, 2, 4, 8, ... below the tree's."""
     depths = [1 << i for i in range(tree.shape.depth.bit_length())]
     return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
 
 
 def in_turn(depth: int) -> list[int]:
-    """All depths: the whole, none and the powers of two, which end a width each, before those between them."""
+    """Returns all depths in the order of measuring: the greatest, 0 and powers of two first, the others after them.
+
+    The costs of the others are interpolated between these if the text ends early.
+    """
     first = [depth, 0, *(1 << i for i in range(depth.bit_length()))]
     return list(dict.fromkeys(d for d in (*first, *range(depth)) if d <= depth))
 
 
 def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
-    """Seconds of a round that drafts to depth 0, 1, ...: medians, gaps filled, none less than the one before."""
+    """Returns the seconds of a round of depth 0, 1, ...: medians, interpolated and made non-decreasing."""
     timed = {drafted: statistics.median(took) for drafted, took in sorted(seconds.items()) if took}
     return np.maximum.accumulate(np.interp(np.arange(depth + 1), list(timed), list(timed.values())))
 
 
 def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
-    """What rounds on a chain say of its calls: the target's by width, and one of the draft; None of a short chain.
+    """Returns the seconds of a target call by width and of one draft call, from rounds on a chain; None if it is short.
 
-    Between rounds whose windows have one width, of which there are two from depth 4 on, the difference is the draft's.
+    Rounds of neighbouring depths with windows of the same width differ by one draft call. Such pairs exist from depth 4
+    on.
     """
     widths = sorted({1, *some_widths(tree), tree.shape.nodes})
     at = [next(width for width in widths if width > depth) for depth in range(tree.shape.nodes)]
@@ -246,15 +252,15 @@ def conclude(
     resumed: list[tuple[int, float]],
     stats: Stats,
 ) -> Drafting:
-    """From measurements to a schedule.
+    """Derives the schedule from the measurements.
 
     Args:
-        drafter: by name.
-        tree: that was measured.
-        options: of the drafter's own.
-        seconds: of rounds, by the depth they drafted to.
-        resumed: rounds without a draft, and the seconds of the round of depth 1 that followed.
-        stats: of all rounds; of its acceptance at a depth that no round came to, that before it is taken.
+        drafter: the drafter's name.
+        tree: the measured tree.
+        options: the drafter's own options.
+        seconds: seconds of rounds by depth.
+        resumed: rounds without a draft, and seconds of the round of depth 1 after them.
+        stats: the statistics of all rounds; a depth that no round reached has the acceptance of the one before.
 
     Raises:
         TuningError: no round drafted.
@@ -262,23 +268,23 @@ def conclude(
     timed = {depth: took for depth, took in sorted(seconds.items()) if took}
     if 0 not in timed or len(timed) < 2:
         raise TuningError(
-            f"the drafter {drafter!r} drafted too little on these prompts to measure; give other ones, or longer texts"
+            f"the drafter {drafter!r} drafted too little on these prompts; use others, or raise max_new_tokens"
         )
     rounds = by_depth(timed, tree.shape.depth)
     accepted: list[float] = []
-    for tried, kept in zip(stats.tested_at, stats.accepted_at):
-        accepted.append(kept / tried if tried else (accepted or [0.0])[-1])
+    for tried, count in zip(stats.tested_at, stats.accepted_at):
+        accepted.append(count / tried if tried else (accepted or [0.0])[-1])
     costs = rounds / rounds[0]
     speedups = np.array([expected_tokens(chain(d), np.array(accepted)[:, None]) for d in range(costs.size)]) / costs
     best = int(speedups.argmax())
     resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
-    # Texts differ, and within one its parts: where more is accepted than on average, deeper pays.
-    kept = chain(min(tree.shape.depth, max(2 * best, 1))) if tree.is_chain else tree
+    # Acceptance varies between texts and within a text; where it is above average, deeper drafts pay.
+    used = chain(min(tree.shape.depth, max(2 * best, 1))) if tree.is_chain else tree
     schedule = Adaptive(
-        costs=tuple(round(float(cost), 4) for cost in costs[: kept.shape.depth + 1]),
+        costs=tuple(round(float(cost), 4) for cost in costs[: used.shape.depth + 1]),
         resume=round(float(resume / rounds[0]), 4),
         prior_acceptance=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
-        widths=some_widths(kept),
+        widths=some_widths(used),
     )
     measured = {
         "round_s": {str(depth): round(statistics.median(took), 6) for depth, took in timed.items()},
@@ -289,4 +295,4 @@ def conclude(
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    return Drafting(drafter, tree=kept, schedule=schedule, options=dict(options), measured=measured)
+    return Drafting(drafter, tree=used, schedule=schedule, options=dict(options), measured=measured)

@@ -1,6 +1,6 @@
-"""A peer while it runs: its own Python runs `workers/serve.py`, which imports nothing of jaxspec.
+"""Runs other systems: their own Python executes `workers/serve.py`, which imports nothing of jaxspec.
 
-They speak JSON, a line each way, over the worker's standard input and output.
+Requests and answers are lines of JSON on the process's standard input and output.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from jaxspec.storage.directories import cache_directory
 
 WORKERS = pathlib.Path(__file__).parent / "workers"
 DRAFT_LENGTH = 5
-"""Tokens that a peer is to draft, where it takes a number."""
+"""The draft length of other systems, where it can be set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What the peers read: paths, by format; None where there is none."""
+    """Paths of the models by format, and settings of the run."""
 
     target: dict[str, str]
     draft: dict[str, str] | None
@@ -38,14 +38,14 @@ class Models:
 
 
 class Worker:
-    """One method of a peer, running.
+    """A running process that decodes with one method of another system.
 
     Attributes:
-        label: for tables.
-        versions: of its packages.
+        label: the name in tables.
+        versions: the versions of its packages.
 
     Raises:
-        PeerError: it does not start; the last line of its log is told.
+        PeerError: it does not start; the message holds the last line of its log.
     """
 
     def __init__(self, name: str, method: str, python: pathlib.Path, models: Models, log: pathlib.Path):
@@ -62,7 +62,7 @@ class Worker:
         def place(of: dict[str, str] | None) -> str | None:
             return next((of[kind] for kind in peer.reads if kind in of), None) if of else None
 
-        told = {
+        settings = {
             "method": method,
             "target": place(models.target),
             "draft": place(models.draft) if method in peer.drafts else None,
@@ -71,32 +71,32 @@ class Worker:
             "threads": len(usable),
             "draft_length": DRAFT_LENGTH,
         }
-        self.versions: dict[str, str] = self._ask(told)["versions"]
+        self.versions: dict[str, str] = self._ask(settings)["versions"]
 
     def decode(self, prompt: Prompt, count: int, ignore_eos: bool) -> Decoded:
         """Continues a prompt greedily.
 
-        The time of the peer's first tokens counts as reading the prompt; that of the rest, scaled to all, as decoding.
+        The time to the first tokens counts as prefill; that of the rest, scaled to all tokens, as decoding.
 
         Raises:
-            PeerError: it failed.
+            PeerError: the process failed.
         """
-        found = self._ask({"tokens": prompt.tokens, "count": count, "ignore_eos": ignore_eos})
-        tokens, first, total = found["tokens"], found["first_s"], found["total_s"]
+        answer = self._ask({"tokens": prompt.tokens, "count": count, "ignore_eos": ignore_eos})
+        tokens, first, total = answer["tokens"], answer["first_s"], answer["total_s"]
         stops = () if ignore_eos else self._stops
         ended = next((i for i, token in enumerate(tokens) if token in stops), None)
         if ended is not None:
             tokens = tokens[: ended + 1]
-        elif found["stopped"] and stops:  # the peer keeps it to itself
+        elif answer["stopped"] and stops:  # the system does not return its stop token
             tokens = [*tokens, stops[0]]
         stopped = bool(tokens) and tokens[-1] in stops
-        later = max(len(tokens) - found["first"], 1)
+        later = max(len(tokens) - answer["first"], 1)
         decode = (total - first) * max(len(tokens), 1) / later
         text = Generation(0, 0, prompt.tokens, tokens, None, "stop" if stopped else "length", Stats())
         return Decoded(text, Timing(0.0, max(total - decode, 0.0), decode, len(tokens)))
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         for step in (self._process.stdin.close, lambda: self._process.wait(10)):  # type: ignore
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 step()
@@ -106,11 +106,11 @@ class Worker:
         self._process.stdout.close()  # type: ignore
         self._errors.close()
 
-    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:
@@ -118,16 +118,16 @@ class Worker:
         answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
             self.close()
-            raise PeerError(f"{self.label}: {answer['error']} (all it said: {self._log})")
+            raise PeerError(f"{self.label}: {answer['error']} (log: {self._log})")
         return answer
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(10)) < 0:
-                why = "; the system ends a process so when memory runs out" if -code == signal.SIGKILL else ""
+                why = "; that happens when memory runs out" if -code == signal.SIGKILL else ""
                 return f"ended by {signal.Signals(-code).name}{why}"
-        said = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return said[-1][:300] if said else "it ended without a word"
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "it ended and printed nothing"
 
 
 def start(
@@ -136,7 +136,7 @@ def start(
     folder: pathlib.Path | None = None,
     report: Callable[[str], Any] = print,
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Starts what can be started; and why the rest could not be, by label."""
+    """Starts every wanted system that can be started; returns these, and the reason for each of the others by label."""
     workers, missing = [], {}
     logs = (folder or cache_directory() / "peers") / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Computes what each rule keeps of a draft model's laws, and the most that any rule could, without decoding with them.
+"""Computes the acceptance of every rule from the laws of a target and a draft model, and an upper bound.
 
 The target writes a text per prompt; then both models read it, and their laws are compared after every token. The
-optimum is an upper bound for any lossless rule with the same candidates: sampled without replacement from the draft's
-limited law for "rejection", from its tempered law for "coupled"; the likeliest ones, of which no rule keeps more, for
-"deterministic".
+optimum is an upper bound for any lossless rule with the same candidates. For "rejection" these are sampled without
+replacement from the draft's law after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic"
+they are the draft's likeliest tokens.
 """
 
 import argparse
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from jaxspec.bench.table import Table
 
 FORMAT = 1
-"""Of the JSON; bumped whenever a name in it changes its meaning."""
+"""Version of the JSON, incremented whenever a name changes its meaning."""
 DRAFTERS = ("model", "early-exit")
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     add_chat(add_models(parser))
     add = parser.add_argument_group("what is compared").add_argument
     add(
@@ -51,7 +51,7 @@ def add_options(parser: Parser) -> None:
     )
     add_drafter_options(add)
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
-    add("--draws", type=whole(1), default=32, metavar="N", help="samples of what has no formula (default: 32)")
+    add("--draws", type=whole(1), default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
     add = parser.add_argument_group("on what").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
@@ -62,20 +62,20 @@ def add_options(parser: Parser) -> None:
         "--prompt: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
+    add("--limit", type=whole(1), metavar="N", help="questions per task, from its categories in turn (default: all)")
     add("--max-new-tokens", type=whole(1), default=64, metavar="N", help="default: 64")
-    add("--ignore-eos", action="store_true", help="write on where the model would end")
+    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
 
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
     add_limits(add)
     add = parser.add_argument_group("output, beside the tables").add_argument
-    add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures as told."""
+    """Runs the command."""
     _check(args)
     check_split(args.split, (args.tasks or "").split(","))
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     import jaxspec
     from jaxspec.bench import acceptance
     from jaxspec.bench.environment import describe
-    from jaxspec.bench.room import fitting
+    from jaxspec.bench.prompt_lengths import fitting
     from jaxspec.cli import show
     from jaxspec.generation import inputs
     from jaxspec.generation.drafting import Drafting
@@ -138,10 +138,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_table(figures: Iterable["Figure"], title: str) -> "Table":
-    """A row per number of children and rule."""
+    """Returns a table with a row per number of children and rule."""
     from jaxspec.bench.table import Table
 
-    headings = ("rule", "children", "acceptance", "95 % of prompts drawn anew", "optimum", "gap")
+    headings = ("rule", "children", "acceptance", "95 % interval (bootstrap over prompts)", "optimum", "gap")
     rows = []
     for figure in figures:
         spread = "-" if figure.low is None else f"{figure.low:.4f} to {figure.high:.4f}"
@@ -151,20 +151,20 @@ def as_table(figures: Iterable["Figure"], title: str) -> "Table":
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """An option's type: numbers of children."""
+    """Parses an option's value: numbers of children."""
     if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", text, re.ASCII) or 0 in map(int, text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected whole numbers from 1, with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected whole numbers from 1, separated by commas, got {text!r}")
     return tuple(sorted({int(number) for number in text.split(",")}))
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What options say of one another is checked before anything is loaded.
+    """Checks options against one another before anything is loaded.
 
     Raises:
-        UsageError: options that exclude, or need, one another; a folder that does not exist.
+        UsageError: options exclude or require one another, or a directory does not exist.
     """
     if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.absolute().parent}; create it first")
     check_drafter_options(args)
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)

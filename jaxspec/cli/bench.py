@@ -1,6 +1,6 @@
-"""Measures drafters against plain decoding, prompt by prompt and by turns, and compares every text with the plain one.
+"""Measures drafters and plain decoding alternately on every prompt, and compares all texts with plain decoding's.
 
-The exit status is 1 if a text differs and no certificate says that it is rounding.
+The exit status is 1 if a text differs and no certificate attributes the difference to rounding.
 """
 
 import argparse
@@ -52,17 +52,17 @@ NO_ARGUMENTS = ("debug", "quiet", "words", "record")
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     add_chat(add_models(parser))
     add = parser.add_argument_group("what is compared").add_argument
     add(
         "--drafters",
         metavar="DRAFTER,...",
-        help=f"of {'|'.join(DRAFTERS)}, each with its own tree and schedule where wanted, as in model:4,model:2x2,"
+        help=f"of {'|'.join(DRAFTERS)}, each optionally with a tree and a schedule, as in model:4,model:2x2,"
         f"model:8@adaptive: a number is a chain of that length, else {TREE_GRAMMAR}; a schedule is one of "
-        f"{'|'.join(SCHEDULES)} (default: all that can be built)",
+        f"{'|'.join(SCHEDULES)} (default: all that the models support)",
     )
-    add("--tuned", metavar="FILE", help="measure also what 'jaxspec tune' found best")
+    add("--tuned", metavar="FILE", help="also measure the result of 'jaxspec tune'")
     add_drafter_options(add)
     add_heads(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
@@ -70,10 +70,10 @@ def add_options(parser: Parser) -> None:
     add(
         "--peers",
         metavar="PEER,...",
-        help=f"measure other systems, too: of {'|'.join(PEERS)}, each with one of its methods where wanted, as in "
-        "transformers:plain; each is installed into an environment of its own the first time",
+        help=f"also measure other systems: of {'|'.join(PEERS)}, each optionally with one of its methods, as in "
+        "transformers:plain; each is installed into a virtual environment of its own the first time",
     )
-    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="where those environments are kept")
+    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="directory of these environments")
 
     add = parser.add_argument_group("on what").add_argument
     add(
@@ -84,24 +84,30 @@ def add_options(parser: Parser) -> None:
         "prompts (default: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=whole(1), metavar="N", help="questions per task, of every category in turn (default: all)")
-    add("--turns", type=whole(1), default=1, metavar="N", help="turns of a conversation, at most (default: 1)")
+    add("--limit", type=whole(1), metavar="N", help="questions per task, from its categories in turn (default: all)")
+    add("--turns", type=whole(1), default=1, metavar="N", help="most turns of a conversation (default: 1)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
-    add("--ignore-eos", action="store_true", help="write on where the model would end")
-    add("--repeats", type=whole(1), default=3, metavar="R", help="decodes of every prompt (default: 3)")
+    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
+    add("--repeats", type=whole(1), default=3, metavar="R", help="how often every prompt is decoded (default: 3)")
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=temperatures, default=(0.0,), metavar="T,...", help="one run each (default: 0, greedy)")
+    add(
+        "--temperature",
+        type=temperatures,
+        default=(0.0,),
+        metavar="T,...",
+        help="one run each (default: 0, greedy)",
+    )
     add_limits(add)
 
     add = parser.add_argument_group("output, beside the tables").add_argument
-    add("--json", type=pathlib.Path, metavar="FILE", help="write everything to it, prompt by prompt")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
-    add("--plots", type=pathlib.Path, metavar="DIR", help="write pictures there: speedup by task, acceptance by depth")
+    add("--plots", type=pathlib.Path, metavar="DIR", help="write plots to it: speedup by task, acceptance by depth")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures as told; 1 if a text differs that should not."""
+    """Runs the benchmark; the status is 1 if a text differs without a certificate."""
     methods = _check(args)
     check_split(args.split, args.tasks.split(","))
 
@@ -168,7 +174,7 @@ def _write(args: argparse.Namespace, runs: list["Run"], memory: dict, missing: d
 
 
 def show_tables(runs: list["Run"]) -> None:
-    """Prints what was found, and every text that differs."""
+    """Prints the tables, and a line for every text that differs."""
     from rich.console import Console
 
     from jaxspec.bench import report
@@ -176,32 +182,32 @@ def show_tables(runs: list["Run"]) -> None:
 
     console = Console()
     for measured in runs:
-        parts = [report.overall(measured), report.apart(measured), report.by_group(measured)]
-        parts += [report.beside_peers(measured), report.versions(measured)] if measured.peers else []
+        parts = [report.overall(measured), report.other_times(measured), report.by_group(measured)]
+        parts += [report.against_peers(measured), report.versions(measured)] if measured.peers else []
         for part in parts:
             console.print(part, "", highlight=False, markup=False, sep="\n")
     for measured in runs:
         for line in report.differences(measured):
             show.tell(line)
-    show.tell(report.closing(runs))
+    show.tell(report.conclusion(runs))
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """An option's type: one temperature or more."""
+    """Parses an option's value: one or more temperatures."""
     try:
         values = tuple(map(float, text.split(",")))
     except ValueError:
         values = ()
     if not values or not all(math.isfinite(value) and value >= 0 for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers from 0, with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected numbers from 0, separated by commas, got {text!r}")
     return values
 
 
 def parse_drafters(text: str) -> list["Method"]:
-    """The methods that `--drafters` names; plain decoding is always measured, and may be left out.
+    """Parses the value of `--drafters`; plain decoding is always measured and need not be named.
 
     Raises:
-        UsageError: an unknown name, or no tree.
+        UsageError: a name is unknown, or a tree cannot be parsed.
     """
     from jaxspec.bench.records import PLAIN, Method
     from jaxspec.generation.drafting import Drafting
@@ -223,23 +229,23 @@ def parse_drafters(text: str) -> list["Method"]:
 def completed(
     method: "Method", draft: "Model | None", heads: "DraftHeads | None", options: Mapping[str, Any]
 ) -> "Method":
-    """The method with those of the models and options that its drafter takes; its own options go before."""
+    """Adds to a method the models and options that its drafter takes; its own options take precedence."""
     own = method.drafting
     all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
 
 def _check(args: argparse.Namespace) -> list["Method"] | None:
-    """The methods, None for all; what options say of one another is checked before anything is loaded.
+    """Checks options against one another before anything is loaded, and returns the methods; None for all.
 
     Raises:
-        UsageError: options that exclude, or need, one another; a folder that does not exist.
+        UsageError: options exclude or require one another, or a directory does not exist.
     """
     if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.absolute().parent}; create it first")
     if args.peers is not None:
         if any(args.temperature):
-            raise UsageError("--peers decode greedily; leave --temperature at 0")
+            raise UsageError("--peers decode greedily; use --temperature 0")
         try:
             parse(args.peers, args.draft_model is not None)
         except JaxspecError as error:
@@ -259,7 +265,7 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
             raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
     for name, _ in args.drafter_option:
         if name not in takes:
-            raise UsageError(f"--drafter-option {name}: no drafter in --drafters has it")
+            raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
     if "draft" in takes:
         args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
@@ -272,7 +278,7 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
 
 
 def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
-    """The peers that run, and why others do not."""
+    """Starts other systems; returns those that run, and the reasons for those that do not."""
     from jaxspec.bench.worker import Models, start
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show

@@ -1,6 +1,6 @@
-"""Measures what drafting costs and brings on prompts like yours, and writes how deep to draft to a file.
+"""Measures the cost and acceptance of drafts on prompts like yours, and writes the best schedule and tree to a file.
 
-'jaxspec generate --tuned FILE', 'jaxspec chat --tuned FILE' and 'jaxspec bench --tuned FILE' take it.
+Use the file with 'jaxspec generate --tuned FILE', 'jaxspec chat --tuned FILE' or 'jaxspec bench --tuned FILE'.
 """
 
 import argparse
@@ -15,53 +15,53 @@ from jaxspec.registry import DRAFTERS, RULES
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="texts like those that will be continued")
+    """Adds the command's options."""
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompts like those that will be decoded")
     options.add_chat(options.add_models(parser))
     add = parser.add_argument_group("what is measured").add_argument
     names = "|".join(DRAFTERS)
     add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
-    add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="of the longest drafts (default: 8)")
+    add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {drafting.TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
-    add("--tasks", metavar="NAME_OR_PATH,...", help=f"prompts of {'|'.join(NAMES)}, or of .jsonl or .txt files")
+    add("--tasks", metavar="NAME_OR_PATH,...", help=f"tasks {'|'.join(NAMES)}, or .jsonl or .txt files of prompts")
     options.add_split(add)
     add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
     drafting.add_heads(add)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it")
+    add("--out", type=pathlib.Path, required=True, metavar="FILE", help="file to write")
     add_record(add)
     parser.set_defaults(tuned=None, schedule=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures as told."""
+    """Runs the command."""
     tree = drafting.check_drafting(args)
     options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
-        raise UsageError("no PROMPT given; write some, or name --tasks")
+        raise UsageError("no PROMPT; add one or more, or --tasks")
     if not args.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {args.out}: there is no folder {args.out.absolute().parent}; make it first")
+        raise UsageError(f"--out {args.out}: there is no directory {args.out.absolute().parent}; create it first")
 
     import jax
 
     import jaxspec
-    from jaxspec.bench.room import fitting
+    from jaxspec.bench.prompt_lengths import fitting
     from jaxspec.bench.tune import tune
     from jaxspec.cli import show
     from jaxspec.generation import inputs
 
-    said: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
+    texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
         task = load(source, args.limit, args.seed, show.say, args.split)
-        said += [(f"{task.name} {question.id}", question.turns[0]) for question in task.questions]
+        texts += [(f"{task.name} {question.id}", question.turns[0]) for question in task.questions]
     target, draft = drafting.load_models(args)
     heads = drafting.load_heads(args, target)
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in said]
+    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in texts]
     prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
     with show.Bar("measuring", parts=show.PARTS) as bar:
         tuned = tune(
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(measured: dict) -> list[str]:
-    """A line per depth."""
-    took, accepted = measured["round_s"], ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
-    lines = ["depth  ms a round  accepted  times plain"]
+    """Returns the lines of a table with a row per depth."""
+    seconds, accepted = measured["round_s"], ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
+    lines = ["depth  ms/round  accepted  times plain"]
     for depth, speedup in enumerate(measured["speedup_by_depth"]):
-        ms = f"{took[str(depth)] * 1e3:.1f}" if str(depth) in took else "-"
+        ms = f"{seconds[str(depth)] * 1e3:.1f}" if str(depth) in seconds else "-"
         best = "  best" if depth == measured["best_depth"] else ""
-        lines.append(f"{depth:5}  {ms:>10}  {accepted[depth]:>8}  {speedup:11.2f}{best}")
+        lines.append(f"{depth:5}  {ms:>8}  {accepted[depth]:>8}  {speedup:11.2f}{best}")
     return lines

@@ -1,11 +1,11 @@
-"""Compares the rules on one draft, as tables and a plot, from the results of `jaxspec acceptance` and `pair.py`.
+"""Compares the rules on one draft, in tables and a plot, from the results of `jaxspec acceptance` and `pair.py`.
 
-    jaxspec acceptance ... --json one.json                    # any number of them
+    jaxspec acceptance ... --json one.json                    # once or several times
     python scripts/measure/pair.py TARGET DRAFT ... --json pair.json
     python scripts/measure/compare_rules.py [one.json ...] [--pair pair.json ...] [--plot OUT.png]
 
-Rules are compared on the same positions (or prompts), so the difference to `coupled` has an interval of its own: 95 %,
-by bootstrap over the prompts, of both rules at once.
+All rules are measured on the same positions (or prompts). The difference from `coupled` has a 95 % interval by
+bootstrap over the prompts, which resamples both rules with the same prompts.
 """
 
 import argparse
@@ -23,12 +23,12 @@ BASE = "coupled"
 
 
 def one_step(paths: list[pathlib.Path]) -> list[dict]:
-    """A row per setting, number of children and rule: acceptance, and how far it is from the base's."""
+    """Returns a row per setting, number of children and rule: its acceptance and the difference from the base's."""
     rows = []
     for run in itertools.chain.from_iterable(json.loads(path.read_text())["runs"] for path in paths):
         prompts = run["prompts"]
         if BASE not in prompts[0]["kept"]:
-            continue  # at temperature 0 all rules keep the same
+            continue  # at temperature 0 all rules accept the same tokens
         for figure in run["figures"]:
             child = figure["children"] - 1
             ours, theirs = ([(p["kept"][rule][child], p["count"]) for p in prompts] for rule in (figure["rule"], BASE))
@@ -39,18 +39,18 @@ def one_step(paths: list[pathlib.Path]) -> list[dict]:
 
 
 def rounds(paths: list[pathlib.Path]) -> list[dict]:
-    """A row per setting, tree and rule of a pair: tokens per round, and how far they are from the base's."""
-    found = [row for path in paths for row in json.loads(path.read_text())["rows"]]
-    base = {(r["temperature"], r["top_p"], r["tree"]): r["prompts"] for r in found if r["rule"] == BASE}
-    for row in found:
+    """Returns a row per setting, tree and rule of a pair: its tokens per round and the difference from the base's."""
+    rows = [row for path in paths for row in json.loads(path.read_text())["rows"]]
+    base = {(r["temperature"], r["top_p"], r["tree"]): r["prompts"] for r in rows if r["rule"] == BASE}
+    for row in rows:
         theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
         row["low"], row["high"] = row["tokens_per_round_95"]
         row["difference"] = theirs and difference(row["prompts"], theirs)
-    return found
+    return rows
 
 
 def table(rows: list[dict], what: str, value: str, digits: int) -> None:
-    """A line per setting and topology, a column per rule: its value, and in brackets its difference to the base."""
+    """Prints a row per setting and tree, a column per rule: the value and, in brackets, the difference from the base."""
     rules = sorted({row["rule"] for row in rows}, key=lambda rule: (rule != BASE, rule))
     best = "optimum" in rows[0]
     headings = ["T, top-p", what, *(f"`{rule}`" for rule in rules), *["optimum"] * best]
@@ -72,7 +72,7 @@ def shown(row: dict, value: str, digits: int) -> str:
 
 
 def plot(steps: list[dict], path: pathlib.Path) -> None:
-    """One-step acceptance by children, a panel per setting."""
+    """Plots one-step acceptance by the number of children, with a panel per setting."""
     import matplotlib
 
     matplotlib.use("Agg")

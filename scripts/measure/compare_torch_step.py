@@ -1,9 +1,9 @@
-"""Compares a training step of Medusa heads in jaxspec and in plain torch, alternating in one process; needs `torch`.
+"""Compares the time of a training step of Medusa heads in jaxspec and in torch, alternating in one process.
 
     python scripts/measure/compare_torch_step.py [--rows 4] [--tokens 256] [--vocab 49152] [--repeats 7] [--json OUT]
 
-Four heads of one block on given features, the projection shared and frozen, cross-entropy weighted 0.8^i, clipping and
-AdamW, float32: the losses must agree step by step, the times are medians of a step by turns.
+Both train four heads of one block on the same random features in float32, with a shared and frozen projection,
+cross-entropy weighted by 0.8^i, clipping and AdamW. The losses of every step must agree. Needs `torch`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Head(torch.nn.Module):
 
 
 def torch_stepper(features, tokens, table, heads: int, settings: Settings):
-    """A function that makes a step and gives its loss."""
+    """Returns a function that takes a step in torch and returns its loss."""
     modules = torch.nn.ModuleList(Head(features.shape[-1]) for _ in range(heads))
     adam = torch.optim.AdamW(modules.parameters(), lr=settings.learning_rate, eps=1e-8, weight_decay=0.0)
     features, table = torch.from_numpy(features), torch.from_numpy(table)
@@ -58,7 +58,7 @@ def torch_stepper(features, tokens, table, heads: int, settings: Settings):
 
 
 def jax_stepper(features, tokens, table, heads: int, settings: Settings):
-    """The same of jaxspec."""
+    """Returns a function that takes a step in jaxspec and returns its loss."""
     config = HeadsConfig(features.shape[-1], table.shape[0], heads, 1)
     state = start(settings, config, Trainable(init_params(config)))
     ones = np.ones_like(tokens)
@@ -79,27 +79,27 @@ def main() -> int:
     for name, value in (("rows", 4), ("tokens", 256), ("width", 576), ("vocab", 49152), ("heads", 4), ("repeats", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rng = np.random.default_rng(0)
-    features = rng.normal(size=(given.rows, given.tokens, given.width)).astype(np.float32)
-    table = (rng.normal(size=(given.vocab, given.width)) * given.width**-0.5).astype(np.float32)
-    tokens = rng.integers(0, given.vocab, (given.rows, given.tokens)).astype(np.int32)
-    settings = Settings(heads=given.heads, inputs="hidden", warmup=0, steps=10**6, batch=given.rows)
+    features = rng.normal(size=(args.rows, args.tokens, args.width)).astype(np.float32)
+    table = (rng.normal(size=(args.vocab, args.width)) * args.width**-0.5).astype(np.float32)
+    tokens = rng.integers(0, args.vocab, (args.rows, args.tokens)).astype(np.int32)
+    settings = Settings(heads=args.heads, inputs="hidden", warmup=0, steps=10**6, batch=args.rows)
     torch.set_num_threads(torch.get_num_threads())
     steppers = {
-        "jaxspec": jax_stepper(features, tokens, table, given.heads, settings),
-        "torch": torch_stepper(features, tokens, table, given.heads, settings),
+        "jaxspec": jax_stepper(features, tokens, table, args.heads, settings),
+        "torch": torch_stepper(features, tokens, table, args.heads, settings),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     values: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(given.repeats + 1):
+    for turn in range(args.repeats + 1):
         for name, step in steppers.items():
             began = time.perf_counter()
             values[name].append(step())
             if turn:
                 seconds[name].append(time.perf_counter() - began)
     apart = max(abs(a - b) / b for a, b in zip(*values.values()))
-    positions = given.rows * given.tokens
+    positions = args.rows * args.tokens
     print(
         f"jax {jax.__version__}, torch {torch.__version__}, {jax.default_backend()}, {torch.get_num_threads()} threads"
     )
@@ -108,9 +108,9 @@ def main() -> int:
         print(f"{name}: {median * 1e3:.0f} ms a step ({min(took) * 1e3:.0f} to {max(took) * 1e3:.0f}), "
               f"{positions / median:.0f} tokens/s")  # fmt: skip
     ratio = statistics.median(b / a for a, b in zip(*seconds.values()))
-    print(f"torch / jaxspec: {ratio:.2f}; losses differ by {apart:.1e} at most in {given.repeats + 1} steps")
-    if given.json:
-        with open(given.json, "w") as file:
+    print(f"torch / jaxspec: {ratio:.2f}; losses differ by {apart:.1e} at most in {args.repeats + 1} steps")
+    if args.json:
+        with open(args.json, "w") as file:
             json.dump({"seconds": seconds, "losses": values, "ratio": ratio}, file)
     return 0 if apart < 1e-4 else 1
 

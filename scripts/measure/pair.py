@@ -1,12 +1,12 @@
-"""Measures a draft model: a target and its draft on the first HumanEval and MT-bench prompts.
+"""Measures a target with a draft model on the first prompts of HumanEval and MT-bench.
 
     python scripts/measure/pair.py TARGET DRAFT [--limit 20] [--tokens 64] [--batch 10] [--rules R ...] [--json OUT]
 
-Both models read every prompt once; from there every configuration continues them, in batches of similar length, at
-temperature 0 and at 0.8: acceptance, tokens per round, and whether each text is that of plain decoding with the same
-key (a difference must be a certified tie). Then the time of one call of each model for one prompt, by width; from both
-follow the milliseconds a token costs, plain and speculating, which `jaxspec bench` measures end to end. Prompts longer
-than `--longest` are left out.
+Both models read every prompt once; then every configuration continues from these caches, in batches of similar length,
+at temperature 0 and 0.8. The script prints acceptance and tokens per round, compares every text with that of plain
+decoding with the same key (a difference must be a certified tie), and times a call of each model for one prompt by
+width. The speedups follow from these times; `jaxspec bench` measures speedups end to end. Prompts longer than
+`--longest` are left out.
 """
 
 import argparse
@@ -43,21 +43,21 @@ TREES = {
     "tree 2x2": jaxspec.branching(2, 2),
     "tree 4x1": jaxspec.branching(4, 1),
 }
-TIE = 1e-3  # a perturbed-score gap below this is a tie; see scripts/prove/identity.py
+TIE = 1e-3  # the greatest gap of perturbed scores that is a tie; see scripts/prove/identity.py
 
 
 def prompt_ids(model: jaxspec.Model, limit: int, longest: int) -> list[list[int]]:
-    """The prompts of each task that are short enough, `limit` of each, by length."""
-    found = []
+    """Returns the first `limit` prompts of each task that are short enough, sorted by length."""
+    chosen = []
     for name in ("humaneval", "mt-bench"):
         texts = [question.turns[0] for question in tasks.load(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
-        found += [prompt for prompt in ids if len(prompt) <= longest][:limit]
-    return sorted(found, key=len)
+        chosen += [prompt for prompt in ids if len(prompt) <= longest][:limit]
+    return sorted(chosen, key=len)
 
 
 def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) -> float:
-    """The median time of one call that reads `width` tokens, greedy choice included."""
+    """Returns the median time of a call that reads `width` tokens and chooses greedily, in ms."""
 
     @jax.jit
     def call(params, window, cache):
@@ -75,14 +75,14 @@ def milliseconds(model: jaxspec.Model, width: int, prefix: int, repeats: int) ->
 
 
 class Row(NamedTuple):
-    """What one configuration made of one prompt."""
+    """The tokens and statistics of one configuration on one prompt."""
 
     tokens: list[int]
     stats: Stats
 
 
 class Reader:
-    """Both models' caches after every prompt: read once, and continued by every configuration."""
+    """Reads every prompt once with both models, and continues from these caches with any configuration."""
 
     def __init__(self, target: jaxspec.Model, draft: jaxspec.Model, ids: list[list[int]], batch: int, tokens: int):
         self.target, self.draft, self.ids, self.tokens = target, draft, ids, tokens
@@ -96,7 +96,7 @@ class Reader:
         self._compiled = functools.cache(self._compile)
 
     def __call__(self, sampling: jaxspec.Sampling, drafter: str, tree=None, rule: str = "coupled") -> list[Row]:
-        """All prompts continued, a batch at a time."""
+        """Continues all prompts, a batch at a time."""
         decoder, weights, run = self._compiled(drafter, tree, rule)
         rows = []
         for at, read in zip(self.batches, self.read):
@@ -107,7 +107,7 @@ class Reader:
         return rows
 
     def _compile(self, drafter: str, tree, rule: str):
-        """The decoder, its weights, and its compiled loop, which takes any sampling."""
+        """Returns the decoder, its weights, and its compiled loop, which takes any sampling."""
         decoder, weights = self._decoder(drafter, tree, rule)
 
         @jax.jit
@@ -132,7 +132,7 @@ class Reader:
 
 
 def differences(target: jaxspec.Model, ids, plain, drafted, keys, sampling) -> tuple[int, list[float]]:
-    """Rows with another text, and the gap of each."""
+    """Returns the number of rows whose texts differ, and the gap of each."""
     gaps = []
     for row, (a, b) in enumerate(zip(plain, drafted)):
         if a.tokens == b.tokens:

@@ -1,11 +1,11 @@
 """Compares plain decoding, constant draft lengths and the adaptive schedule on SmolLM2-135M-Instruct, in one run.
 
     python scripts/measure/schedules.py early-exit:10     # the target's first ten layers draft
-    python scripts/measure/schedules.py model             # the target drafts for itself: all is accepted, nothing pays
+    python scripts/measure/schedules.py model             # the target drafts for itself: all accepted, nothing pays
     python scripts/measure/schedules.py prompt-lookup
 
-First `jaxspec.bench.tune` measures on other prompts, then every configuration decodes each prompt, by turns. Times are
-of decoding alone: the median of a prompt's repeats, as a ratio to plain decoding's. Overall is that of the sums.
+First `jaxspec.bench.tune` tunes on other prompts; then all configurations decode each prompt alternately. Times exclude
+compilation and prefill. The time of a prompt is the median of its repeats; ratios are relative to plain decoding.
 """
 
 import argparse
@@ -27,9 +27,9 @@ MODEL = "smollm2-135m-instruct"
 
 
 def prompts(limit: int, skip: int) -> list[str]:
-    """Of ordinary questions and of copying ones, `limit` each, after the first `skip`."""
-    found = [tasks.load(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
-    return [question.turns[0] for questions in found for question in questions]
+    """Returns `limit` ordinary and `limit` copying prompts, after the first `skip` of each."""
+    chosen = [tasks.load(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
+    return [question.turns[0] for questions in chosen for question in questions]
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
                     **ways[way],
                 )
                 texts[way], rounds[way] = out[0].tokens, out.stats.tokens_per_round
-                if repeat:  # the first may compile
+                if repeat:  # the first one may compile
                     took[way].append(out.timing.decode_s)
         same = all(text == texts["plain"] for text in texts.values())
         for way in ways:

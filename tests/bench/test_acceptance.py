@@ -140,7 +140,7 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
         (["--drafter", "prompt-lookup"], "prompt-lookup"),
         (["--drafter", "early-exit", "--draft-model", "m.gguf"], "is for --drafter model"),
         (["--draft-model", "m.gguf", "--drafter-option", "exit_layers=2"], "has no such option"),
-        (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no folder"),
+        (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no directory"),
     ],
 )
 def test_usage_errors(words, said, capsys):

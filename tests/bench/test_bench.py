@@ -23,7 +23,7 @@ from helpers.wheels import make_wheel
 from jaxspec.bench import environment, equality, plots, report, run, tasks
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row
 from jaxspec.bench.setup import Decoded, Setup
-from jaxspec.bench.summary import Spread, difference, groups, interval, summarise
+from jaxspec.bench.summary import Quartiles, difference, groups, interval, summarise
 from jaxspec.bench.tasks import Question, Task
 from jaxspec.cli import drafting, main
 from jaxspec.cli.bench import parse_drafters
@@ -220,7 +220,7 @@ def test_figures_by_hand():
     assert summary.cost_ratio == 0.25
     assert summary.predicted_speedup == pytest.approx(10 / (7 + 7 * 0.25))
     assert (summary.same, summary.certified, summary.differing) == (1, 1, 0)
-    assert Spread.of([1, 2, 3, 4, 5]) == Spread(2.0, 3.0, 4.0)
+    assert Quartiles.of([1, 2, 3, 4, 5]) == Quartiles(2.0, 3.0, 4.0)
 
 
 def test_a_difference_is_taken_prompt_by_prompt():
@@ -261,7 +261,7 @@ def test_no_cost_ratio_no_prediction():
 
 def test_tables():
     measured = made_up()
-    shown = text_of(report.overall(measured), report.by_group(measured), report.apart(measured))
+    shown = text_of(report.overall(measured), report.by_group(measured), report.other_times(measured))
     assert "temperature 0, rule coupled, 2 prompts" in shown
     assert "none (plain decoding)" in shown
     for cell in ("1.09x", "2.00x (1.25 to 2.75)", "1.43", "33%", "1/2, 1 certified", "0.50x slower (1.00)", "2.67x"):
@@ -278,15 +278,15 @@ def test_differences_are_told():
     (line,) = report.differences(measured)
     assert line == (
         "model, t, prompt 2, turn 1: differs from plain decoding at token 1 (1 there, 2 here, perturbed scores "
-        "1.0e-05 apart): a certified tie, which the widths of the calls round differently"
+        "1.0e-05 apart): a certified tie: calls of different widths round differently"
     )
     assert measured.wrong == []
-    assert report.closing([measured]).startswith("1 of 2 texts are those")
+    assert report.conclusion([measured]).startswith("1 of 2 texts are those")
     bare = dataclasses.replace(measured.rows[3], difference=Difference(0, 4, None, 2))
     measured = made_up(rows=(*measured.rows[:3], bare))
     assert measured.wrong == [bare]
     assert next(report.differences(measured)).endswith("(None there, 2 here): NOT A TIE")
-    assert report.closing([measured]).startswith("1 OF 2 TEXTS DIFFER")
+    assert report.conclusion([measured]).startswith("1 OF 2 TEXTS DIFFER")
     lossy = made_up(rows=(*measured.rows[:3], bare), lossless=False)
     assert lossy.wrong == []
     assert next(report.differences(lossy)).endswith("the rule is lossy")
@@ -411,9 +411,9 @@ def test_what_can_be_built():
 @pytest.mark.parametrize(
     ("methods", "questions", "changes", "error", "said"),
     [
-        ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "a label of its own"),
+        ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "distinct labels"),
         ([Method(PLAIN, Drafting("none"))], TASKS, {}, InvalidConfig, "is plain decoding"),
-        (METHODS, [], {}, InvalidConfig, "one task or more"),
+        (METHODS, [], {}, InvalidConfig, "at least one task"),
         (METHODS, [Task("empty", ())], {}, InvalidConfig, "one question or more"),
         (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "every task needs a name"),
         (METHODS, TASKS, {"repeats": 0}, InvalidConfig, "repeats must be a whole number from 1, got 0"),
@@ -444,7 +444,7 @@ def test_a_broken_rule_is_caught(broken):
     assert broken.wrong
     assert all(r.method == "model:2" for r in broken.wrong)
     assert "NOT A TIE" in next(report.differences(broken))
-    assert "TEXTS DIFFER" in report.closing([broken])
+    assert "TEXTS DIFFER" in report.conclusion([broken])
     first = broken.wrong[0]
     plain = next(r for r in broken.rows if (r.task, r.id, r.method) == (first.task, first.id, PLAIN))
     found = first.difference
@@ -611,12 +611,12 @@ def test_drafters_with_trees():
         (["--drafters", "early-exit:5000"], "more than 1024 nodes"),
         (["--drafters", "model:4"], "the drafter model needs --draft-model SOURCE"),
         (["--drafters", "prompt-lookup", "--draft-model", "x"], "is for the drafter model"),
-        (["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"], "no drafter in --drafters has it"),
-        (["--temperature", "0,hot"], "expected numbers from 0, with commas between, got '0,hot'"),
+        (["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"], "no drafter in --drafters takes it"),
+        (["--temperature", "0,hot"], "expected numbers from 0, separated by commas, got '0,hot'"),
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "expected numbers from 0"),
         (["--limit", "0"], "--limit: expected a whole number from 1, got '0'"),
-        (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--json", "/nowhere/out.json"], "there is no directory /nowhere"),
         (["--repeat", "3"], "did you mean '--repeats'?"),
     ],
 )

@@ -83,16 +83,16 @@ def test_a_peer_takes_its_turns_and_its_texts_are_compared(models, tmp_path):
         assert row.decode_s[0] == pytest.approx(0.016 * len(row.tokens) / (len(row.tokens) - 1))
         assert row.prefill_s[0] == pytest.approx(max(0.02 - row.decode_s[0], 0))
     console = Console(width=200, record=True, file=(tmp_path / "said").open("w"))
-    tables = report.overall(measured), report.by_group(measured), report.beside_peers(measured)
+    tables = report.overall(measured), report.by_group(measured), report.against_peers(measured)
     for part in (*tables, report.versions(measured)):
         console.print(part)
     console.file.close()
     said = console.export_text()
     assert "fake True" in said
     assert f"{paired(measured, PLAIN, 'fake plain').median:.2f}x" in said
-    assert "All 3 texts are those of plain decoding" in report.closing([measured])
+    assert "All 3 texts are those of plain decoding" in report.conclusion([measured])
     (line,) = report.differences(measured)
-    assert line.endswith("it is the peer's")
+    assert line.endswith("the text is another system's")
     json.dumps(report.as_record([measured], {}, {}, {}), allow_nan=False)
 
 
@@ -108,7 +108,7 @@ def test_what_does_not_start_is_said_and_left_out(models, tmp_path, monkeypatch)
     wanted = [("fake", method) for method in ("broken", "dying", "killed")]
     workers, missing = worker.start(wanted, models, tmp_path, lambda line: None)
     assert list(missing) == ["fake broken"]
-    assert "fake broken: OSError: no such weights (all it said: " in missing["fake broken"]
+    assert "fake broken: OSError: no such weights (log: " in missing["fake broken"]
     for one, said in zip(workers, ("fake dying: more noise", "fake killed: ended by SIGKILL; .* memory"), strict=True):
         with pytest.raises(peers.PeerError, match=said):
             one.decode(run.Prompt("t", "c", "i", 1, [6], None), 4, False)
@@ -148,6 +148,6 @@ def test_names():
 
 def test_the_command_says_what_it_will_not_do(capsys):
     assert main(["bench", "--peers", "llama.cpp", "--temperature", "0.7"]) == 2
-    assert "--peers decode greedily; leave --temperature at 0" in capsys.readouterr().err
+    assert "--peers decode greedily; use --temperature 0" in capsys.readouterr().err
     assert main(["bench", "--peers", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().err

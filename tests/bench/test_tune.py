@@ -301,9 +301,7 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
     assert shown.err.count("left out: prompt 2: prompt and new tokens make 90") == 1
     assert shown.out.splitlines()[0].split() == [
         "depth",
-        "ms",
-        "a",
-        "round",
+        "ms/round",
         "accepted",
         "times",
         "plain",
@@ -329,7 +327,7 @@ def test_wrong_command_lines(directory, tmp_path, capsys):
         (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
         (["tune", *words, "--out", path], "--drafter"),
         (["tune", "--drafter", "none", "--out", path], "no PROMPT"),
-        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "no folder"),
+        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "no directory"),
         (["bench", "--drafters", "model:4@adaptve"], "Did you mean 'adaptive'"),
     ):
         assert main(command) == 2, command

