@@ -27,13 +27,13 @@ def rendered(text: str, records: Sequence[Measurement]) -> str:
 
 
 def block(name: str, records: Sequence[Measurement]) -> str:
-    """Returns the Markdown of a block, one table per machine; of one without a record, a line that says so."""
+    """Returns the Markdown of a block, one table per machine; without a record, a sentence that says so."""
     if name == "headline":
         return headline(records)
-    found = [record for record in records if record.id == name]
-    if not found:
+    own = [record for record in records if record.id == name]
+    if not own:
         return f"Not measured on this version yet (`--record {name}`).\n"
-    return "\n".join(f"{RENDERERS[record.kind](record.values)}\n{provenance(record)}\n" for record in found)
+    return "\n".join(f"{RENDERERS[record.kind](record.values)}\n{provenance(record)}" for record in own)
 
 
 def machine(record: Measurement) -> str:

@@ -50,7 +50,7 @@ def rounds(paths: list[pathlib.Path]) -> list[dict]:
 
 
 def table(rows: list[dict], what: str, value: str, digits: int) -> None:
-    """Prints a row per setting and tree, a column per rule: the value and, in brackets, the difference from the base."""
+    """Prints a row per setting and tree, and a column per rule: its value and the difference from the base's."""
     rules = sorted({row["rule"] for row in rows}, key=lambda rule: (rule != BASE, rule))
     best = "optimum" in rows[0]
     headings = ["T, top-p", what, *(f"`{rule}`" for rule in rules), *["optimum"] * best]

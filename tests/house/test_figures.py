@@ -115,7 +115,7 @@ def test_a_block_by_hand():
     )
     assert "commit 0123456 with changes" in made
     assert pages.rendered(made, [first, second]) == made
-    assert "Not measured on this version yet (`--record hunt`)." in pages.rendered(page, [])
+    assert "\nNot measured on this version yet (`--record hunt`).\n<!-- /" in pages.rendered(page, [])
 
 
 @pytest.mark.parametrize(
