@@ -147,7 +147,7 @@ def measure(
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
                      batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, verbose=False,
                      progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
-    found = []
+    positions = []
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
@@ -163,12 +163,12 @@ def measure(
                 sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
         if not written or not all(np.isfinite(a).all() for a in sums.values()):
             raise ArithmeticError(f"{name}: the logits of a model were not finite")
-        found.append(
+        positions.append(
             Positions(name, len(places), {r: a[0] for r, a in sums.items()}, {r: a[1] for r, a in sums.items()})
         )
         if progress:
             progress(len(prompts) + i + 1, 2 * len(prompts))
-    return found
+    return positions
 
 
 def read(lm: LanguageModel, params: Params, text: list[int], slots: int) -> Iterator[np.ndarray]:
@@ -217,28 +217,28 @@ def _compare(
     if greedy:
         kept = analysis.deterministic_acceptance(law(theirs), free, children)
         return {EVERY: jnp.stack([kept, kept])}
-    found = analysis.acceptance_by_rule(law(theirs), law(ours), children, key, draws, free if limited else None)
-    return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in found.items()}
+    by_rule = analysis.acceptance_by_rule(law(theirs), law(ours), children, key, draws, free if limited else None)
+    return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in by_rule.items()}
 
 
-def figures(found: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
+def figures(positions: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
     """Returns the mean over all positions for every rule and each of these numbers of children."""
-    counts = np.array([prompt.count for prompt in found])
+    counts = np.array([prompt.count for prompt in positions])
     made = []
     for count in children:
-        for rule in sorted(found[0].kept):
-            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in found]) for name in
+        for rule in sorted(positions[0].kept):
+            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in positions]) for name in
                              ("kept", "optimum"))  # fmt: skip
-            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(found) > 1 else (None, None)
+            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(positions) > 1 else (None, None)
             made.append(
                 Figure(rule, count, float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum()))
             )
     return made
 
 
-def by_rank(found: Sequence[Positions]) -> dict[str, list[float]]:
+def by_rank(positions: Sequence[Positions]) -> dict[str, list[float]]:
     """Returns, by rule, the probability that the child of each rank is accepted, as `best_tree` takes it."""
-    total = sum(prompt.count for prompt in found)
-    sums = {rule: np.sum([prompt.kept[rule] for prompt in found], 0) / total for rule in found[0].kept}
+    total = sum(prompt.count for prompt in positions)
+    sums = {rule: np.sum([prompt.kept[rule] for prompt in positions], 0) / total for rule in positions[0].kept}
     rising = {rule: np.maximum.accumulate(kept).clip(max=1.0) for rule, kept in sums.items()}  # samples may fall
     return {rule: np.diff(kept, prepend=0.0).tolist() for rule, kept in rising.items()}

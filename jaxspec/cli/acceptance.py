@@ -41,7 +41,7 @@ DRAFTERS = ("model", "early-exit")
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     add_chat(add_models(parser))
-    add = parser.add_argument_group("what is compared").add_argument
+    add = parser.add_argument_group("drafts").add_argument
     add(
         "--drafter",
         default="model",
@@ -53,7 +53,7 @@ def add_options(parser: Parser) -> None:
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
     add("--draws", type=whole(1), default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
-    add = parser.add_argument_group("on what").add_argument
+    add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
     add(
         "--tasks",
@@ -69,7 +69,7 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
     add_limits(add)
-    add = parser.add_argument_group("output, beside the tables").add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
 

@@ -54,7 +54,7 @@ NO_ARGUMENTS = ("debug", "quiet", "words", "record")
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     add_chat(add_models(parser))
-    add = parser.add_argument_group("what is compared").add_argument
+    add = parser.add_argument_group("methods").add_argument
     add(
         "--drafters",
         metavar="DRAFTER,...",
@@ -75,7 +75,7 @@ def add_options(parser: Parser) -> None:
     )
     add("--peers-folder", type=pathlib.Path, metavar="DIR", help="directory of these environments")
 
-    add = parser.add_argument_group("on what").add_argument
+    add = parser.add_argument_group("prompts").add_argument
     add(
         "--tasks",
         default="mt-bench",
@@ -100,7 +100,7 @@ def add_options(parser: Parser) -> None:
     )
     add_limits(add)
 
-    add = parser.add_argument_group("output, beside the tables").add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
     add("--plots", type=pathlib.Path, metavar="DIR", help="write plots to it: speedup by task, acceptance by depth")

@@ -18,7 +18,7 @@ def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompts like those that will be decoded")
     options.add_chat(options.add_models(parser))
-    add = parser.add_argument_group("what is measured").add_argument
+    add = parser.add_argument_group("drafts and prompts").add_argument
     names = "|".join(DRAFTERS)
     add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
     add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")

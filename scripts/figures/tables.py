@@ -28,11 +28,11 @@ def share(value: float) -> str:
 def widths(values: Values) -> str:
     counts = [row["width"] for row in next(iter(values.values()))["rounds"] if row["capacity"] == 512]
     rows = []
-    for dtype, found in values.items():
-        at = {(row["width"], row["capacity"]): row for row in found["rounds"]}
+    for dtype, entry in values.items():
+        at = {(row["width"], row["capacity"]): row for row in entry["rounds"]}
         long = at[1, 8192]["times_width_1"]
         cells = [f"{at[width, 512]['ms'][1]:.1f}" for width in counts]
-        rows.append([dtype, *cells, between(found["width_1_times_read"], 2), f"{long:.2f}"])
+        rows.append([dtype, *cells, between(entry["width_1_times_read"], 2), f"{long:.2f}"])
     headings = ["ms per round", *(f"width {n}" for n in counts), "width 1, in reads of the weights",
                 "width 1 at capacity 8192, in those at 512"]  # fmt: skip
     return table(headings, rows)
@@ -52,9 +52,9 @@ def lookup(values: Values) -> str:
 
 
 def compile_times(values: Values) -> str:
-    rows = [[name, f"{found[1]:.2f}"] for name, found in values["import_s"].items()]
+    rows = [[name, f"{entry[1]:.2f}"] for name, entry in values["import_s"].items()]
     rows += [
-        [f"compile SmolLM2-135M, 30 layers: {name}", f"{found:.0f}"] for name, found in values["compile_s"].items()
+        [f"compile SmolLM2-135M, 30 layers: {name}", f"{entry:.0f}"] for name, entry in values["compile_s"].items()
     ]
     rows += [[f"compile {row['layers']} narrow layers: plain, prompt-lookup",
               f"{row['plain_s']:.0f}, {row['lookup_s']:.0f}"] for row in values["by_layers"]]  # fmt: skip
@@ -62,22 +62,22 @@ def compile_times(values: Values) -> str:
 
 
 def memory(values: Values) -> str:
-    rows = [[found["source"], dtype, str(found["parameters_mib"]), str(found["loading_mib"]),
-             f"{found['loading_mib'] / found['parameters_mib']:.2f}"] for dtype, found in values.items()]  # fmt: skip
+    rows = [[entry["source"], dtype, str(entry["parameters_mib"]), str(entry["loading_mib"]),
+             f"{entry['loading_mib'] / entry['parameters_mib']:.2f}"] for dtype, entry in values.items()]  # fmt: skip
     return table(["model", "weights", "parameters, MiB", "peak of loading, MiB", "times the parameters"], rows)
 
 
 def rules(values: Values) -> str:
     trees = list(values)
     columns = [(tree, setting) for tree in trees for setting in ("T 1", "top-p 0.9")]
-    names = dict.fromkeys(label.partition(": ")[2] for found in values.values() for label in found["ms"])
+    names = dict.fromkeys(label.partition(": ")[2] for entry in values.values() for label in entry["ms"])
     names = [name for name in names if name and " " not in name]
 
     def cell(tree: str, label: str) -> str:
-        found = values[tree]["ms"]
-        if label not in found:
+        entry = values[tree]["ms"]
+        if label not in entry:
             return ""
-        own, target = found[label][1], found["target call"][1]
+        own, target = entry[label][1], entry["target call"][1]
         return f"{own:.1f}" + ("" if label == "target call" else f" ({own / (own + target):.0%})")
 
     rows = [["target's call", *(cell(tree, "target call") for tree, _ in columns)]]
@@ -96,10 +96,10 @@ def overhead(values: Values) -> str:
 
 def batches(values: Values) -> str:
     rows = []
-    for dtype, found in values.items():
-        at = {(row["rows"], row["drafter"]): row for row in found}
-        drafters = [name for name in dict.fromkeys(row["drafter"] for row in found) if name != "none"]
-        for count in dict.fromkeys(row["rows"] for row in found):
+    for dtype, entry in values.items():
+        at = {(row["rows"], row["drafter"]): row for row in entry}
+        drafters = [name for name in dict.fromkeys(row["drafter"] for row in entry) if name != "none"]
+        for count in dict.fromkeys(row["rows"] for row in entry):
             cells = [f"{at[count, 'none']['tokens_per_s'][1]:.1f}"]
             for name in drafters:
                 own = at[count, name]
@@ -116,24 +116,24 @@ def bench(values: Values) -> str:
     for run in values["runs"]:
         rows, several = [], len(values["runs"]) > 1
         tasks = list(run["methods"]["none"]["tasks"])
-        for name, found in run["methods"].items():
+        for name, entry in run["methods"].items():
             if name in run["peers"]:
                 continue
             plain = name == "none"
-            cells = [times(found["tasks"][task]["times_plain"]) if not plain else
-                     f"{found['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks]  # fmt: skip
+            cells = [times(entry["tasks"][task]["times_plain"]) if not plain else
+                     f"{entry['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks]  # fmt: skip
             rows.append([
                 "none: plain decoding" if plain else f"`{name}`",
-                f"{found['tokens_per_s']:.1f}", times(found["times_plain"]), *cells,
-                f"{found['tokens_per_round']:.2f}", "" if plain else share(found["acceptance_rate"] or 0),
-                "" if plain else f"{found['same_texts']} of {found['prompts']}"
-                + (f", {found['certified']} certified" if found["certified"] else ""),
+                f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *cells,
+                f"{entry['tokens_per_round']:.2f}", "" if plain else share(entry["acceptance_rate"] or 0),
+                "" if plain else f"{entry['same_texts']} of {entry['prompts']}"
+                + (f", {entry['certified']} certified" if entry["certified"] else ""),
             ])  # fmt: skip
         for name in run["peers"]:
-            found = run["methods"][name]
-            rows.append([name, f"{found['tokens_per_s']:.1f}", times(found["times_plain"]),
-                         *(f"{found['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks), "", "",
-                         f"{found['same_texts']} of {found['prompts']}"])  # fmt: skip
+            entry = run["methods"][name]
+            rows.append([name, f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]),
+                         *(f"{entry['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks), "", "",
+                         f"{entry['same_texts']} of {entry['prompts']}"])  # fmt: skip
         headings = ["drafter", "tokens/s", "times plain", *tasks, "tokens per round", "accepted", "same text as plain"]
         title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
         parts.append(title + table(headings, rows))
@@ -192,8 +192,8 @@ def pair(values: Values) -> str:
 
 
 def schedules(values: Values) -> str:
-    rows = [[way, times(found["times_plain"]), f"{found['least']:.2f} to {found['most']:.2f}"]
-            for way, found in values["ways"].items()]  # fmt: skip
+    rows = [[way, times(entry["times_plain"]), f"{entry['least']:.2f} to {entry['most']:.2f}"]
+            for way, entry in values["ways"].items()]  # fmt: skip
     return table([f"`{values['drafter']}`, {values['prompts']} prompts", "times plain", "by prompt"], rows)
 
 
@@ -202,9 +202,9 @@ def tpu(values: Values) -> str:
     at = {(row["drafter"], row["chip"], row["mesh"]): row for row in values["rows"]}
 
     def line(first: str, name: str, moved: str, ms: str) -> list[str]:
-        found = [at.get((name, *column)) for column in columns]
+        entry = [at.get((name, *column)) for column in columns]
         return [first, *("" if row is None else "does not fit" if moved not in row else
-                         f"{row[moved]:.2f} GB, {row[ms]:.2f} ms" for row in found)]  # fmt: skip
+                         f"{row[moved]:.2f} GB, {row[ms]:.2f} ms" for row in entry)]  # fmt: skip
 
     names = list(dict.fromkeys(row["drafter"] for row in values["rows"]))
     rows = [line("the target's matrices alone", names[0], "weights_gb", "ms_weights_alone")]
@@ -215,7 +215,7 @@ def tpu(values: Values) -> str:
 
 def gtest(values: Values) -> str:
     return table(
-        ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be found"],
+        ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be entry"],
         [[str(values["cells"]), str(values["texts"]), f"{values['least_p']:.2g}", str(values["impossible"]),
           f"{values['detectable_bias']:.2g}"]],
     )  # fmt: skip
@@ -228,9 +228,9 @@ def mutants(values: Values) -> str:
 
 
 def llama_cpp(values: Values) -> str:
-    rows = [[name, f"{found['same_ids']} of {found['encoded']}", f"{found['same_choices']} of {found['choices']}",
-             f"{found['same_texts']} of {found['texts']}", f"{found['largest_gap']:.2g}"]
-            for name, found in values.items()]  # fmt: skip
+    rows = [[name, f"{entry['same_ids']} of {entry['encoded']}", f"{entry['same_choices']} of {entry['choices']}",
+             f"{entry['same_texts']} of {entry['texts']}", f"{entry['largest_gap']:.2g}"]
+            for name, entry in values.items()]  # fmt: skip
     return table(
         ["GGUF file", "texts with equal ids", "equal greedy choices", "equal texts", "largest gap, logits"], rows
     )
@@ -239,7 +239,7 @@ def llama_cpp(values: Values) -> str:
 def heads(values: Values) -> str:
     count = len(values["top1"])
     parts = table(["", *(f"head {i}" for i in range(count))],
-                  [[name, *(f"{found:.3f}" for found in values[key])] for name, key in
+                  [[name, *(f"{entry:.3f}" for entry in values[key])] for name, key in
                    (("top-1", "top1"), ("top-5", "top5"))])  # fmt: skip
     rows = [[f"{row['temperature']:g}", f"`{row['rule']}`",
              between([row["interval"][0], row["tokens_per_round"], row["interval"][1]], 2)]

@@ -120,8 +120,8 @@ def main() -> int:
     if args.record:
         kept = ("temperature", "top_p", "children", "tree", "rule", "acceptance", "optimum", "tokens_per_round", "low",
                 "high", "difference", "on")  # fmt: skip
-        values = {name: [{key: row[key] for key in kept if key in row} for row in found]
-                  for name, found in (("steps", steps), ("rounds", pairs))}  # fmt: skip
+        values = {name: [{key: row[key] for key in kept if key in row} for row in rows]
+                  for name, rows in (("steps", steps), ("rounds", pairs))}  # fmt: skip
         print(f"written: {write(args.record, 'compare-rules', sys.argv, values)}")
     return 0
 

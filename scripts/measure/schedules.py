@@ -84,18 +84,18 @@ def main() -> int:
         print(f"{prompt[:40]!r}: {shown}; texts {'alike' if same else 'DIFFER'}", flush=True)
         alike += same
     print(f"jax {jax.__version__}, {jax.default_backend()}, float32, {len(asked)} prompts of {arguments.tokens} tokens")
-    plain, found = np.array(seconds["plain"]), {}
+    plain, figures = np.array(seconds["plain"]), {}
     for way, values in seconds.items():
         each, overall = plain / values, plain.sum() / sum(values)
         print(f"{way:16} {overall:.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
-        found[way] = {
+        figures[way] = {
             "times_plain": significant(overall),
             "least": significant(each.min()),
             "most": significant(each.max()),
         }
     if arguments.record:
         values = {"drafter": arguments.drafter, "prompts": len(asked), "tokens": arguments.tokens, "same_texts": alike,
-                  "ways": found}  # fmt: skip
+                  "ways": figures}  # fmt: skip
         print(f"written: {write(arguments.record, 'schedules', sys.argv, values)}")
     return 0
 

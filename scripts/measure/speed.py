@@ -79,7 +79,7 @@ def reader(size: int) -> Callable[[], float]:
 
 def widths(arguments) -> dict[str, Any]:
     """Times rounds of every width and capacity, ten at a time, at text lengths around 200."""
-    found = {}
+    figures = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
@@ -109,14 +109,14 @@ def widths(arguments) -> dict[str, Any]:
         rate = model.bytes / np.median(reads) / 1e6
         print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: read in {spread(reads)} ms, {rate:.1f} GB/s, "
               f"width 1 takes {spread(one / reads)} times that")  # fmt: skip
-        found[dtype] = {"weights_gb": significant(model.bytes / 1e9), "read_ms": quartiles(reads), "rounds": rounds,
+        figures[dtype] = {"weights_gb": significant(model.bytes / 1e9), "read_ms": quartiles(reads), "rounds": rounds,
                         "width_1_times_read": quartiles(one / reads)}  # fmt: skip
-    return found
+    return figures
 
 
 def lookup(arguments) -> dict[str, Any]:
     """Compares plain decoding with prompt lookup at its default settings, on one copying and ten ordinary prompts."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
@@ -133,7 +133,7 @@ def lookup(arguments) -> dict[str, Any]:
                     if repeat:
                         values.append(out.timing.tokens_per_s)
             ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
-            found.setdefault(dtype, []).append({
+            figures.setdefault(dtype, []).append({
                 "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": significant(stats.tokens_per_round),
                 "plain_tokens_per_s": quartiles(rates["none"]),
                 "lookup_tokens_per_s": quartiles(rates["prompt-lookup"]),
@@ -146,18 +146,18 @@ def lookup(arguments) -> dict[str, Any]:
                 f"same {texts['none'] == texts['prompt-lookup']}",
                 flush=True,
             )
-    return found
+    return figures
 
 
 def compile_times(arguments) -> dict[str, Any]:
     """Times imports and compilations without the persistent cache."""
-    found: dict[str, Any] = {"import_s": {}, "compile_s": {}, "by_layers": []}
+    figures: dict[str, Any] = {"import_s": {}, "compile_s": {}, "by_layers": []}
     code = "import time; t = time.perf_counter(); import jaxspec; jaxspec.generate; print(time.perf_counter() - t)"
     bare = code.replace("jaxspec.generate; ", "")
     for name, source in (("import jaxspec", bare), ("with jaxspec.generate", code)):
         times = [float(subprocess.check_output([sys.executable, "-c", source])) for _ in range(5)]
         print(f"{name}: {spread(times)} s")
-        found["import_s"][name] = quartiles(times)
+        figures["import_s"][name] = quartiles(times)
     jax.config.update("jax_enable_compilation_cache", False)  # or executables of earlier runs would only be loaded
     model = jaxspec.load(MODEL)
     draft = jaxspec.Model(TransformerLM(small(2)), TransformerLM(small(2)).init_params(jax.random.key(0)))
@@ -172,7 +172,7 @@ def compile_times(arguments) -> dict[str, Any]:
         jax.clear_caches()
         out = jaxspec.generate(model, "Hello", chat=False, drafter=label.split()[0], max_new_tokens=2, **options)
         print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
-        found["compile_s"][label] = significant(out.timing.compile_s, 3)
+        figures["compile_s"][label] = significant(out.timing.compile_s, 3)
     for layers in arguments.layers:
         lm = TransformerLM(small(layers))
         tiny = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
@@ -183,12 +183,12 @@ def compile_times(arguments) -> dict[str, Any]:
             out = jaxspec.generate(tiny, [1, 2, 3], drafter=drafter, max_new_tokens=2)
             seconds.append(out.timing.compile_s)
         plain, drafted = (significant(value, 3) for value in seconds)
-        found["by_layers"].append({"layers": layers, "plain_s": plain, "lookup_s": drafted})
+        figures["by_layers"].append({"layers": layers, "plain_s": plain, "lookup_s": drafted})
         print(
             f"{layers:2} layers: compile {seconds[0]:.1f} s plain, {seconds[1]:.1f} s prompt-lookup",
             flush=True,
         )
-    return found
+    return figures
 
 
 MEMORY = """
@@ -204,7 +204,7 @@ print(before, peak(), model.bytes)
 
 def memory(arguments) -> dict[str, Any]:
     """Measures the peak memory of a process before and after loading; on a CPU the parameters count as well."""
-    found = {}
+    figures = {}
     for dtype in arguments.dtypes:
         answer = subprocess.check_output([sys.executable, "-c", MEMORY, arguments.source, dtype], text=True)
         before, after, size = map(int, answer.split()[-3:])
@@ -213,14 +213,14 @@ def memory(arguments) -> dict[str, Any]:
             f"{arguments.source} {dtype}: parameters {size / 2**20:.0f} MiB, loading takes {taken / 2**20:.0f} MiB at "
             f"its peak ({taken / size:.2f} times), besides {before / 2**20:.0f} MiB of Python and JAX"
         )
-        found[dtype] = {"source": pathlib.Path(arguments.source).name, "parameters_mib": round(size / 2**20),
+        figures[dtype] = {"source": pathlib.Path(arguments.source).name, "parameters_mib": round(size / 2**20),
                         "loading_mib": round(taken / 2**20), "before_mib": round(before / 2**20)}  # fmt: skip
-    return found
+    return figures
 
 
 def rules(arguments) -> dict[str, Any]:
     """Compares the target's call with every rule's arithmetic and with drawing a node's children, on two trees."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     model = jaxspec.load(arguments.source)
     vocab = model.lm.vocab
     rng = np.random.default_rng(0)
@@ -271,12 +271,16 @@ def rules(arguments) -> dict[str, Any]:
                 if repeat:
                     times[label].append((time.perf_counter() - start) * 1e3)
         target = np.median(times["target call"])
-        found[name] = {"nodes": nodes, "vocab": vocab, "ms": {label: quartiles(each) for label, each in times.items()}}
+        figures[name] = {
+            "nodes": nodes,
+            "vocab": vocab,
+            "ms": {label: quartiles(each) for label, each in times.items()},
+        }
         print(f"{name}, {nodes} nodes, V = {vocab}")
         for label, values in times.items():
             share = np.median(values) / (np.median(values) + target)
             print(f"  {label:52} {spread(values)} ms" + ("" if label == "target call" else f", {share:.0%} of both"))
-    return found
+    return figures
 
 
 def target_calls(
@@ -309,7 +313,7 @@ def target_calls(
 
 def overhead(arguments) -> dict[str, Any]:
     """Compares whole rounds with the target's calls alone at the same width and length, ten at a time."""
-    found: dict[str, Any] = {"rows": []}
+    figures: dict[str, Any] = {"rows": []}
     model = jaxspec.load(arguments.source)
     vocab, capacity, length, times = model.lm.vocab, 512, 150, 10
     prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 2000, length)]
@@ -335,13 +339,13 @@ def overhead(arguments) -> dict[str, Any]:
             rounds.append(session.timing.decode_s / times * 1e3)
             alone.append(call())
         share = 1 - np.array(alone) / np.array(rounds)
-        found["vocab"] = vocab
-        found["rows"].append({"drafter": name, "sampling": label, "round_ms": quartiles(rounds),
+        figures["vocab"] = vocab
+        figures["rows"].append({"drafter": name, "sampling": label, "round_ms": quartiles(rounds),
                               "target_ms": quartiles(alone), "share": quartiles(share)})  # fmt: skip
         print(f"V = {vocab}, {name}, {label}: round {spread(rounds)} ms, target's call {spread(alone)} ms, "
               f"everything else {np.median(share):.1%} ({np.percentile(share, 25):.1%} to "
               f"{np.percentile(share, 75):.1%})", flush=True)  # fmt: skip
-    return found
+    return figures
 
 
 def batches(arguments) -> dict[str, Any]:
@@ -351,7 +355,7 @@ def batches(arguments) -> dict[str, Any]:
     round, divided by the cost of a round in plain rounds. Speculation pays if a round commits more tokens than the
     target's call at the drafter's width costs, in calls at width 1; that cost is timed separately.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         heads = jaxspec.load_heads(MODEL, target=model)
@@ -386,7 +390,7 @@ def batches(arguments) -> dict[str, Any]:
                         (alone[nodes[name]], alone[nodes["none"]]),
                     )
                 )
-                found.setdefault(dtype, []).append({
+                figures.setdefault(dtype, []).append({
                     "rows": rows, "drafter": name, "tokens_per_s": quartiles(rates[name]),
                     "times_plain": significant(ratio), "tokens_per_round": significant(tokens[name]),
                     "round_cost": significant(cost), "target_cost": significant(wide), "nodes": nodes[name],
@@ -397,7 +401,7 @@ def batches(arguments) -> dict[str, Any]:
                     f"{cost:.2f} plain ones, the target alone {wide:.2f}",
                     flush=True,
                 )
-    return found
+    return figures
 
 
 def small(layers: int) -> ModelConfig:

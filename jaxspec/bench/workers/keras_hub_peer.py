@@ -39,13 +39,13 @@ class Peer:
 
     def _run(self, tokens, count, stops):
         size = len(tokens) + count
-        given = {
+        inputs = {
             "token_ids": np.asarray([tokens + [0] * count], np.int32),
             "padding_mask": np.arange(size)[None] < len(tokens),
         }
         for _ in range(1 if size in self._seen else 2):
             begun = time.perf_counter()
-            found = self.model.generate(dict(given), stop_token_ids=stops)
+            found = self.model.generate(dict(inputs), stop_token_ids=stops)
             took = time.perf_counter() - begun
         self._seen.add(size)
         return took, np.asarray(found["token_ids"])[0, len(tokens) :].tolist()
