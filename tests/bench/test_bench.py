@@ -266,7 +266,7 @@ def test_tables():
     assert "none (plain decoding)" in shown
     for cell in ("1.09x", "2.00x (1.25 to 2.75)", "1.43", "33%", "1/2, 1 certified", "0.50x slower (1.00)", "2.67x"):
         assert cell in shown
-    assert "compiling (none 1.0 s, model 2.0 s)" in shown.replace("\n", " ")
+    assert "compilation (none 1.0 s, model 2.0 s)" in shown.replace("\n", " ")
     assert "draft of model 250.00 ms" in shown.replace("\n", " ")
     assert [report.times(r) for r in (0.62, 0.994, 0.996, 1.0, 2.0)] == [
         "0.62x slower", "0.99x slower", "1.00x", "1.00x", "2.00x",
@@ -412,10 +412,10 @@ def test_what_can_be_built():
     ("methods", "questions", "changes", "error", "said"),
     [
         ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "distinct labels"),
-        ([Method(PLAIN, Drafting("none"))], TASKS, {}, InvalidConfig, "is plain decoding"),
+        ([Method(PLAIN, Drafting("none"))], TASKS, {}, InvalidConfig, "plain decoding"),
         (METHODS, [], {}, InvalidConfig, "at least one task"),
-        (METHODS, [Task("empty", ())], {}, InvalidConfig, "one question or more"),
-        (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "every task needs a name"),
+        (METHODS, [Task("empty", ())], {}, InvalidConfig, "at least one question"),
+        (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "distinct names of tasks"),
         (METHODS, TASKS, {"repeats": 0}, InvalidConfig, "repeats must be a whole number from 1, got 0"),
         ([Method("model", Drafting("model"))], TASKS, {}, MissingDraft, "needs a draft model"),
     ],
