@@ -90,10 +90,11 @@ def read(monkeypatch):
     """How many tokens every prefill read."""
     counts, prefill = [], Session._prefill
 
-    def counted(session):
-        before = int(session.state.cache.length[0])
-        prefill(session)
-        counts.append(int(session.state.cache.length[0]) - before)
+    def counted(session, state):
+        before = int(state.cache.length[0])
+        state = prefill(session, state)
+        counts.append(int(state.cache.length[0]) - before)
+        return state
 
     monkeypatch.setattr(Session, "_prefill", counted)
     return counts

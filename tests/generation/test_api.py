@@ -65,9 +65,9 @@ pytestmark = pytest.mark.quick
 
 @contextlib.contextmanager
 def nothing_compiles():
-    """Every program of a decode goes through `Session._call`; here it fails the test."""
+    """Every program of a decode is compiled by `Session._compiled`; here it fails the test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_call", lambda *_, **__: pytest.fail("compiled before the error"))
+        patch.setattr(Session, "_compiled", lambda *_, **__: pytest.fail("compiled before the error"))
         yield
 
 

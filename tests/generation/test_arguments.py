@@ -98,7 +98,7 @@ def nowhere(tmp_path, monkeypatch):
     def compiles(*_, **__):
         raise Compiles
 
-    monkeypatch.setattr(Session, "_call", compiles)
+    monkeypatch.setattr(Session, "_compiled", compiles)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
 

@@ -11,6 +11,7 @@ import numpy as np
 import jaxspec
 from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
+from jaxspec.decode.loop import Decoder
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
 from jaxspec.models.out_major import quantize
 from jaxspec.models.sharding import param_shardings
@@ -163,7 +164,7 @@ def on_meshes(shapes) -> dict:
         split = jax.tree.leaves(param_shardings(PARAMS, mesh))
         assert any(sharding.spec != jax.P() for sharding in split) == (model > 1)
         tokens, accepted = texts(target, mesh=mesh)
-        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] == "run"]
+        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] is Decoder.run]
         groups = [one for program in programs for one in collectives(program)]
         assert len(programs) == 1
         found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import TreeShape, build, from_paths
+from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request
 from jaxspec.models.config import ModelConfig
@@ -26,29 +28,25 @@ RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
 
 
 @functools.lru_cache
-def _jitted(method: str, quick: bool, static: tuple = ()):
-    def call(decoder, *args):
-        return getattr(decoder, method)(*args)
-
-    return jax.jit(call, static_argnums=(0, *static), compiler_options=QUICK if quick else AS_USERS_DO)
-
-
-def _call(method, decoder, *args, static=(), quick=True):
-    return _jitted(method, quick, static)(decoder, *args)
+def _jitted(function: Callable, static: tuple[int, ...], quick: bool = True):
+    return jax.jit(function, static_argnums=static, compiler_options=QUICK if quick else AS_USERS_DO)
 
 
 def generate(decoder, weights, request, capacity, quick=True):
-    return _call("generate", decoder, weights, request, capacity, static=(3,), quick=quick)
+    return _jitted(Decoder.generate, (0, 3), quick)(decoder, weights, request, capacity)
 
 
 def start(decoder, weights, request, capacity):
     """The prompt read. The parts are compiled one by one, so that tests share them."""
-    state = _call("init", decoder, weights, request, capacity, static=(3,))
-    return _call("prefill", decoder, weights, state)
+    return prefill(decoder, weights, _jitted(Decoder.init, (0, 3))(decoder, weights, request, capacity))
+
+
+def prefill(decoder, weights, state):
+    return _jitted(Decoder.prefill, (0,))(decoder, weights, state)
 
 
 def step(decoder, weights, state):
-    return _call("step", decoder, weights, state)
+    return _jitted(Decoder.step, (0,))(decoder, weights, state)
 
 
 def run(decoder, weights, state):
@@ -64,11 +62,11 @@ def whole(decoder, weights, request, capacity):
 
 
 def extend(decoder, weights, state, request):
-    return _call("prefill", decoder, weights, _call("extend", decoder, state, request))
+    return prefill(decoder, weights, _jitted(lifecycle.extend, ())(state, request))
 
 
 def truncate(decoder, weights, state, length):
-    return _call("truncate", decoder, weights, state, length)
+    return _jitted(lifecycle.truncate, (0,))(decoder.drafter, weights, state, length)
 
 
 def decoder(target, drafter, **options) -> Decoder:
