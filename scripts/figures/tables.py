@@ -215,7 +215,7 @@ def tpu(values: Values) -> str:
 
 def gtest(values: Values) -> str:
     return table(
-        ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be entry"],
+        ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be found"],
         [[str(values["cells"]), str(values["texts"]), f"{values['least_p']:.2g}", str(values["impossible"]),
           f"{values['detectable_bias']:.2g}"]],
     )  # fmt: skip
