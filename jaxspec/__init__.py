@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
+    from jaxspec.bench.tune import tune as tune
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
+    from jaxspec.train.run import train_heads as train_heads
 
 __version__ = "0.1.0"
 
@@ -85,6 +88,9 @@ _MODULES = {
     "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
+    "jaxspec.bench.tune": ("tune",),
+    "jaxspec.train.medusa_settings": ("MedusaSettings",),
+    "jaxspec.train.run": ("train_heads",),
 }
 
 

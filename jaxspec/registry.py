@@ -1,7 +1,7 @@
-"""The registry of drafters, rules and schedules, by name. Tests, commands and benchmarks take their lists from here.
+"""The registry of drafters, rules, schedules and kinds of heads, by name. Tests, commands and benchmarks use its lists.
 
-Other packages add members through the entry-point groups `jaxspec.drafters`, `jaxspec.rules` and `jaxspec.schedules`;
-see docs/own-drafter.md.
+Other packages add members through the entry-point groups `jaxspec.drafters`, `jaxspec.rules`, `jaxspec.schedules` and
+`jaxspec.trainees`; see docs/own-drafter.md.
 """
 
 import importlib
@@ -82,19 +82,22 @@ SCHEDULES = Members(
     },
 )
 
+TRAINEES = Members("jaxspec.trainees", {"medusa": "jaxspec.train.medusa_settings:MedusaSettings"})
+"""Kinds of heads that can be trained: the classes of their settings (`jaxspec.train.trainee.TraineeSettings`)."""
+
 
 def find(kind: str, name: str) -> Any:
     """Returns the class of a member.
 
     Args:
-        kind: "drafter", "rule" or "schedule".
+        kind: "drafter", "rule", "schedule" or "kind of heads".
         name: name of the member.
 
     Raises:
         UnknownName: there is no such member; the message suggests a similar name.
         InvalidConfig: a member of another package cannot be imported.
     """
-    members = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES}[kind]
+    members = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES, "kind of heads": TRAINEES}[kind]
     if name not in members:
         raise UnknownName(kind, name, members)
     location = members[name]

@@ -10,6 +10,7 @@ is used.
 """
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -58,7 +59,7 @@ def tune(
     draft: Model | None = None,
     tree: Topology | Dynamic | int | None = None,
     drafter_options: Mapping[str, Any] = MappingProxyType({}),
-    heads: DraftHeads | None = None,
+    heads: DraftHeads | str | os.PathLike | None = None,
     rule: str = "coupled",
     sampling: Sampling = Sampling(),
     key: jax.Array | None = None,
@@ -66,26 +67,32 @@ def tune(
     chat: bool | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Drafting:
-    """Measures costs and acceptance, and returns the drafting with the schedule "adaptive" for them.
+    """Measures the cost and acceptance of drafting, and returns what drafts fastest: a tree and an adaptive schedule.
 
     Args:
-        target: the target model.
-        prompts: prompts like those that will be decoded later; each is decoded alone and past its stop tokens.
-        drafter: a registered name.
-        draft: the draft model of the drafter "model".
-        tree: the length of the longest chain to try, or a tree with branches, which is then used. None: a chain of 8,
-            or the drafter's default if that is deeper.
-        drafter_options: the drafter's own options, by name.
-        heads: the heads of the drafter "medusa".
-        rule: a registered name.
+        target: target model; see `load`.
+        prompts: prompts like those it will be used on; each is decoded alone, past its stop tokens.
+        drafter: name of a registered drafter.
+        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
+        tree: longest chain to try, as a number, or a tree, which is then kept. None for a chain of 8, or as deep as the
+            drafter's default if that is deeper.
+        drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
+        heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
+            preset, if any.
+        rule: name of a registered rule.
         sampling: sampling settings, as numbers.
-        key: as in `generate`.
-        max_new_tokens: the number of tokens decoded per prompt.
-        chat: True if text prompts are a user's messages; None: if the target has a chat template.
-        progress: called with (prompts done, all prompts).
+        key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
+            tree and batch size.
+        max_new_tokens: number of tokens decoded after each prompt.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
+            template. False continues raw text. Token ids and chat messages are not affected.
+        progress: called with (prompts done, prompts in all).
+
+    Returns:
+        A `Drafting` for `generate(..., drafting=...)`, which `Drafting.save` writes to a file.
 
     Raises:
-        JaxspecError: bad input, before anything compiles.
+        JaxspecError: an argument is invalid; raised before anything compiles.
         TuningError: nothing was drafted on these prompts.
     """
     inputs.check_model("target", target)

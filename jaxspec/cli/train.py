@@ -1,7 +1,7 @@
 """Trains draft heads for a target: 'jaxspec train medusa --target TARGET --prompts FILE --out DIR'.
 
-The folder keeps all that was made, and the same command goes on where it was ended. At its end DIR/heads holds the
-heads with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter medusa --heads DIR/heads'.
+Everything is kept in the folder, and the same command resumes an interrupted run. At the end, DIR/heads holds the heads
+with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter medusa --heads DIR/heads'.
 """
 
 import argparse
@@ -9,27 +9,30 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, one_of, whole
 from jaxspec.errors import InvalidConfig, StorageError
+from jaxspec.registry import TRAINEES, find
 from jaxspec.storage.reading import check_path
 from jaxspec.storage.writing import reason
 
 if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
+    from jaxspec.train.run import Trained
 
-KINDS = ("medusa",)
+KIND = "kind of heads"
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds all options but --debug, which every command has."""
     from jaxspec.train.settings import Settings
 
-    parser.add_argument("kind", type=one_of("kind of heads", KINDS), metavar="|".join(KINDS),
-                        help="heads on the target's features; --inputs says which systems can serve them")  # fmt: skip
-    add = parser.add_argument_group("what is trained on what").add_argument
+    names = "|".join(TRAINEES)
+    parser.add_argument("kind", type=one_of(KIND, TRAINEES), metavar=names, help="kind of heads")
+    add = parser.add_argument_group("models and data").add_argument
     add(
         "--target",
         default=options.TARGET,
@@ -44,94 +47,124 @@ def add_options(parser: Parser) -> None:
         metavar="FILE",
         help=".jsonl or .json of prompts or conversations (prompt, messages, ShareGPT's), or .txt of prompts",
     )
-    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="the run's folder")
+    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the run")
     add(
-        "--data", type=pathlib.Path, metavar="DIR", help="keeps answers and features, for several runs (default: --out)"
+        "--data",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="folder of answers and features, which several runs can share (default: --out)",
     )
     add(
         "--fit-prompts",
         type=whole(0),
         default=6,
         metavar="N",
-        help="held-out prompts to choose the tree on (default: 6)",
+        help="number of held-out prompts to choose the tree on (default: 6)",
     )
-    add("--fit-dtype", **options.DTYPE, help="of the target when the tree is chosen (default: that of --dtype)")
+    add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: that of --dtype)")
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
-        help="besides log.jsonl; needs the package tensorboardX")  # fmt: skip
-    add = parser.add_argument_group("settings").add_argument
-    for field in dataclasses.fields(Settings):
-        flag, about = f"--{field.name.replace('_', '-')}", field.metadata["about"]
-        if isinstance(field.default, bool):
-            add(
-                flag,
-                action=argparse.BooleanOptionalAction,
-                default=field.default,
-                help=f"{about} (default: {field.default})",
-            )
-            continue
-        kind: dict = {"type": type(field.default), "metavar": "N" if isinstance(field.default, int) else "X"}
+        help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
+    for name in TRAINEES:
+        _add_settings(parser.add_argument_group(f"settings of {name}").add_argument, find(KIND, name))
+    _add_settings(parser.add_argument_group("settings").add_argument, Settings)
+
+
+def _add_settings(add: Callable, settings: Any) -> None:
+    """Adds a flag for every field of a class of settings; a flag that is not used leaves no attribute."""
+    for field in dataclasses.fields(settings):
+        words: dict[str, Any] = {"type": type(field.default), "metavar": "N" if type(field.default) is int else "X"}
         if choices := field.metadata["choices"]:
-            kind = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
-        add(flag, default=field.default, help=f"{about} (default: {field.default})", **kind)
+            words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
+        if isinstance(field.default, bool):
+            words = {"action": argparse.BooleanOptionalAction}
+        about = f"{field.metadata['about']} (default: {field.default})"
+        add(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=about, **words)
+
+
+def _settings_of(args: argparse.Namespace, settings: Any) -> Any:
+    """Returns the settings of a class that the flags give."""
+    return settings(**{name: vars(args)[name] for name in _names(settings) if name in vars(args)})
+
+
+def _names(settings: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(settings)]
+
+
+def _check_kind(args: argparse.Namespace) -> None:
+    """Refuses flags of other kinds of heads."""
+    own = _names(find(KIND, args.kind))
+    for other in TRAINEES:
+        for name in _names(find(KIND, other)):
+            if name in vars(args) and name not in own:
+                raise UsageError(f"--{name.replace('_', '-')} is a setting of {other}, not of {args.kind}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as told."""
-    from jaxspec.train.settings import Settings
+    """Trains heads, fits a tree to them, and writes both."""
+    from jaxspec.train.settings import Settings, check_together
 
+    _check_kind(args)
     try:
-        settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
+        settings, kind = _settings_of(args, Settings), _settings_of(args, find(KIND, args.kind))
+        check_together(settings, kind)
     except InvalidConfig as error:
         raise UsageError(str(error)) from None
-
     if not settings.held_out:
-        raise UsageError("--held-out 0: the tree and the card are made with held-out texts; give a share above 0")
-    fit_dtype = args.fit_dtype or args.dtype
-    if settings.medusa2 and fit_dtype != args.dtype:
-        raise UsageError(f"--fit-dtype {fit_dtype}: --medusa2 trains the target in --dtype {args.dtype}, leave it out")
+        raise UsageError("--held-out 0: the tree and the card need held-out texts; use a fraction above 0")
+    out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
 
+    from jaxspec.cli import show
+    from jaxspec.train.monitor import Monitor
+    from jaxspec.train.run import train_heads
+
+    if kind.trains_target:
+        if fit_dtype != args.dtype:
+            raise UsageError(f"--fit-dtype {fit_dtype}: the target is trained in --dtype {args.dtype}; leave it out")
+        show.say(
+            "the target is trained, too: text will be lossless against the new one, not against the original",
+            answer=True,
+        )
+    target = show.load(args.target, args.dtype)
+    try:
+        with Monitor(out, args.log_to) as monitor:
+            trained = train_heads(
+                target, args.prompts, out, kind, **dataclasses.asdict(settings), watch=monitor.watch, data=args.data
+            )
+    except KeyboardInterrupt:
+        show.say(f"everything so far is kept in {out}: the same command resumes the run", answer=True)
+        raise
+    _finish(trained, fit_dtype, out, args)
+    return 0
+
+
+def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Namespace) -> None:
+    """Fits a tree to the heads, and writes heads, card and figures."""
     from jaxspec.cli import show
     from jaxspec.train import card, evaluate
     from jaxspec.train.manifest import HEADS
-    from jaxspec.train.monitor import Monitor
-    from jaxspec.train.run import train
 
-    out = check_path(args.out, "--out")
-    target = show.load(args.target, args.dtype)
-    if settings.medusa2:
-        show.say(
-            "Medusa-2 trains the target, too: text will be lossless against the new one, not against the original",
-            answer=True,
-        )
-    try:
-        with Monitor(out, args.log_to) as monitor:
-            trained = train(target, args.prompts, out, settings, monitor.watch, args.data)
-    except KeyboardInterrupt:
-        show.say(f"what was made is kept in {out}: the same command goes on", answer=True)
-        raise
     folder, heads, trees = out / HEADS, trained.heads, []
-    found = evaluate.ranks(trained.target, heads, trained.data.answered, settings.row_tokens)
+    found = evaluate.ranks(trained.target, heads, trained.data.answered, trained.settings.row_tokens)
     if args.fit_prompts:
         prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
-        deciding = trained.target if fit_dtype == args.dtype else show.load(args.target, fit_dtype)
+        deciding = trained.target if dtype == args.dtype else show.load(args.target, dtype)
         with show.Bar("measuring trees", parts=show.PARTS) as bar:
             trees = evaluate.measure_trees(deciding, heads, found.acceptance(), prompts, progress=bar)
         drafting = [one for one in trees if one.tree.shape.depth]
-        if drafting:  # heads that guess nothing right have no tree
+        if drafting:  # heads that predict nothing correctly have no tree
             heads = dataclasses.replace(heads, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
     _replace(heads, folder)
-    card.write(folder, trained, heads, settings, args.prompts, card.figures(found, trees, fit_dtype))
-    if settings.medusa2 and not (out / "target").exists():
+    card.write(folder, trained, heads, args.prompts, card.figures(found, trees, dtype))
+    if trained.trainee.joint is not None and not (out / "target").exists():
         import jaxspec
 
         jaxspec.save(trained.target, out / "target")
     show.card((folder / card.CARD).read_text())
     show.say(f"written: {folder}")
-    return 0
 
 
 def _replace(heads: "DraftHeads", folder: pathlib.Path) -> None:
-    """Writes heads beside their place, so that those of an earlier call stay whole until the new ones are."""
+    """Writes heads to a temporary folder first, so that those of an earlier call stay intact until then."""
     from jaxspec.heads.files import save_heads
 
     part = folder.with_name(f".{folder.name}.part")

@@ -1,1 +1,1 @@
-"""Training draft heads against a frozen target: texts, the target's own answers, losses, the loop, checkpoints."""
+"""Training of draft heads for a target: texts, the target's own answers, losses, the loop, checkpoints, the card."""

@@ -1,29 +1,27 @@
-"""What is written beside trained heads: a card for people, and the figures for programs."""
+"""Writes the card of trained heads, and the same figures as JSON."""
 
 import dataclasses
 import datetime
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 import jaxspec
 from jaxspec.heads.network import DraftHeads
-from jaxspec.heads.serving import served_by
 from jaxspec.storage.writing import write_whole
 from jaxspec.train.evaluate import Candidate, Ranks
 from jaxspec.train.files import fingerprint, write_json
 from jaxspec.train.run import Trained
-from jaxspec.train.settings import Settings
 
 CARD, FIGURES = "README.md", "evaluation.json"
 
 
 def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
-    """What was measured on the held-out texts; of trees with the target in `dtype`."""
+    """Returns the measurements on the held-out texts; those of trees are with the target in `dtype`."""
     return {
         "positions": found.positions,
         "top1": found.top1,
@@ -46,14 +44,16 @@ def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, A
 
 
 def write(
-    folder: pathlib.Path,
-    trained: Trained,
-    heads: DraftHeads,
-    settings: Settings,
-    prompts: Sequence[str],
-    measured: dict,
+    folder: pathlib.Path, trained: Trained, heads: DraftHeads, prompts: Sequence[str], measured: dict[str, Any]
 ) -> None:
-    """The card and the figures.
+    """Writes the card and the figures.
+
+    Args:
+        folder: the folder of the heads.
+        trained: the run.
+        heads: its heads, with their tree.
+        prompts: the files of prompts.
+        measured: the figures.
 
     Raises:
         StorageError: they cannot be written.
@@ -61,28 +61,25 @@ def write(
     write_json(folder / FIGURES, measured)
     changed = {
         field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(settings)
+        for settings in (trained.kind, trained.settings)
+        for field in dataclasses.fields(cast(Any, settings))
         if getattr(settings, field.name) != field.default
     }
-    learnt = int(trained.data.rows.mask.sum())
-    sizes = heads.config
-    blocks = f"{sizes.num_layers} block{'s' * (sizes.num_layers > 1)}"
-    own = f" in one network of {blocks}" if sizes.inputs == "recurrent" else f" of {blocks} each"
+    supervised, count = int(trained.data.rows.mask.sum()), trained.trainee.drafted
     lines = [
-        f"# Medusa heads for {trained.target.name}",
+        f"# {trained.trainee.title} for {trained.target.name}",
         "",
-        f"{sizes.num_heads} heads{own}, inputs: "
-        f"{sizes.inputs}, projection: {sizes.projection}, {sizes.rows} of {sizes.vocab_size} tokens drafted, "
-        f"{heads.bytes / 1e6:.1f} MB. They draft, the target decides: by a lossless rule the text is its own.",
+        f"{trained.trainee.description}, {heads.bytes / 1e6:.1f} MB. They draft and the target decides: with a "
+        "lossless rule the text is the target's own.",
         "",
-        served_by(sizes, settings.medusa2),
+        trained.trainee.served_by,
         "",
         f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: {trained.step} steps, "
-        f"{learnt} tokens to learn from ({'the target’s' if settings.distill else 'given'} answers to "
+        f"{supervised} tokens to train on ({'the target’s answers' if trained.settings.distill else 'the answers'} to "
         f"prompts of {', '.join(pathlib.Path(p).name for p in prompts)}), {trained.skipped} steps skipped.",
         "",
-        "| held-out texts | " + " | ".join(f"head {i}" for i in range(heads.config.num_heads)) + " |",
-        "|---" * (1 + heads.config.num_heads) + "|",
+        "| held-out texts | " + " | ".join(f"head {i}" for i in range(count)) + " |",
+        "|---" * (1 + count) + "|",
         "| top-1 | " + " | ".join(f"{share:.3f}" for share in measured["top1"]) + " |",
         "| top-5 | " + " | ".join(f"{share:.3f}" for share in measured["top5"]) + " |",
         "",
@@ -106,8 +103,8 @@ def write(
             f"| {tree['nodes']} | {tree['expected_tokens']:.2f} | {tree['tokens_per_round']:.2f} | "
             f"{tree['round_s'] * 1e3:.1f} | {ratio} |"
         )
-    lines += ["", f"Settings besides the defaults: `{json.dumps(changed)}`.", ""]
-    if settings.medusa2:
-        lines += ["The target was trained, too (Medusa-2): text is lossless against it, not against the original.", ""]
+    lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
+    if trained.trainee.joint is not None:
+        lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]
     lines += [f"sha256 of the parameters: `{fingerprint(heads.params)}`.", ""]
     write_whole(folder / CARD, lambda file: file.write("\n".join(lines).encode()))

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written beside their place and moved there, every file verified when they are read.
+"""Checkpoints of a run: written to a temporary folder and renamed, every file verified when they are read.
 
-One is a folder with the arrays (`state/`, by Orbax), the rest (`about.json`), and the sha256 of every file of both in
-`SHA256SUMS`, which `sha256sum -c` reads, too.
+A checkpoint is a folder with the arrays (`state/`, by Orbax), the rest (`about.json`), and the sha256 of every file of
+both in `SHA256SUMS`, which `sha256sum -c` reads, too.
 """
 
 import hashlib
@@ -23,46 +23,53 @@ from jaxspec.train.files import fingerprint, write_json
 
 STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
 KEPT = 2
-"""The newest ones; the best is kept besides."""
+"""Number of checkpoints that are kept, besides the best."""
 EXTRA = "-interrupted"
-"""Ends the name of a checkpoint that is only kept until the next one is saved."""
+"""Ends the name of a checkpoint that the next one replaces."""
 
 
 class Checkpoint(NamedTuple):
-    """What a run goes on from."""
+    """Everything that a run is resumed from.
 
-    state: Any  # a `TrainState`
-    order: dict  # of the rows: the state of the data's iterator
-    best: tuple[int, float] | None  # step and score of the best evaluation on the held-out texts
+    Attributes:
+        state: the `TrainState`.
+        order: the position in the order of the rows (`jaxspec.train.order`).
+        best: step and score of the best evaluation on the held-out texts; None before the first.
+    """
+
+    state: Any
+    order: dict
+    best: tuple[int, float] | None
 
 
 class Damaged(TrainingError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is missing, or its files are not those that were written."""
 
 
 class Checkpoints:
-    """Those of one run, in one folder."""
+    """The checkpoints of a run, in one folder."""
 
     def __init__(self, folder: pathlib.Path):
+        """Takes the folder, which need not exist."""
         self.folder = folder.absolute()
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, ascending."""
+        """Returns the steps of the checkpoints, ascending."""
         return sorted(self._places())
 
     def prints(self) -> dict[str, str]:
-        """The sha256 of the arrays of every checkpoint, by its folder's name; raises as `load`."""
+        """Returns the sha256 of the arrays of every checkpoint, by the name of its folder; raises as `load` does."""
         return {self._places()[step].name: self.about(step)["sha256"] for step in self.steps()}
 
     def save(self, checkpoint: Checkpoint, extra: bool = False) -> None:
-        """Adds one, and removes what is neither new nor the best.
+        """Saves a checkpoint, and removes those that are neither the newest nor the best.
 
         Args:
-            checkpoint: what is saved.
-            extra: it is one besides those that every run of these settings saves: the next one replaces it.
+            checkpoint: the checkpoint.
+            extra: whether the next checkpoint replaces it, since an uninterrupted run would not have saved it.
 
         Raises:
-            StorageError: it cannot be written; those that are there stay as they are.
+            StorageError: it cannot be written; earlier checkpoints stay intact.
         """
         step = int(checkpoint.state.step)
         if step in self._places():
@@ -73,7 +80,7 @@ class Checkpoints:
         part = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".part-*"):  # by a run that was killed
+            for left in self.folder.glob(".part-*"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
             orbax.write(part / STATE, leaves)
@@ -84,7 +91,7 @@ class Checkpoints:
             sync_folder(self.folder)
         except (OSError, orbax.OrbaxError, StorageError) as error:
             cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
-            raise StorageError(f"{place} cannot be written: {cause}; the checkpoints before it are whole") from None
+            raise StorageError(f"{place} cannot be written: {cause}; earlier checkpoints are intact") from None
         finally:
             if part is not None:
                 shutil.rmtree(part, ignore_errors=True)
@@ -92,13 +99,13 @@ class Checkpoints:
             self._prune(None if checkpoint.best is None else checkpoint.best[0])
 
     def newest(self, like: Any) -> tuple[Checkpoint | None, list[str]]:
-        """The newest whole one, and what was wrong with those after it, which are put aside.
+        """Returns the newest intact checkpoint, and a line for each damaged one after it, which is renamed.
 
         Args:
-            like: a state of the same settings, for structure, shapes and dtypes.
+            like: a state with the same settings, for structure, shapes and dtypes.
 
         Raises:
-            TrainingError: all are damaged; or one cannot be read, though it may be whole. Then nothing is changed.
+            TrainingError: all are damaged, or one cannot be read although it may be intact. Nothing is changed then.
         """
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps()):
@@ -111,16 +118,20 @@ class Checkpoints:
         if damaged:
             _, first = next(iter(damaged.items()))
             raise TrainingError(
-                f"{first}, and no checkpoint in {self.folder} is whole; nothing was changed: remove that folder to "
+                f"{first}, and no checkpoint in {self.folder} is intact; nothing was changed: remove that folder to "
                 "train from the first step"
             )
         return None, []
 
     def load(self, step: int, like: Any) -> Checkpoint:
-        """That of a step.
+        """Returns the checkpoint of a step.
+
+        Args:
+            step: the step.
+            like: a state with the same settings, for structure, shapes and dtypes.
 
         Raises:
-            Damaged: it is not there, or not as it was written.
+            Damaged: it is missing, or its files are not those that were written.
             TrainingError: it cannot be read for another reason.
         """
         place = self._places().get(step)
@@ -132,14 +143,19 @@ class Checkpoints:
         try:
             found = orbax.read(place / STATE, wanted)
             if fingerprint(found) != about["sha256"]:
-                raise ValueError("other arrays come out than were written")
+                raise ValueError("the arrays are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])
             return Checkpoint(structure.unflatten([found[name] for name in wanted]), about["order"], best)
-        except (OSError, orbax.OrbaxError, ValueError, KeyError) as error:  # its files are whole: `about` looked
+        except (
+            OSError,
+            orbax.OrbaxError,
+            ValueError,
+            KeyError,
+        ) as error:  # its files are intact: `about` verified them
             raise _unreadable(place, error) from None
 
     def about(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says beside its arrays, once all its files are verified; raises as `load`."""
+        """Verifies all files of a checkpoint, and returns the content of `about.json`; raises as `load` does."""
         place = self._places()[step]
         try:
             odd = _difference(place)
@@ -166,7 +182,7 @@ class Checkpoints:
             shutil.rmtree(places[step], ignore_errors=True)
 
     def _put_aside(self, step: int) -> str:
-        """Renames a damaged one, so that the run can save that step again, and gives its new name."""
+        """Renames a damaged checkpoint, so that the run can save that step again, and returns the new name."""
         place = self._places()[step]
         numbered = (f"damaged-{place.name}{f'-{i}' if i else ''}" for i in range(1 << 30))
         name = next(name for name in numbered if not (self.folder / name).exists())
@@ -179,11 +195,13 @@ class Checkpoints:
 
 def _unreadable(place: pathlib.Path, error: Exception) -> TrainingError:
     cause = getattr(error, "strerror", None) or str(error)
-    return TrainingError(f"{place}: cannot be read: {cause}; nothing was changed, try again once that is mended")
+    return TrainingError(
+        f"{place}: cannot be read: {cause}; nothing was changed: correct that, and run the command again"
+    )
 
 
 def _sums(place: pathlib.Path) -> dict[str, str]:
-    """The sha256 of every file by its path; but for hidden ones, which a file manager may have left."""
+    """Returns the sha256 of every file by its path, except hidden ones, which a file manager may have left."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -203,10 +221,10 @@ def _lines(sums: dict[str, str]) -> str:
 
 
 def _difference(place: pathlib.Path) -> str | None:
-    """What is not as it was written; None where all is.
+    """Describes how the files differ from those that were written; None if they do not.
 
     Raises:
-        OSError: a file that is there cannot be read.
+        OSError: an existing file cannot be read.
     """
     try:
         written = (place / SUMS).read_bytes()

@@ -1,4 +1,4 @@
-"""From files of conversations to the rows a run reads."""
+"""Makes the rows of a run from conversations."""
 
 import functools
 import pathlib
@@ -16,14 +16,23 @@ from jaxspec.train.settings import Settings
 
 
 class Data(NamedTuple):
-    """What a run reads."""
+    """The texts of a run.
+
+    Attributes:
+        rows: the rows to train on.
+        held: the held-out rows.
+        ids: the drafted tokens `[R]`, ascending; None for the whole vocabulary.
+        bad: the rows of files that were left out.
+        prompts: the held-out prompts.
+        answered: the held-out prompts with their answers.
+    """
 
     rows: packing.Rows
     held: packing.Rows
-    ids: Any  # [R] the drafted tokens, where not all are
+    ids: Any
     bad: list[BadRow]
-    prompts: list[list[int]]  # held out, for decoding
-    answered: list[packing.Text]  # held out
+    prompts: list[list[int]]
+    answered: list[packing.Text]
 
 
 def prepare(
@@ -33,47 +42,57 @@ def prepare(
     unread: Sequence[BadRow],
     folder: pathlib.Path,
     settings: Settings,
+    drafted: int,
     watch: Watch,
 ) -> Data:
-    """Lets the target answer what was read from files, and packs what is learnt from.
+    """Lets the target answer prompts, holds some out, and packs the texts into rows.
+
+    Args:
+        target: the target.
+        target_print: its fingerprint.
+        conversations: the conversations.
+        unread: the rows of files that could not be read.
+        folder: the folder of answers.
+        settings: the settings.
+        drafted: number of tokens that are guessed from each position.
+        watch: callbacks for progress.
 
     Raises:
-        TrainingError: there is too little to learn from, or to hold out. What can be known of that before the target
-            answers is checked before.
+        TrainingError: there are too few texts; raised before the target answers if possible.
     """
     prompts: list[list[int]] = []
-    given: list[packing.Text] = []
+    texts: list[packing.Text] = []
     if settings.distill:
-        prompts, more = tokenized.prompts_of(target, conversations, settings.row_tokens - settings.heads - 2)
+        prompts, more = tokenized.prompts_of(target, conversations, settings.row_tokens - drafted - 2)
     else:
-        given, more = tokenized.texts_of(target, conversations)
+        texts, more = tokenized.texts_of(target, conversations)
     if more and settings.bad_rows == "refuse":
-        raise TrainingError(f"{more[0].where}: {more[0].why}; mend it, or let bad rows be reported")
-    bad, count = [*unread, *more], len(prompts) + len(given)
+        raise TrainingError(f"{more[0].where}: {more[0].why}; correct it, or set bad_rows (--bad-rows) to report")
+    bad, count = [*unread, *more], len(prompts) + len(texts)
     for row in bad[:5]:
         watch.say(f"left out: {row.where}: {row.why}")
     if bad:
         watch.say(f"{len(bad)} of {len(bad) + count} rows left out")
     if not count:
-        raise TrainingError(f"nothing can be learnt from; the first row: {more[0].where}: {more[0].why}")
-    learnt, apart = tokenized.split(count, settings.held_out)
-    told = functools.partial(watch.phase, "the target answers")
-    all_texts = given or answers(target, target_print, prompts, settings, folder / ANSWERS, told)
-    used, held = [all_texts[i] for i in learnt], [all_texts[i] for i in apart]
+        raise TrainingError(f"no row can be trained on; the first: {more[0].where}: {more[0].why}")
+    kept, apart = tokenized.split(count, settings.held_out)
+    if settings.distill:
+        progress = functools.partial(watch.phase, "the target answers")
+        texts = answers(target, target_print, prompts, settings, drafted, folder / ANSWERS, progress)
+    used, held = [texts[i] for i in kept], [texts[i] for i in apart]
     vocab = target.lm.vocab
     ids = tokenized.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
     (rows, cut), (held_rows, _) = (packing.pack(some, settings.row_tokens) for some in (used, held))
     if not len(rows.tokens):
-        raise TrainingError("nothing to learn from: every answer is cut off; make row_tokens (--row-tokens) larger")
+        raise TrainingError("nothing to train on: every answer is cut off; increase row_tokens (--row-tokens)")
     if len(held) and not len(held_rows.tokens):
         raise TrainingError(
-            f"the {len(held)} texts that are held out have no answer within {settings.row_tokens} tokens; "
-            "make row_tokens (--row-tokens) or held_out (--held-out) larger"
+            f"the {len(held)} held-out texts have no answer within {settings.row_tokens} tokens; "
+            "increase row_tokens (--row-tokens) or held_out (--held-out)"
         )
-    learnt_tokens = int(rows.mask.sum())
     watch.say(
-        f"{len(used)} texts, {learnt_tokens} tokens to learn from, in {len(rows.tokens)} rows of "
+        f"{len(used)} texts, {int(rows.mask.sum())} tokens to train on, in {len(rows.tokens)} rows of "
         f"{settings.row_tokens}; {len(held)} texts held out" + (f"; {cut} cut" if cut else "")
     )
-    prompts = [text.ids[: int(text.mask.argmax())].tolist() for text in held]
-    return Data(rows, held_rows, ids, bad, prompts, held)
+    held_prompts = [text.ids[: int(text.mask.argmax())].tolist() for text in held]
+    return Data(rows, held_rows, ids, bad, held_prompts, held)

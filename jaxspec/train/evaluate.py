@@ -1,4 +1,4 @@
-"""What trained heads are worth: ranks of the right tokens, trees made for them, tokens per round of real decoding."""
+"""Evaluates trained heads: ranks of the correct tokens, the best trees for them, and tokens per round of decoding."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,43 +13,64 @@ from jaxspec.api import generate
 from jaxspec.core.tree import Topology
 from jaxspec.core.tree_search import best_tree, expected_tokens
 from jaxspec.decode.stats import Stats
+from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
+from jaxspec.registry import TRAINEES, find
 from jaxspec.train import losses
 from jaxspec.train.features import Reader
 from jaxspec.train.packing import Text, pack
+from jaxspec.train.trainee import Trainee
 
 RANKS = 16
-"""Of the right token that are told apart."""
+"""Number of ranks of the correct token that are counted separately."""
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Nodes of the trees that are tried."""
 HOPE = 0.9
-"""Of the best speed so far, what a larger tree must be able to reach to be tried."""
+"""A larger tree is tried only if it could reach this fraction of the best speed so far."""
+
+
+def trainee_of(heads: DraftHeads) -> Trainee:
+    """Returns the trainee that heads come from, by their kind.
+
+    Raises:
+        InvalidConfig: no registered kind has such heads.
+    """
+    for name in TRAINEES:
+        if (trainee := find("kind of heads", name).trainee_of(heads)) is not None:
+            return trainee
+    raise InvalidConfig(f"no registered kind of heads has a {type(heads.config).__name__}")
 
 
 class Ranks(NamedTuple):
-    """Where the heads place the tokens that came, over all positions of some texts."""
+    """The ranks that the heads give the correct tokens.
 
-    at: np.ndarray  # [positions, n] the rank, RANKS where it is that or more, -1 past the answer
+    Attributes:
+        at: the ranks `[positions, n]`; RANKS stands for that rank and all above, -1 for positions past the answer.
+    """
+
+    at: np.ndarray
 
     @property
     def positions(self) -> int:
-        """Where a round could have begun."""
+        """The number of positions where a round could begin."""
         return int((self.at[:, 0] >= 0).sum())
 
     @property
     def top1(self) -> list[float]:
+        """How often the correct token is the most likely one, by drafted token."""
         return self._share(1)
 
     @property
     def top5(self) -> list[float]:
+        """How often the correct token is among the five most likely ones, by drafted token."""
         return self._share(5)
 
     def _share(self, below: int) -> list[float]:
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
     def acceptance(self) -> np.ndarray:
-        """`[n, RANKS]`: the share of each rank, where every head before had the token among its ranks."""
+        """Returns the frequency of each rank `[n, RANKS]`, where all earlier tokens were among the ranks, too."""
         table = np.zeros((self.at.shape[1], RANKS))
         there = np.ones(len(self.at), bool)
         for head, column in enumerate(self.at.T):
@@ -62,23 +83,24 @@ class Ranks(NamedTuple):
 
 
 def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: int = 512, batch: int = 4) -> Ranks:
-    """The rank of every token that the heads had to guess.
+    """Returns the ranks of all correct tokens of some texts.
 
     Args:
-        target: whose features the heads read.
-        heads: trained ones.
+        target: the target.
+        heads: the heads.
         texts: prompts with the target's own answers.
-        row_tokens: the texts are packed into rows of so many.
-        batch: rows read together.
+        row_tokens: number of tokens of each row that the texts are packed into.
+        batch: number of rows read at once.
     """
     rows, _ = pack(texts, row_tokens)
-    frozen = losses.freeze(heads.config, target.lm, target.params, heads.params.get("tokens"))
-    reader = Reader(target.lm, batch)
+    trainee = trainee_of(heads)
+    frozen = losses.freeze(trainee, target.lm, target.params, heads.params.get("tokens"))
+    reader = Reader(trainee.network(target.lm), batch)
 
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         found = []
-        for head, logits in enumerate(losses.guesses(heads.config, params, frozen, part)):
+        for head, logits in enumerate(trainee.unroll(params, frozen, part)):
             token = losses.ahead(part.tokens, 2 + head)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)
@@ -91,29 +113,37 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
         part = [np.pad(a[at : at + batch], ((0, max(0, at + batch - len(a))), (0, 0))) for a in rows]
         features = reader(target.params, part[0], part[1])
         found = np.asarray(rank(frozen, heads.params, losses.Batch(*(jnp.asarray(a) for a in (*part, features)))))
-        places.append(found.reshape(-1, heads.config.num_heads))
+        places.append(found.reshape(-1, trainee.drafted))
     every = np.concatenate(places)
     return Ranks(every[(every >= 0).any(1)])
 
 
 class Candidate(NamedTuple):
-    """A tree, and what was measured of it on some prompts."""
+    """A tree and its measurements on some prompts.
+
+    Attributes:
+        tree: the tree.
+        expected: tokens per round, estimated from the ranks.
+        tokens_per_round: tokens per round of decoding.
+        round_s: seconds of a round, the median over the prompts.
+    """
 
     tree: Topology
-    expected: float  # tokens per round, by the ranks
-    tokens_per_round: float  # as decoded
-    round_s: float  # median over the prompts
+    expected: float
+    tokens_per_round: float
+    round_s: float
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second."""
         return self.tokens_per_round / self.round_s
 
 
-def candidates(heads: DraftHeads, acceptance: np.ndarray) -> list[tuple[Topology, float]]:
-    """The best tree of each size, smallest first, and what it should bring; the first is plain decoding."""
+def candidates(acceptance: np.ndarray) -> list[tuple[Topology, float]]:
+    """Returns the best tree of each size and its expected tokens per round; the first is plain decoding."""
     found: dict[Topology, float] = {}
     for nodes in SIZES:
-        tree = best_tree(acceptance, nodes, heads.config.num_heads)
+        tree = best_tree(acceptance, nodes, len(acceptance))
         found.setdefault(tree, expected_tokens(tree, acceptance))
     return list(found.items())
 
@@ -128,31 +158,32 @@ def measure_trees(
     repeats: int = 2,
     progress: Callable[[int, int], Any] | None = None,
 ) -> list[Candidate]:
-    """Decodes the prompts with the best tree of every size, by turns: which is fastest is a matter of the machine.
+    """Measures the best tree of every size, since the fastest one depends on the machine.
 
-    Sizes whose rounds take too long for any tree to pay are left out.
+    Sizes whose rounds are too slow for any tree to pay are left out.
 
     Args:
-        target: the model that decides.
-        heads: that draft.
+        target: the target.
+        heads: the heads.
         acceptance: see `Ranks.acceptance`.
-        prompts: token ids; each is decoded alone, greedily.
-        max_new_tokens: per prompt.
-        repeats: timed turns, after one that compiles and looks which sizes may pay.
+        prompts: token ids; each prompt is decoded alone, greedily.
+        max_new_tokens: number of new tokens of each prompt.
+        repeats: number of timed turns, after one that compiles and finds the sizes that may pay.
         progress: called with (decodes done, decodes in all).
     """
+    drafter = trainee_of(heads).drafter
     capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
 
     def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:
-        """Its statistics, and the seconds of a round."""
+        """Returns the statistics, and the seconds of a round."""
         drafting: dict[str, Any] = {"drafter": "none"}
         if tree.shape.depth:
-            drafting = {"drafter": "medusa", "heads": heads, "tree": tree}
+            drafting = {"drafter": drafter, "heads": heads, "tree": tree}
         out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, verbose=False, **drafting)
         return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
 
     trees, best = [], 0.0
-    every = candidates(heads, acceptance)
+    every = candidates(acceptance)
     most = max(expected for _, expected in every)
     for tree, expected in every:
         decode(tree, prompts[0])  # compiles
@@ -162,7 +193,7 @@ def measure_trees(
         if progress:
             progress(len(trees), (1 + repeats) * len(every))
         if most / seconds < HOPE * best:
-            break  # larger ones take longer, and bring no more than `most`
+            break  # larger trees take longer, and none has more than `most` tokens per round
     took: list[list[float]] = [[] for _ in trees]
     counts: list[list[Stats]] = [[] for _ in trees]
     for turn in range(repeats):

@@ -1,4 +1,4 @@
-"""The target's features of packed rows: computed on the fly, or once for all on disk."""
+"""The target's features of packed rows: computed when they are needed, or once and kept on disk."""
 
 import functools
 import pathlib
@@ -13,24 +13,23 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
-from jaxspec.train.files import fingerprint
-from jaxspec.train.manifest import FEATURES, HELD, of_features, write_or_match_manifest
+from jaxspec.train.manifest import FEATURES, HELD, write_or_match_manifest
 from jaxspec.train.packing import Rows
-from jaxspec.train.settings import Settings
 from jaxspec.train.step import read
 
 SHARD = 64
-"""Rows of a file."""
+"""Rows of each file."""
 
 
 class Reader:
-    """Reads rows with the target, in batches of one size."""
+    """Computes the features of rows, in batches of one size."""
 
     def __init__(self, lm: LanguageModel, batch: int):
+        """Takes a network and the number of rows of a batch."""
         self.batch, self._read = batch, _compiled(lm)
 
     def __call__(self, params: Params, tokens: np.ndarray, segments: np.ndarray) -> Any:
-        """`[B, T, E]`; fewer rows than a batch are padded, so that they compile nothing."""
+        """Returns features `[B, T, E]`; the last batch is padded, so that only one size is compiled."""
         missing = -len(tokens) % self.batch
         padded = [np.pad(a, ((0, missing), (0, 0))) for a in (tokens, segments)]
         parts = [
@@ -49,23 +48,34 @@ def _compiled(lm: LanguageModel) -> Callable:
 
 
 class Cached:
-    """Features on disk, float16, in files of `SHARD` rows; missing ones are made, damaged ones are refused."""
+    """Features on disk, float16, in files of `SHARD` rows."""
 
     def __init__(
         self,
         reader: Callable,
-        target_print: str,
+        about: dict[str, Any],
+        because: dict[str, Any],
         rows: Rows,
-        settings: Settings,
         folder: pathlib.Path,
-        progress: Callable[[int, int], Any] | None = None,
+        progress: Callable[[int, int], Any],
     ):
-        about = {"target": target_print, "texts": fingerprint(rows._asdict())}
+        """Opens the files, and computes those that are missing.
+
+        Args:
+            reader: a function from tokens and segments to features.
+            about: the values that the features depend on.
+            because: the settings that explain a difference of these.
+            rows: the rows.
+            folder: the folder of the files.
+            progress: called with (rows done, rows in all).
+
+        Raises:
+            TrainingError: the folder holds other features, a file is damaged, or a feature does not fit float16.
+            StorageError: a file cannot be written.
+        """
         made, again = any(folder.glob("*.npy")), "the answers can be kept, and the target reads their texts again"
         advice = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
-        write_or_match_manifest(
-            folder / "features.json", about, made, "features", lambda odd: advice, of_features(settings)
-        )
+        write_or_match_manifest(folder / "features.json", about, made, "features", lambda odd: advice, because)
         self._files: list[np.ndarray] = []
         for at in range(0, len(rows.tokens), SHARD):
             path = folder / f"{at // SHARD:05d}.npy"
@@ -81,12 +91,11 @@ class Cached:
                 if self._files[-1].shape[:2] != part[0].shape:
                     raise ValueError(f"shape {self._files[-1].shape}")
             except (OSError, ValueError, EOFError) as error:
-                raise TrainingError(f"{path}: is damaged ({error}); remove it, and it will be made again") from None
-            if progress:
-                progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
+                raise TrainingError(f"{path}: is damaged ({error}); remove it, and it will be computed again") from None
+            progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The features `[*b, E]` of tokens at places `[*b]`: row times T plus place in the row."""
+        """Returns the features `[*b, E]` of tokens at places `[*b]`: row times T plus position in the row."""
         files = [file.reshape(-1, file.shape[-1]) for file in self._files]
         which, where = np.divmod(places, len(files[0]))
         found = np.empty((*places.shape, files[0].shape[-1]), np.float16)

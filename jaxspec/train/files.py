@@ -1,4 +1,4 @@
-"""Files of a training run, and what identifies arrays."""
+"""JSON files of a training run, and checksums of arrays."""
 
 import hashlib
 import json
@@ -12,13 +12,13 @@ from jaxspec.storage.writing import write_whole
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all, as `jaxspec.storage.writing.write_whole` does."""
+    """Writes a JSON file completely or not at all, see `jaxspec.storage.writing.write_whole`."""
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 def fingerprint(tree: Any) -> str:
-    """sha256 over names, shapes, dtypes and bytes of all arrays of a pytree."""
+    """Returns the sha256 of the names, shapes, dtypes and bytes of all arrays of a pytree."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = np.asarray(leaf)
@@ -28,5 +28,5 @@ def fingerprint(tree: Any) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """sha256 of what JSON can say."""
+    """Returns the sha256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Ctrl-C in a loop whose state may only be left between two steps."""
+"""Ctrl-C in a loop that may only be left between two steps."""
 
 import contextlib
 import signal
@@ -8,15 +8,16 @@ from typing import Any
 
 
 class Interrupts:
-    """Takes Ctrl-C as a wish, for the loop to grant where its state is whole; a second one interrupts at once.
+    """A context in which the first Ctrl-C only sets `wanted`, and the second one interrupts.
 
-    A context. It changes nothing outside the main thread, or where the program has a handler of its own.
+    It changes nothing outside the main thread, or if the program has its own handler.
 
     Attributes:
         wanted: whether Ctrl-C was pressed.
     """
 
     def __init__(self, say: Callable[[str], Any]):
+        """Takes a function that is called with a line of text at the first Ctrl-C."""
         self.wanted, self._say, self._saving = False, say, False
 
     def __enter__(self) -> "Interrupts":
@@ -32,7 +33,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Keeps what is written here from being interrupted, however often Ctrl-C is pressed."""
+        """Ignores further Ctrl-C while files are written."""
         self._saving = True
         try:
             yield
@@ -44,5 +45,5 @@ class Interrupts:
             raise KeyboardInterrupt
         if not self.wanted:
             self.wanted = True
-            with contextlib.suppress(RuntimeError):  # it may have come in the middle of another line
+            with contextlib.suppress(RuntimeError):  # another line may be in the middle of being printed
                 self._say("interrupted: this step is finished and saved first; Ctrl-C again ends it at once")

@@ -1,4 +1,4 @@
-"""What is told and written of a run while it goes."""
+"""Progress of a run: callbacks, and the log on disk."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ SPEED, UNDONE = "speed.jsonl", "undone.jsonl"
 
 @dataclasses.dataclass
 class Watch:
-    """What is told of a run while it goes; all may be left out.
+    """Callbacks for the progress of a run; each is optional.
 
     Attributes:
         say: called with a line of text.
-        phase: called with (what, done, total) of what comes before training.
-        step: called with (step, steps, the newest line of the log).
+        phase: called with (name, done, total) while answers and features are computed.
+        step: called with (step, steps, line) for every line of the log.
     """
 
     say: Callable[[str], Any] = lambda line: None
@@ -29,16 +29,20 @@ class Watch:
 
 
 class Log:
-    """The lines up to a step, and those that come.
+    """The log of a run: the lines up to a step, and those that are added.
 
-    Lines of later steps, which are taken again, are moved to `undone.jsonl`: nothing that was measured is lost.
+    Lines of later steps, which are taken again, are moved to `undone.jsonl`.
+
+    Attributes:
+        records: the lines of `log.jsonl`.
 
     Raises:
-        TrainingError: a line is damaged, or a file cannot be read; it is as it was.
+        TrainingError: a line is damaged, or a file cannot be read; nothing is changed.
         StorageError: a file cannot be written.
     """
 
     def __init__(self, folder: pathlib.Path, step: int):
+        """Opens the log of a run that continues after a step."""
         self._paths = [folder / name for name in (LOG, SPEED)]
         found = [read(path) for path in self._paths]
         for path, (records, cut) in zip(self._paths, found):
@@ -51,10 +55,12 @@ class Log:
         self.records = [record for record in found[0][0] if record["step"] <= step]
 
     def add(self, record: dict) -> None:
+        """Adds a line to `log.jsonl`."""
         self.records.append(record)
         self._append(self._paths[0], record)
 
     def speed(self, record: dict) -> None:
+        """Adds a line to `speed.jsonl`."""
         self._append(self._paths[1], record)
 
     @staticmethod
@@ -71,7 +77,7 @@ def _line(record: dict) -> str:
 
 
 def read(path: pathlib.Path) -> tuple[list[dict], bool]:
-    """The records of a file, and whether a kill has cut its last line."""
+    """Returns the lines of a file, and whether the last one is incomplete, as after a kill."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -86,7 +92,7 @@ def read(path: pathlib.Path) -> tuple[list[dict], bool]:
                 raise ValueError("it names no step")
         except (ValueError, RecursionError) as error:
             raise TrainingError(
-                f"{path}, line {number}: is damaged ({error}); move the file away to go on without its lines"
+                f"{path}, line {number}: is damaged ({error}); remove the file to resume without its lines"
             ) from None
         records.append(record)
     return records, bool(last)

@@ -1,12 +1,11 @@
-"""The losses of one head at one position, in float32, and what a batch of rows is worth under them.
+"""The loss of each drafted token at each position, in float32, and its sums over a batch of rows.
 
 Cross-entropy on the token (Medusa, Cai et al. 2024, arXiv:2401.10774, section 2.2.1); Kullback-Leibler divergence from
 the target's law; total variation, 1 - acceptance; and the LK losses, -log acceptance ("lk-alpha") or KL and total
-variation mixed by acceptance ("lk-lambda", arXiv:2602.23881). Where heads draft from fewer tokens than the target has,
-KL takes the target's law renormalised on them, acceptance takes it as it is.
+variation mixed by acceptance ("lk-lambda", arXiv:2602.23881). With a reduced vocabulary, KL renormalises the target's
+law on the drafted tokens, and acceptance does not.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,78 +14,74 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Params
-from jaxspec.heads.network import HeadsConfig, module, normed
 from jaxspec.models.transformer import matmul
+from jaxspec.train.batch import Batch as Batch
+from jaxspec.train.batch import Frozen as Frozen
+from jaxspec.train.batch import ahead as ahead
+from jaxspec.train.batch import wanted as wanted
 from jaxspec.train.settings import Settings
+from jaxspec.train.trainee import Trainee
 
 LEAST, MIX = 1e-5, 3.0
-"""Of the LK losses: the least acceptance whose logarithm is taken, and eta."""
-
-
-class Frozen(NamedTuple):
-    """Of the target, what heads are trained against; no gradient goes there."""
-
-    rows: Float[Array, "R E"]  # of its projection, those that are drafted from
-    everything: Float[Array, "V E"] | None  # all rows, where some are not drafted from and acceptance is wanted
-    embed: Float[Array, "V E"] | None  # for heads that read tokens
-    # A token's row, -1: it is not drafted; None where rows are tokens.
-    index: Int[Array, "V"] | None  # pyright: ignore[reportIncompatibleMethodOverride]
+"""Of the LK losses: the smallest acceptance whose logarithm is taken, and eta."""
 
 
 def freeze(
-    config: HeadsConfig, lm: Any, params: Params, ids: Any = None, laws: bool = False, dtype: str = "float32"
+    trainee: Trainee, lm: Any, params: Params, ids: Any = None, laws: bool = False, dtype: str = "float32"
 ) -> Frozen:
-    """What heads of these sizes are measured against.
+    """Returns the parts of a target that heads are trained against.
 
     Args:
-        config: the sizes.
-        lm: the target, which gives access to its tables.
-        params: its parameters.
-        ids: the drafted tokens, where not all are.
-        laws: the target's law is wanted as it is, not renormalised on the drafted tokens.
-        dtype: of the projection.
+        trainee: the heads.
+        lm: the target's network, which gives its tables.
+        params: the target's parameters.
+        ids: the drafted tokens; None for the whole vocabulary.
+        laws: whether the loss needs the target's law without renormalising it on the drafted tokens.
+        dtype: dtype of the projection.
     """
     table, index = lm.unembedding(params), None
     if ids is not None:
-        index = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids)))
+        ids = jnp.asarray(ids)
+        index = jnp.full(trainee.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids)))
     return Frozen(
         rows=(table if ids is None else table[ids]).astype(dtype),
         everything=table.astype(dtype) if laws and ids is not None else None,
-        embed=lm.embedding(params) if config.reads_words else None,
+        embed=lm.embedding(params) if trainee.reads_tokens else None,
         index=index,
+        ids=ids,
     )
 
 
-class Batch(NamedTuple):
-    """Packed rows and the target's features after every token."""
-
-    tokens: Int[Array, "B T"]
-    segments: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    features: Float[Array, "B T E"]
-
-
 class Sums(NamedTuple):
-    """Over the counted positions, so that parts of a batch can be added."""
+    """Sums over positions, one of each drafted token, so that parts of a batch can be added.
 
-    loss: Float[Array, "n"]  # of each head
-    counted: Float[Array, "n"]  # positions a loss was taken at
-    seen: Float[Array, "n"]  # positions with a token to guess, drafted from or not
+    Attributes:
+        loss: the loss.
+        counted: positions with a loss.
+        seen: positions with a token to predict, whether it can be drafted or not.
+        top1: positions where the token is the most likely one.
+        top5: positions where it is among the five most likely ones.
+        reached: positions where this token and all before it are the most likely ones.
+    """
+
+    loss: Float[Array, "n"]
+    counted: Float[Array, "n"]
+    seen: Float[Array, "n"]
     top1: Float[Array, "n"]
     top5: Float[Array, "n"]
-    reached: Float[Array, "n"]  # positions where this head and all before it guess right
+    reached: Float[Array, "n"]
 
 
 def of_law(
     kind: str, logits: Float[Array, "*b R"], label: Int[Array, "*b"], target: Float[Array, "*b R"] | None
 ) -> Float[Array, "*b"]:
-    """One of the losses.
+    """Computes a loss.
 
     Args:
-        kind: see `jaxspec.train.settings.LOSSES`.
-        logits: the head's.
-        label: the token's row; read by "ce" alone.
-        target: the target's log-probabilities of these rows, of mass 1 at most; read by all but "ce".
+        kind: name of the loss, one of `jaxspec.train.settings.LOSSES`.
+        logits: logits of the draft.
+        label: the token's row; only read by "ce".
+        target: the target's log-probabilities of these rows, whose mass is at most 1; not read by "ce".
     """
     draft = jax.nn.log_softmax(logits, -1)
     if kind == "ce":
@@ -105,41 +100,16 @@ def of_law(
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
 
-def ahead(values: Array, steps: int) -> Array:
-    """What stands `steps` tokens later in each row `[B, T, ...]`; zeros past its end."""
-    return jnp.pad(values[:, steps:], ((0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)))
-
-
-def guesses(config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
-    """Each head's logits after every token t of every row, for token t + 2 + head: with the real tokens on its path."""
-    heads, words = module(config, params), []
-    if config.reads_words:
-        assert frozen.embed is not None
-        words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(config.num_heads)]
-    for head, features in enumerate(heads.every(batch.features.astype(jnp.float32), words)):
-        if config.num_projections:
-            yield heads.logits(head, features)
-        else:
-            yield matmul(features, frozen.rows, transposed=True)
-
-
-def wanted(batch: Batch, head: int) -> Bool[Array, "B T"]:
-    """The positions t where token t + 2 + head is of the same text, and the assistant's."""
-    steps = 2 + head
-    same = (batch.segments > 0) & (ahead(batch.segments, steps) == batch.segments)
-    return same & ahead(batch.mask, steps)
-
-
-def counted(settings: Settings, frozen: Frozen, batch: Batch, head: int) -> Bool[Array, "B T"]:
-    """The positions a head's loss is taken at: cross-entropy needs a token that it can draft."""
-    there = wanted(batch, head)
+def counted(settings: Settings, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B T"]:
+    """Returns the positions with a loss: cross-entropy needs a token that can be drafted."""
+    there = wanted(batch, step)
     if settings.loss != "ce" or frozen.index is None:
         return there
-    return there & (frozen.index[ahead(batch.tokens, 2 + head)] >= 0)
+    return there & (frozen.index[ahead(batch.tokens, 2 + step)] >= 0)
 
 
 def target_law(frozen: Frozen, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-    """The target's log-probabilities of the drafted tokens, after every token of the rows."""
+    """Computes the target's log-probabilities of the drafted tokens after every token of the rows."""
     logits = matmul(features.astype(jnp.float32), frozen.rows, transposed=True)
     if frozen.everything is None:
         return jax.nn.log_softmax(logits, -1)
@@ -147,27 +117,27 @@ def target_law(frozen: Frozen, features: Float[Array, "B T E"]) -> Float[Array, 
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
-def sums(settings: Settings, config: HeadsConfig, params: Params, frozen: Frozen, batch: Batch) -> Sums:
-    """Loss and accuracy of every head on some rows."""
-    # Of padding a feature may be anything, and NaN times zero is NaN in a gradient.
+def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, batch: Batch) -> Sums:
+    """Computes loss and accuracy of every drafted token on some rows."""
+    # Features of padding may be anything, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     batch = batch._replace(features=features)
     law = None if settings.loss == "ce" else lax.stop_gradient(target_law(frozen, batch.features))
     found: list[tuple] = []
     reached: Any = True
-    for head, logits in enumerate(guesses(config, params, frozen, batch)):
-        there = wanted(batch, head)
-        token = ahead(batch.tokens, 2 + head)
+    for step, logits in enumerate(trainee.unroll(params, frozen, batch)):
+        there = wanted(batch, step)
+        token = ahead(batch.tokens, 2 + step)
         row = token if frozen.index is None else frozen.index[token]
         label = jnp.maximum(row, 0)
-        ahead_law = None if law is None else ahead(law, 1 + head)
+        ahead_law = None if law is None else ahead(law, 1 + step)
         loss = of_law(settings.loss, logits, label, ahead_law)
         own = jnp.take_along_axis(logits, label[..., None], -1)
         rank = lax.stop_gradient((logits > own).sum(-1))
         first = there & (row >= 0) & (rank < 1)
         reached = reached & first
-        # What is not counted may be anything, NaN included.
-        taken = counted(settings, frozen, batch, head)
+        # Losses that are not counted may be NaN, too.
+        taken = counted(settings, frozen, batch, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
         found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
@@ -175,7 +145,7 @@ def sums(settings: Settings, config: HeadsConfig, params: Params, frozen: Frozen
 
 
 def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
-    """Summed cross-entropy of the target's own guesses of the next token: the other half of Medusa-2's loss."""
+    """Sums the cross-entropy of the target's own predictions of the next token, which Medusa-2 adds to the loss."""
     there = (batch.segments > 0) & (ahead(batch.segments, 1) == batch.segments) & ahead(batch.mask, 1)
     law = jax.nn.log_softmax(matmul(features, frozen.rows, transposed=True), -1)
     each = jnp.take_along_axis(law, ahead(batch.tokens, 1)[..., None], -1)[..., 0]
@@ -183,12 +153,12 @@ def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> F
 
 
 def accepted_length(found: Sums) -> Array:
-    """Expected tokens of a greedy round on a chain, the target's own included, if each position began one."""
+    """Estimates the tokens of a greedy round on a chain, including the target's own, from rounds at every position."""
     return 1 + (found.reached / jnp.maximum(found.seen, 1)).sum()
 
 
 def head_weights(settings: Settings, running: Float[Array, "n"]) -> Float[Array, "n"]:
-    """The weight of each head in the loss. `running` are the heads' top-1 accuracies so far."""
+    """Returns the weight of each drafted token in the loss; `running` are the running top-1 accuracies."""
     if settings.head_weights == "decay":
         return settings.decay ** jnp.arange(running.size, dtype=jnp.float32)
     return jnp.concatenate([jnp.ones(1), jnp.cumprod(jnp.clip(running, 0.05, 1.0))[:-1]])

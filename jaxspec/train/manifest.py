@@ -1,7 +1,7 @@
-"""What a folder is bound by: what was really made in it, and the settings that made that.
+"""Manifests: files that record the settings that the content of a folder was made with, so that no run mixes them.
 
-Answers are bound by the settings of answers, features also by those that divide and pack the texts, checkpoints by
-all that decide what is learnt. Each says so in a file beside it, which is written anew as long as nothing is there.
+Answers depend on the settings of answers, features also on those that divide and pack the texts, checkpoints on all
+that change the result. A manifest is replaced as long as its folder has no content, and compared from then on.
 """
 
 import dataclasses
@@ -17,48 +17,52 @@ from jaxspec.train.files import write_json
 from jaxspec.train.settings import Settings
 
 ANSWERS, FEATURES, HELD, CHECKPOINTS, HEADS = "answers", "features", "held-out", "checkpoints", "heads"
-"""The folders of a run; features are of what is learnt from, and of what is held out."""
+"""The folders of a run; features are those of the rows to train on, and of the held-out rows."""
 LOG = "log.jsonl"
 FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
-"""What may change from one call to the next: no answer, feature or step depends on it, but by the prompts."""
+"""Settings that may change when a run is resumed: no answer, feature or step depends on them, except by the prompts."""
 SPLIT = ("distill", "held_out", "row_tokens")
+"""Settings that divide texts into rows."""
 DATA = {"target": "another target, or this one in another dtype", "prompts": "other prompts", "texts": "other texts"}
-"""What is compared by checksum, and how a difference is said."""
+"""The values that are compared by checksum, and the words for a difference."""
 
 
 def of_answers(settings: Settings) -> dict[str, Any]:
-    """The settings that answers depend on."""
+    """Returns the settings that answers depend on."""
     found = {"answer_tokens": settings.answer_tokens, "answer_temperature": settings.answer_temperature}
     return found | ({"seed": settings.seed} if settings.answer_temperature else {})
 
 
 def of_features(settings: Settings) -> dict[str, Any]:
-    """The settings that divide texts into rows, learnt from or held out."""
+    """Returns the settings that the division of texts into rows depends on."""
     return {name: getattr(settings, name) for name in SPLIT} | (of_answers(settings) if settings.distill else {})
 
 
-def of_run(settings: Settings) -> dict[str, Any]:
-    """The settings that decide what is learnt."""
-    every = dataclasses.asdict(settings)
+def of_run(settings: Settings, kind: Any) -> dict[str, Any]:
+    """Returns the settings that the result depends on, including those of the kind of heads."""
+    every = dataclasses.asdict(kind) | dataclasses.asdict(settings)
     return {name: every[name] for name in every if name not in FREE}
 
 
 def folder_of(path: str | os.PathLike) -> pathlib.Path:
-    """The folder as an absolute path: a run stays where it is when the working directory changes.
+    """Returns the folder as an absolute path, so that a change of the working directory does not move a run.
 
     Raises:
-        TrainingError: it is no path, as `jaxspec.storage.reading.check_path`.
+        TrainingError: it is not a path, see `jaxspec.storage.reading.check_path`.
     """
     return check_path(path, "the folder of the run", TrainingError).absolute()
 
 
 def match_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) -> None:
-    """Binds the folder of a run, as `write_or_match_manifest`, once something was learnt in it.
+    """Writes or compares the manifest of a run; it has content as soon as a step was logged or saved.
 
     Args:
-        folder: of the run.
-        shelf: where its answers and features are.
-        about: its settings, and what it learns from.
+        folder: the folder of the run.
+        shelf: the folder of its answers and features.
+        about: its settings and the checksums of its data.
+
+    Raises:
+        TrainingError, StorageError: see `write_or_match_manifest`.
     """
     log = folder / LOG
     try:
@@ -87,18 +91,18 @@ def write_or_match_manifest(
     advice: Callable[[list[str]], str],
     because: dict[str, Any] | None = None,
 ) -> None:
-    """Writes down what a folder's content is made with; what is there already must have been made with the same.
+    """Writes the manifest of a folder without content, and compares that of a folder with content.
 
     Args:
-        path: the file that says so.
-        about: what it is made with.
-        made: whether there is any content.
-        what: the content, for the error.
-        advice: from the names of what differs to what a user can do.
-        because: settings that explain a difference, though equal content may come of different ones.
+        path: the file.
+        about: the values that the content depends on.
+        made: whether the folder has content.
+        what: the content, for the error message.
+        advice: a function from the names of different values to a suggestion for the user.
+        because: settings that explain a difference; if only they differ, the content is the same.
 
     Raises:
-        TrainingError: it was made with something else; or the file cannot be read.
+        TrainingError: the content was made with other values, or the file cannot be read.
         StorageError: the file cannot be written.
     """
     because = because or {}

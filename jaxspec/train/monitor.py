@@ -1,4 +1,4 @@
-"""What is seen of a run: a progress bar, a plot of the log, and other loggers by option."""
+"""Shows the progress of a run: a progress bar, a plot of the log, and TensorBoard."""
 
 import pathlib
 from collections.abc import Sequence
@@ -13,13 +13,18 @@ from jaxspec.train.log import Watch
 
 PLOT = "plot.png"
 PARTS = 4
-"""Lines that say how far something is where no bar can be drawn."""
+"""Number of lines of progress on a console without a progress bar."""
 
 
 class Monitor:
-    """Watches a run; a context, at whose end the plot is drawn."""
+    """A context that shows the progress of a run and plots its log at the end.
+
+    Attributes:
+        watch: the callbacks of the run.
+    """
 
     def __init__(self, folder: pathlib.Path, loggers: Sequence[str] = ()):
+        """Takes the folder of the run and the names of other loggers: "tensorboard"."""
         self._folder, self._stepped = folder, False
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
@@ -72,7 +77,7 @@ class Monitor:
         self._progress.update(self._tasks[name], completed=done, description=text)
 
     def _passes(self, name: str, done: int, total: int) -> bool:
-        """Whether another of the `PARTS` parts of something is done."""
+        """Tells whether another of the `PARTS` parts is done."""
         part = done * PARTS // total
         passed = part > self._tasks.get(name, 0)
         self._tasks[name] = max(part, self._tasks.get(name, 0))
@@ -101,7 +106,7 @@ def _tensorboard(folder: pathlib.Path) -> Any:
 
 
 def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
-    """Loss, accuracy and accepted length by step; False where matplotlib is not installed."""
+    """Plots loss, accuracy and accepted length by step; returns False if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Texts packed into rows of one length."""
+"""Packs texts into rows of one length."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,24 +8,40 @@ import numpy as np
 
 
 class Text(NamedTuple):
-    """Token ids, and which of them the assistant wrote: those are learnt from."""
+    """A text of n tokens.
 
-    ids: np.ndarray  # [n] int32
-    mask: np.ndarray  # [n] bool
+    Attributes:
+        ids: token ids `[n]`, int32.
+        mask: the tokens `[n]` that the assistant wrote, which are trained on; bool.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
 
 
 class Rows(NamedTuple):
-    """Texts packed into rows of one length; R rows of T tokens."""
+    """R rows of T tokens, each of several texts.
 
-    tokens: np.ndarray  # [R, T] int32, 0 for padding
-    segments: np.ndarray  # [R, T] int32, the text's number in its row from 1, 0 for padding
-    mask: np.ndarray  # [R, T] bool
+    Attributes:
+        tokens: token ids `[R, T]`, int32; 0 for padding.
+        segments: the number of the text in its row, from 1, `[R, T]`, int32; 0 for padding.
+        mask: the tokens `[R, T]` that are trained on; bool.
+    """
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    mask: np.ndarray
 
 
 def pack(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
-    """The texts in rows of `length`, each in the first row with room for it; and how many had to be cut.
+    """Packs each text into the first row with room for it.
 
-    A text is cut at `length`; what is then without an answer is left out.
+    Args:
+        texts: the texts; each is cut at `length`, and left out if no answer remains.
+        length: number of tokens of each row.
+
+    Returns:
+        The rows, and the number of texts that were cut.
     """
     open_rows: list[list[Text]] = []
     room: list[int] = []
@@ -52,18 +68,19 @@ def pack(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
     return rows, cut
 
 
-def pack_supervised_spans(rows: Rows, heads: int) -> tuple[Rows, np.ndarray]:
-    """What heads learn from alone: every answer with the tokens before it that guess into it, packed anew.
+def pack_supervised_spans(rows: Rows, drafted: int) -> tuple[Rows, np.ndarray]:
+    """Keeps the answers and the positions that predict them, and packs these into fewer rows.
 
     Args:
         rows: R rows of T tokens.
-        heads: head i guesses 2 + i tokens ahead, so heads + 1 tokens before an answer guess tokens of it.
+        drafted: number of tokens that are guessed from each position. Guess i is of 2 + i tokens ahead, so the
+            drafted + 1 tokens before an answer predict tokens of it.
 
     Returns:
-        Fewer rows of T tokens, and where each of their tokens stands in `rows`: `[R', T]`, row times T plus place.
+        Fewer rows of T tokens, and the origin of each of their tokens in `rows`: `[R', T]`, row times T plus position.
     """
     guessing = rows.mask.copy()
-    for steps in range(1, heads + 2):
+    for steps in range(1, drafted + 2):
         same = (rows.segments[:, steps:] == rows.segments[:, :-steps]) & (rows.segments[:, steps:] > 0)
         guessing[:, :-steps] |= rows.mask[:, steps:] & same
     spans = []

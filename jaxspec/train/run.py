@@ -1,267 +1,272 @@
-"""A training run: data, steps, log and checkpoints in one folder; the same command goes on where it was ended.
+"""A training run in one folder, which the same call resumes: `train_heads`.
 
-The folder holds `settings.json`, what is made once (`answers/`, `features/`, and `held-out/`, which are features, too),
-`checkpoints/`, `log.jsonl` (what is the same in every run of the same settings) beside `speed.jsonl` (what is not),
-`undone.jsonl` (lines of steps that a checkpoint came before, and that were taken again), and at the end `heads/`.
+The folder holds `settings.json`; what is computed once (`answers/`, `features/`, and `held-out/`, the features of the
+held-out texts); `checkpoints/`; `log.jsonl`, which is the same in every run with the same settings; `speed.jsonl`,
+which is not; `undone.jsonl`, lines of steps that were taken again from an earlier checkpoint; and at the end `heads/`.
 """
 
 import dataclasses
-import functools
 import os
-import time
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.errors import InvalidConfig, MissingPackage, TrainingError
-from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
-from jaxspec.heads.serving import served_by
+from jaxspec.core.checks import named
+from jaxspec.errors import InvalidConfig, TrainingError, shown
+from jaxspec.generation.inputs import check_model
+from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import OutMajor, to_in_out
+from jaxspec.models.out_major import to_in_out
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
-from jaxspec.train import losses, manifest, packing
-from jaxspec.train.checkpoints import Checkpoint, Checkpoints, Damaged
+from jaxspec.text.conversations import BadRow, Conversation
+from jaxspec.train import losses, manifest, sources
+from jaxspec.train.checkpoints import Damaged
 from jaxspec.train.dataset import Data, prepare
-from jaxspec.train.features import Cached, Reader
+from jaxspec.train.features import Reader
 from jaxspec.train.files import digest_of, fingerprint
-from jaxspec.train.interrupt import Interrupts
-from jaxspec.train.log import Log, Watch
-from jaxspec.train.manifest import CHECKPOINTS, FEATURES, HELD
-from jaxspec.train.settings import Settings
-from jaxspec.train.step import Trainable, TrainState, learning_rate, start, train_step
-from jaxspec.train.target import sizes_for
-
-DEFAULTS = Settings()
+from jaxspec.train.log import Watch
+from jaxspec.train.loop import Loop, Setup
+from jaxspec.train.medusa_settings import MedusaSettings
+from jaxspec.train.order import need_grain
+from jaxspec.train.settings import Settings, check_together
+from jaxspec.train.step import Trainable, TrainState, start
+from jaxspec.train.trainee import Trainee, TraineeSettings
 
 
 class Trained(NamedTuple):
-    """What a run ends with."""
+    """The result of a run.
+
+    Attributes:
+        heads: the heads with the best held-out accuracy, without a tree.
+        target: the target, or the trained target if it was trained, too.
+        data: the texts that were trained on and held out.
+        log: the lines of the log.
+        step: number of steps taken.
+        skipped: steps whose loss or gradient was not finite.
+        trainee: the heads as training knows them.
+        kind: the kind of heads and their sizes.
+        settings: the shared settings.
+    """
 
     heads: DraftHeads
-    target: Model  # the given one, but for Medusa-2
+    target: Model
     data: Data
     log: list[dict]
     step: int
     skipped: int
+    trainee: Trainee
+    kind: TraineeSettings
+    settings: Settings
 
 
-def train(
+class _Place(NamedTuple):
+    """The folder of a run, and the folder of its answers and features."""
+
+    folder: pathlib.Path
+    shelf: pathlib.Path
+
+
+@named()
+def train_heads(
     target: Model,
     prompts: Sequence[str | os.PathLike] | str | os.PathLike,
     out: str | os.PathLike,
-    settings: Settings = DEFAULTS,
+    kind: TraineeSettings = MedusaSettings(),
+    *,
+    draft_vocab: int = 0,
+    distill: bool = True,
+    answer_tokens: int = 192,
+    answer_temperature: float = 0.0,
+    answer_batch: int = 32,
+    split: str = "line",
+    bad_rows: str = "report",
+    held_out: float = 0.03,
+    row_tokens: int = 512,
+    cache_features: bool = True,
+    loss: str = "ce",
+    head_weights: str = "decay",
+    decay: float = 0.8,
+    steps: int = 1000,
+    batch: int = 8,
+    accumulate: int = 1,
+    learning_rate: float = 1e-3,
+    matrix_rate: float = 1.0,
+    warmup: int = 40,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+    precision: str = "float32",
+    devices: int = 1,
+    seed: int = 0,
+    max_bad_steps: int = 10,
+    log_every: int = 10,
+    eval_every: int = 200,
+    save_every: int = 200,
     watch: Watch | None = None,
     data: str | os.PathLike | None = None,
 ) -> Trained:
-    """Trains heads for a target, or goes on with a run that was ended.
+    """Trains draft heads for a target, or resumes a run that was interrupted.
 
-    Ctrl-C ends it after the step that is under way, and saves a checkpoint of that first.
+    Ctrl-C ends the run after the current step and saves a checkpoint. The same call resumes it, to the same bits as
+    without an interruption.
 
     Args:
-        target: frozen, but for Medusa-2; any model whose network is a `HeadTarget`: those of `load`, and your own. One
-            without a tokenizer needs prompts of token ids.
-        prompts: files of conversations, or one, see `jaxspec.text.conversations`.
-        out: the run's folder.
-        settings: all else.
-        watch: who is told how it goes.
-        data: where answers and features are kept, for several runs to share; None for the run's folder.
+        target: target model, of any network that is a `HeadTarget`. It is frozen, unless `kind` trains it, too. Without
+            a tokenizer, prompts are token ids.
+        prompts: path of a file of prompts or conversations, or a sequence of paths; see `jaxspec.text.conversations`.
+        out: folder of the run.
+        kind: kind of heads and their sizes, such as `jaxspec.MedusaSettings(heads=4)`.
+        draft_vocab: number of tokens to draft from, those most frequent in the answers (of all layouts, only vLLM's
+            holds them); 0 for the whole vocabulary.
+        distill: whether to train on the target's own answers instead of those in the files.
+        answer_tokens: maximum number of tokens of each of the target's answers.
+        answer_temperature: temperature of the target's answers.
+        answer_batch: number of prompts that are answered at once.
+        split: what a text of a .txt file is: a line, a part between blank lines (blank), or the whole file.
+        bad_rows: what to do with invalid rows: report them and leave them out, or refuse the file.
+        held_out: fraction of the texts that is held out for evaluation.
+        row_tokens: number of tokens of each row that texts are packed into.
+        cache_features: whether to compute the target's features once and keep them on disk.
+        loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), or an LK loss
+            (lk-alpha, lk-lambda).
+        head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
+            (acceptance).
+        decay: base of the weights decay^i.
+        steps: number of optimiser steps.
+        batch: number of rows of each step.
+        accumulate: number of parts of each batch whose gradients are added.
+        learning_rate: peak learning rate of AdamW.
+        matrix_rate: factor of the learning rate for the matrices of the heads.
+        warmup: number of steps of linear warm-up, which a cosine decay to 0 follows.
+        weight_decay: weight decay of AdamW.
+        clip: maximum norm of the gradient; 0 for no clipping.
+        precision: dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32.
+        devices: number of devices that the rows of a batch are sharded over.
+        seed: seed of the order of the rows and of sampled answers.
+        max_bad_steps: number of consecutive steps with a non-finite loss that ends the run.
+        log_every: steps between lines of the log.
+        eval_every: steps between evaluations on the held-out texts.
+        save_every: steps between checkpoints.
+        watch: callbacks for progress, see `jaxspec.train.log.Watch`; None for none.
+        data: folder of answers and features, which several runs can share; None for the folder of the run.
+
+    Returns:
+        A `Trained`, with the heads, the target, the texts and the log.
 
     Raises:
-        TrainingError: the data, or a folder of another run.
-        StorageError: a file cannot be written, for example to a full disk; what is there stays whole.
-        InvalidConfig: settings that do not go with the target or with the machine.
+        InvalidConfig: a setting is invalid, or does not fit the target or the machine.
         MissingPackage: grain is not installed.
-        KeyboardInterrupt: Ctrl-C was pressed; the same call goes on.
+        TrainingError: the data cannot be used, or the folder holds another run.
+        StorageError: a file cannot be written, for example to a full disk; existing files stay intact.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
+    settings = Settings(
+        draft_vocab=draft_vocab, distill=distill, answer_tokens=answer_tokens, answer_temperature=answer_temperature,
+        answer_batch=answer_batch, split=split, bad_rows=bad_rows, held_out=held_out, row_tokens=row_tokens,
+        cache_features=cache_features, loss=loss, head_weights=head_weights, decay=decay, steps=steps, batch=batch,
+        accumulate=accumulate, learning_rate=learning_rate, matrix_rate=matrix_rate, warmup=warmup,
+        weight_decay=weight_decay, clip=clip, precision=precision, devices=devices, seed=seed,
+        max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every, save_every=save_every,
+    )  # fmt: skip
+    check_model("target", target)
+    if not isinstance(kind, TraineeSettings):
+        raise InvalidConfig(f"kind must be settings such as jaxspec.MedusaSettings(), got {shown(kind)}")
+    if not isinstance(watch, Watch | None):
+        raise InvalidConfig(f"watch must be a jaxspec.train.log.Watch, got {shown(watch)}")
+    check_together(settings, kind)
     watch, folder = watch or Watch(), manifest.folder_of(out)
-    shelf = folder if data is None else manifest.folder_of(data)
-    files = [prompts] if isinstance(prompts, str | os.PathLike) else prompts
-    lm: Any = target.lm
-    config = sizes_for(target, settings)
+    place = _Place(folder, folder if data is None else manifest.folder_of(data))
+    trainee = kind.trainee(target, settings.draft_vocab)
     if settings.devices > jax.device_count():
-        raise InvalidConfig(f"{settings.devices} devices are wanted, there are {jax.device_count()}")
-    if settings.medusa2 and isinstance(lm.unembedding(target.params), OutMajor):
-        raise InvalidConfig("medusa2 trains the target, whose weights have no gradient in int8; use another dtype")
-    if settings.medusa2 and settings.draft_vocab:
-        raise InvalidConfig("medusa2 trains the target's own projection, too: give it the whole vocabulary")
-    watch.say(served_by(config, settings.medusa2))
-    _grain()
+        raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
+    watch.say(trainee.served_by)
+    need_grain()
+    read = _read(prompts, settings, watch)
+    target_print = fingerprint(to_in_out(target.params))
+    used = _prepare(target, target_print, read, place, kind, settings, watch)
+    setup = _set_up(target, target_print, used, place, trainee, settings, watch)
+    loop = Loop(setup, folder, _begin(target, used, trainee, settings), watch)
+    return _conclude(target, used, kind, loop, loop.run(), watch)
+
+
+def _read(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
+    """Reads the files of prompts, and returns the rows that cannot be read, too."""
+    files = [prompts] if isinstance(prompts, str | os.PathLike) else prompts
+    if not isinstance(files, Sequence) or not files:
+        raise TrainingError(f"prompts must be the path of a file, or a list of paths, got {shown(prompts)}")
     paths = [check_path(path, "a file of prompts", TrainingError) for path in files]
     read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
     watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
-    print_of_target = fingerprint(to_in_out(target.params))
-    about = {"target": print_of_target, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
-    about |= manifest.of_run(settings)
-    manifest.match_run(folder, shelf, about)
-    used = prepare(target, print_of_target, read, unread, shelf, settings, watch)
-    manifest.match_run(folder, shelf, about | {"texts": fingerprint((used.rows._asdict(), used.held._asdict()))})
-    table = lm.unembedding(target.params)
-    config = dataclasses.replace(config, draft_vocab_size=None if used.ids is None else len(used.ids))
+    return read, unread
+
+
+def _prepare(
+    target: Model,
+    target_print: str,
+    rows: tuple[list[Conversation], list[BadRow]],
+    place: _Place,
+    kind: TraineeSettings,
+    settings: Settings,
+    watch: Watch,
+) -> Data:
+    """Lets the target answer the prompts, and writes or compares the manifest of the run."""
+    read, unread = rows
+    about = {"target": target_print, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
+    about |= manifest.of_run(settings, kind)
+    manifest.match_run(*place, about)
+    used = prepare(target, target_print, read, unread, place.shelf, settings, kind.drafted, watch)
+    texts = fingerprint((used.rows._asdict(), used.held._asdict()))
+    manifest.match_run(*place, about | {"texts": texts})
+    return used
+
+
+def _set_up(
+    target: Model,
+    target_print: str,
+    used: Data,
+    place: _Place,
+    trainee: Trainee,
+    settings: Settings,
+    watch: Watch,
+) -> Setup:
+    """Computes or opens the features, and places the frozen arrays on the devices."""
+    lm: Any = target.lm
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
     laws = settings.loss not in ("ce", "kl")
-    frozen = losses.freeze(config, lm, target.params, used.ids, laws, settings.precision)
+    frozen = losses.freeze(trainee, lm, target.params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
-    reader = Reader(lm, max(1, settings.batch // settings.accumulate))
+    network = trainee.network(lm)
+    reader = Reader(network, max(1, settings.batch // settings.accumulate))
 
-    def source(rows: packing.Rows, name: str, params: Any = target.params) -> tuple[packing.Rows, Callable]:
-        """What is learnt from, and the function that gives the features of some of these rows by number."""
+    def source(rows: Any, name: str) -> sources.Source:
         if not settings.cache_features:
-            return rows, lambda index: reader(params, rows.tokens[index], rows.segments[index])
-        told = functools.partial(watch.phase, f"reading {name} with the target")
-        cached = Cached(functools.partial(reader, target.params), print_of_target, rows, settings, shelf / name, told)
-        few, places = packing.pack_supervised_spans(rows, settings.heads)  # prompts need not be gone through again
-        return few, lambda index: cached.at(places[index])
+            return sources.computed(reader, target.params, rows)
+        return sources.cached(reader, target, target_print, rows, trainee, settings, place.shelf / name, watch)
 
-    rows, features_of = source(used.rows, FEATURES)
-    held = source(used.held, HELD) if len(used.held.tokens) else None
+    rows = source(used.rows, manifest.FEATURES)
+    held = source(used.held, manifest.HELD) if len(used.held.tokens) else None
+    return Setup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
 
-    heads = init_params(config, table, used.ids)
-    heads.pop("tokens", None)
-    begun = start(settings, config, Trainable(heads, target.params if settings.medusa2 else None))
-    store = Checkpoints(folder / CHECKPOINTS)
-    found, wrong = store.newest(begun)
-    for line in wrong:
-        watch.say(line)
-    order = _order(len(rows.tokens), settings)
-    if found is None:
-        found = Checkpoint(begun, order.get_state(), None)
-    else:
+
+def _begin(target: Model, used: Data, trainee: Trainee, settings: Settings) -> TrainState:
+    """Returns the state before the first step."""
+    lm: Any = target.lm
+    heads = trainee.init_params(lm.unembedding(target.params), used.ids)
+    return start(settings, trainee, Trainable(heads, None if trainee.joint is None else target.params))
+
+
+def _conclude(target: Model, used: Data, kind: TraineeSettings, loop: Loop, state: TrainState, watch: Watch) -> Trained:
+    """Returns the heads of the best step."""
+    params, trainee = state.params, loop.setup.trainee
+    if loop.best is not None and loop.best[0] != int(state.step):
         try:
-            order.set_state(found.order)
-        except Exception as error:  # of another version of grain
-            raise TrainingError(f"{store.folder}: the order of the data cannot be set: {error!s:.200}") from None
-        watch.say(f"goes on after step {int(found.state.step)}")
-    ids = None if used.ids is None else jnp.asarray(used.ids)
-    state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, whole))  # a step gives its buffers back
-    best = found.best
-    log = Log(folder, int(state.step))
-    step, judge = _compiled(settings, config, lm)
-
-    def evaluated(state: TrainState) -> dict[str, Any]:
-        now, tables, part = state.params.target, frozen, held
-        assert part is not None
-        if now is not None:  # trained, too
-            tables, part = losses.freeze(config, lm, now, dtype=settings.precision), source(used.held, HELD, now)
-        return evaluate(functools.partial(judge, ids, tables, state.params.heads), *part, reader.batch)
-
-    def batch_of(index: np.ndarray) -> losses.Batch:
-        shape = (settings.accumulate, len(index) // settings.accumulate)
-        part = packing.Rows(*(a[index] for a in rows))
-        features = np.zeros((*part.tokens.shape, 0), np.float32) if settings.medusa2 else features_of(index)
-        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
-        return jax.device_put(losses.Batch(*parts), spread)
-
-    def save(state: TrainState, extra: bool = False) -> None:
-        with interrupts.saving():
-            store.save(Checkpoint(jax.device_get(state), order.get_state(), best), extra)
-
-    clock, since = time.perf_counter(), int(state.step)
-    with Interrupts(watch.say) as interrupts:
-        for now in range(int(state.step) + 1, settings.steps + 1):
-            state, report = step(ids, frozen, state, batch_of(next(order)))
-            if int(state.bad) >= settings.max_bad_steps:
-                raise TrainingError(
-                    f"step {now}: the loss was not finite {settings.max_bad_steps} times in a row; lower the learning "
-                    f"rate, and begin in another folder (the checkpoint of step {max(store.steps() or [0])} is whole)"
-                )
-            last = now == settings.steps
-            if now % settings.log_every == 0 or last:
-                record = {
-                    "step": now,
-                    "loss": _number(report.loss),
-                    "learning_rate": _number(learning_rate(settings)(now - 1)),
-                    "gradient": _number(report.gradient),
-                    **shares(state.window),
-                    "skipped": int(state.skipped),
-                }
-                state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
-                log.add(record)
-                took, clock = time.perf_counter() - clock, time.perf_counter()
-                tokens = (now - since) * settings.batch * settings.row_tokens
-                since = now
-                log.speed({"step": now, "tokens_per_s": tokens / took, "s": took})
-                watch.step(now, settings.steps, record | {"tokens_per_s": tokens / took})
-            if held is not None and (now % settings.eval_every == 0 or last):
-                record = {"step": now, "held_out": evaluated(state)}
-                log.add(record)
-                score = record["held_out"]["accepted_length"]
-                if best is None or score > best[1]:
-                    best = (now, score)
-                watch.step(now, settings.steps, record)
-            regular = now % settings.save_every == 0 or last or (best is not None and best[0] == now)
-            if regular or interrupts.wanted:
-                save(state, not regular)
-            if interrupts.wanted:
-                watch.say(f"interrupted after step {now}, which is saved in {store.folder}")
-                raise KeyboardInterrupt
-    params = state.params
-    if best is not None and best[0] != int(state.step):
-        try:
-            params = store.load(best[0], begun).state.params
+            params = loop.store.load(loop.best[0], state).state.params
         except Damaged as error:
             watch.say(f"{error}; it was the best, and the heads are those of step {int(state.step)}")
-    final = params.heads if used.ids is None else params.heads | {"tokens": ids}
+    heads = trainee.to_heads(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}")
     own = target if params.target is None else dataclasses.replace(target, params=params.target)
-    made = DraftHeads(config, jax.tree.map(jnp.asarray, final), name=f"{target.name}-medusa")
-    return Trained(made, own, used, log.records, int(state.step), int(state.skipped))
-
-
-def _number(value: Any) -> float | None:
-    """For JSON, which has no NaN."""
-    return float(value) if np.isfinite(value) else None
-
-
-def shares(found: losses.Sums) -> dict[str, Any]:
-    """Sums as the figures of a log line."""
-    seen = np.maximum(np.asarray(found.seen), 1)
-    return {
-        "loss_by_head": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
-        "top1": (np.asarray(found.top1) / seen).tolist(),
-        "top5": (np.asarray(found.top5) / seen).tolist(),
-        "accepted_length": float(losses.accepted_length(found)),
-    }
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(settings: Settings, config: HeadsConfig, lm: Any) -> tuple[Callable, Callable]:
-    """A step and an evaluation, shared by the runs of a process."""
-
-    def judge(ids: Any, frozen: losses.Frozen, params: Any, batch: losses.Batch) -> losses.Sums:
-        heads = params if ids is None else params | {"tokens": ids}
-        return losses.sums(settings, config, heads, frozen, batch)
-
-    keep_compilations()
-    return jax.jit(functools.partial(train_step, settings, config, lm), donate_argnums=2), jax.jit(judge)
-
-
-def evaluate(judge: Callable, rows: packing.Rows, features_of: Callable, size: int) -> dict[str, Any]:
-    """The heads on the held-out rows, so many at a time."""
-    total = None
-    for at in range(0, len(rows.tokens), size):
-        index = np.arange(at, min(at + size, len(rows.tokens)))
-        part = [np.asarray(a) for a in (*(a[index] for a in rows), features_of(index))]
-        padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
-        found = judge(losses.Batch(*map(jnp.asarray, padded)))
-        total = found if total is None else jax.tree.map(jnp.add, total, found)
-    assert total is not None
-    return shares(total)
-
-
-def _grain() -> Any:
-    try:
-        import grain
-    except ImportError:
-        raise MissingPackage("training needs the package grain: pip install grain") from None
-    return grain
-
-
-def _order(rows: int, settings: Settings) -> Any:
-    """Batches of row numbers, shuffled anew every epoch, for ever; `get_state` and `set_state` are of its position."""
-    source = _grain().MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
-    return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())
+    step, skipped = int(state.step), int(state.skipped)
+    return Trained(heads, own, used, loop.log.records, step, skipped, trainee, kind, loop.setup.settings)

@@ -1,6 +1,6 @@
-"""Self-distillation: the target's own answers, in batches, on disk as token ids; resumed where it stopped.
+"""Self-distillation: the target's own answers, kept on disk as token ids; an interrupted job resumes.
 
-What a drafter has to guess is what its target writes, which is rarely what a corpus holds.
+A drafter has to predict the text of its target, which a corpus rarely holds.
 """
 
 import pathlib
@@ -28,17 +28,19 @@ def answers(
     target_print: str,
     prompts: Sequence[list[int]],
     settings: Settings,
+    drafted: int,
     folder: pathlib.Path,
     progress: Callable[[int, int], Any] | None = None,
 ) -> list[Text]:
-    """Every prompt with its answer, in the prompts' order; what is on disk already is not answered again.
+    """Returns every prompt with its answer, in order. Answers on disk are not generated again.
 
     Args:
-        target: who answers.
-        target_print: its fingerprint, so that no other target's answers are taken for its own.
+        target: the model that answers.
+        target_print: its fingerprint, so that answers of another target are refused.
         prompts: token ids.
-        settings: those of the answers.
-        folder: where they are kept.
+        settings: the settings.
+        drafted: number of tokens that are guessed from each position, which limits the length of a prompt.
+        folder: the folder of the answers.
         progress: called with (prompts answered, prompts).
 
     Raises:
@@ -46,9 +48,9 @@ def answers(
         StorageError: the folder cannot be written.
     """
     about = {"target": target_print, "prompts": digest_of(list(prompts)), **of_answers(settings)}
-    because = {"row_tokens": settings.row_tokens, "heads": settings.heads}  # which prompts are short enough
+    because = {"row_tokens": settings.row_tokens, "heads": drafted}  # they limit the length of a prompt
     made = _any_answer(folder / TEXTS)
-    advice = "go on with what made them, or name another folder (--data, or --out)"
+    advice = "go on with the same, or name another folder (--data, or --out)"
     try:
         if not made:
             for left in folder.glob(f"*{TEXTS}*"):  # of a run that ended before the first answer
@@ -78,7 +80,7 @@ def answers(
 
 
 def _any_answer(path: pathlib.Path) -> bool:
-    """Whether a file holds more than the line that says what its answers are of."""
+    """Tells whether a file holds more than its first line, which describes its answers."""
     try:
         with path.open("rb") as file:
             return b'"tokens"' in file.readline() or bool(file.readline())

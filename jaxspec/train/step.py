@@ -1,4 +1,4 @@
-"""One optimizer step, as a pure function: loss, gradients of the heads alone, AdamW, and the skipping of bad steps."""
+"""An optimiser step as a pure function: loss, gradients, AdamW; steps that are not finite are skipped."""
 
 from typing import Any, NamedTuple
 
@@ -10,53 +10,70 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
-from jaxspec.heads.network import HeadsConfig
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import Settings
+from jaxspec.train.trainee import Joint, Trainee
 
 SMOOTH = 0.98
-"""Of the running accuracies."""
+"""Decay of the running accuracies."""
 
 
 class Trainable(NamedTuple):
-    """What gradients go to."""
+    """The parameters that receive gradients.
 
-    heads: Params  # without the drafted tokens' ids
-    target: Params = None  # of Medusa-2 alone
+    Attributes:
+        heads: those of the heads, without the ids of the drafted tokens.
+        target: those of the target, if it is trained, too (`Trainee.joint`); else None.
+    """
+
+    heads: Params
+    target: Params = None
 
 
 class TrainState(NamedTuple):
-    """All that a step changes: what a checkpoint holds."""
+    """Everything that a step changes, and that a checkpoint holds.
+
+    Attributes:
+        params: the parameters.
+        opt: the optimiser's state.
+        step: number of steps taken.
+        running: running average of the top-1 accuracy of each drafted token.
+        window: sums since the last line of the log.
+        skipped: steps whose loss or gradient was not finite.
+        bad: the number of such steps since the last good one.
+    """
 
     params: Trainable
     opt: Any
     step: Int[Array, ""]
-    running: Float[Array, "n"]  # top-1 accuracy of each head, smoothed
-    window: Sums  # since the last line of the log
-    skipped: Int[Array, ""]  # steps whose loss or gradient was not finite
-    bad: Int[Array, ""]  # of those, how many in a row just now
+    running: Float[Array, "n"]
+    window: Sums
+    skipped: Int[Array, ""]
+    bad: Int[Array, ""]
 
 
 class Report(NamedTuple):
-    """Of one step."""
+    """The loss of a step, and the norm of its gradient before clipping."""
 
     loss: Float[Array, ""]
-    gradient: Float[Array, ""]  # norm, before clipping
+    gradient: Float[Array, ""]
 
 
 def learning_rate(settings: Settings) -> optax.Schedule:
-    """Linear warm-up, then a cosine down to 0 at the last step."""
+    """Returns the learning rate by step: linear warm-up, then a cosine decay to 0 at the last step."""
     warmup = min(settings.warmup, settings.steps - 1)
     return optax.warmup_cosine_decay_schedule(0.0 if warmup else settings.learning_rate, settings.learning_rate, warmup,
                                               settings.steps)  # fmt: skip
 
 
-def optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW with clipping; larger steps for matrices; in Medusa-2 the target joins after the heads' warm-up."""
+def optimizer(settings: Settings, joint: Joint | None) -> optax.GradientTransformation:
+    """Returns AdamW with clipping, a factor for matrices, and the target's own learning rate if it is trained, too."""
     rate = learning_rate(settings)
 
     def of_target(step: Array) -> Array:
-        return jnp.where(step < settings.medusa2_warmup, 0.0, settings.medusa2_rate * rate(step))
+        if joint is None:  # nothing has this rate, but its step count is part of every checkpoint
+            return jnp.zeros(())
+        return jnp.where(step < joint.warmup, 0.0, joint.rate * rate(step))
 
     def is_matrix(params: Trainable) -> Trainable:
         return Trainable(
@@ -77,16 +94,17 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def start(settings: Settings, config: HeadsConfig, params: Trainable) -> TrainState:
-    """Before the first step."""
-    count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # each its own: a step gives them back in place
-    nothing = Sums(*(jnp.zeros(config.num_heads) for _ in Sums._fields))
-    running = jnp.zeros(config.num_heads)
-    return TrainState(params, optimizer(settings).init(params), count[0], running, nothing, *count[1:])
+def start(settings: Settings, trainee: Trainee, params: Trainable) -> TrainState:
+    """Returns the state before the first step."""
+    count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
+    nothing = Sums(*(jnp.zeros(trainee.drafted) for _ in Sums._fields))
+    running = jnp.zeros(trainee.drafted)
+    opt = optimizer(settings, trainee.joint).init(params)
+    return TrainState(params, opt, count[0], running, nothing, *count[1:])
 
 
 def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
-    """The target's features after every token of packed rows; texts of one row do not see one another."""
+    """Computes the target's features after every token of packed rows; texts of a row do not attend to each other."""
     batch, size = tokens.shape
     steps = jnp.arange(size)
     begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
@@ -96,33 +114,37 @@ def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> F
 
 
 def train_step(
-    settings: Settings,
-    config: HeadsConfig,
-    lm: LanguageModel,
-    ids: Int[Array, "R"] | None,
-    frozen: Frozen,
-    state: TrainState,
-    batch: Batch,
+    settings: Settings, trainee: Trainee, lm: LanguageModel, frozen: Frozen, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Report]:
-    """A step on rows in parts, `[A, B, ...]`. One whose loss or gradient is not finite changes nothing but counts."""
-    weights = head_weights(settings, state.running)
+    """Takes a step on the parts of a batch, `[A, B, ...]`.
+
+    If the loss or the gradient is not finite, only the counts change.
+
+    Args:
+        settings: the settings.
+        trainee: the heads.
+        lm: the network that gives the features, read here if the target is trained, too.
+        frozen: the frozen parts of the target.
+        state: the state before the step.
+        batch: the batch.
+    """
+    weights, joint = head_weights(settings, state.running), trainee.joint
     dtype = jnp.dtype(settings.precision)
 
     def loss(params: Trainable, part: Batch) -> tuple[Array, Sums]:
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
-        heads = cast if ids is None else cast | {"tokens": ids}
-        if params.target is None:
-            found = sums(settings, config, heads, frozen, part)
+        heads = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
+        if joint is None:
+            found = sums(settings, trainee, heads, frozen, part)
             return (weights * found.loss / positions).sum(), found
         features = read(lm, params.target, part.tokens, part.segments)
-        tables = freeze(config, lm, params.target)
+        tables = freeze(trainee, lm, params.target)
         own = own_loss(tables, part, features)
-        found = sums(settings, config, heads, tables, part._replace(features=features))
-        return settings.medusa2_heads * (weights * found.loss / positions).sum() + own / positions[0], found
+        found = sums(settings, trainee, heads, tables, part._replace(features=features))
+        return joint.heads_weight * (weights * found.loss / positions).sum() + own / positions[0], found
 
-    # All parts together count as one batch, whatever their shares.
+    # The mean is over all parts together, whatever their shares.
     def count(part: Batch) -> Array:
-        return jnp.stack([counted(settings, frozen, part, i).sum(dtype=jnp.float32) for i in range(config.num_heads)])
+        return jnp.stack([counted(settings, frozen, part, i).sum(dtype=jnp.float32) for i in range(trainee.drafted)])
 
     positions = jnp.maximum(jax.vmap(count)(batch).sum(0), 1)
 
@@ -134,7 +156,7 @@ def train_step(
     (value, found, gradients), _ = lax.scan(add, zeros, batch)
     norm = optax.global_norm(gradients)
     sound = jnp.isfinite(value) & jnp.isfinite(norm)
-    updates, opt = optimizer(settings).update(gradients, state.opt, state.params)
+    updates, opt = optimizer(settings, joint).update(gradients, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
     accuracy = found.top1 / jnp.maximum(found.seen, 1)
     running = jnp.where(state.step == 0, accuracy, SMOOTH * state.running + (1 - SMOOTH) * accuracy)

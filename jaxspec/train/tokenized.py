@@ -1,4 +1,4 @@
-"""Conversations as token ids with a mask of what the assistant wrote."""
+"""Encodes conversations as token ids with a mask of the assistant's tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,17 @@ from jaxspec.train.packing import Text
 
 
 def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -> tuple[list[list[int]], list[BadRow]]:
-    """The ids up to where the target is to answer: up to a conversation's first answer, or all of a plain text.
+    """Encodes the prompts: a conversation up to its first answer, or a plain text.
 
-    A plain text is what a user says, as in `generate`, or is continued as it is where the target has no chat template.
+    A plain text is a message of the user, as in `generate`, or raw text if the target has no chat template.
 
     Args:
         model: the target.
-        conversations: as read.
-        most: tokens of a prompt; longer ones are reported.
+        conversations: the conversations.
+        most: maximum number of tokens of a prompt.
+
+    Returns:
+        The prompts, and the rows that cannot be used.
     """
     _need_tokenizer(model, conversations)
     found, bad = [], []
@@ -39,14 +42,22 @@ def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -
             bad.append(BadRow(one.where, str(error)))
             continue
         if not 0 < len(ids) <= most:
-            bad.append(BadRow(one.where, f"a prompt of {len(ids)} tokens, at most {most} are taken"))
+            bad.append(BadRow(one.where, f"a prompt of {len(ids)} tokens; the maximum is {most}"))
             continue
         found.append(ids)
     return found, bad
 
 
 def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[Text], list[BadRow]]:
-    """The given answers as they stand. A plain text is learnt from as a whole."""
+    """Encodes conversations with the answers they have; all of a plain text is trained on.
+
+    Args:
+        model: the target.
+        conversations: the conversations.
+
+    Returns:
+        The texts, and the rows that cannot be used.
+    """
     _need_tokenizer(model, conversations)
     found, bad = [], []
     for one in conversations:
@@ -63,7 +74,7 @@ def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[
             bad.append(BadRow(one.where, str(error)))
             continue
         if not text.mask.any():
-            bad.append(BadRow(one.where, "the assistant says nothing; let the target answer (distill)"))
+            bad.append(BadRow(one.where, "there is no answer of the assistant; let the target answer (distill)"))
             continue
         found.append(text)
     return found, bad
@@ -72,23 +83,23 @@ def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[
 def _need_tokenizer(model: Model, conversations: Sequence[Conversation]) -> None:
     if model.tokenizer is None and (text := next((one for one in conversations if not one.ids), None)):
         raise MissingTokenizer(
-            f"{text.where}: is text, and {model.name} has no tokenizer; give token ids, as in "
+            f"{text.where}: is text, and {model.name} has no tokenizer; use token ids, as in "
             '{"prompt": [1, 2, 3]}, or a Model with a tokenizer'
         )
 
 
 def _known(model: Model, ids: Sequence[int]) -> list[int]:
-    """The ids, all of the model's vocabulary."""
+    """Returns the ids, all of which must be in the model's vocabulary."""
     if (largest := max(ids)) >= model.lm.vocab:
-        raise InvalidConfig(f"token id {largest} is not of the vocabulary, whose ids go from 0 to {model.lm.vocab - 1}")
+        raise InvalidConfig(f"token id {largest} is not in the vocabulary, whose ids go from 0 to {model.lm.vocab - 1}")
     return list(ids)
 
 
 def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
-    """Each answer is encoded by itself, as it is when it is decoded after its prompt."""
+    """Encodes messages; each answer separately, as if it was decoded after its prompt."""
     template, tokenizer = model.chat_template, model.tokenizer
     if template is None or tokenizer is None:
-        raise InvalidConfig(f"{model.name} has no chat template; give .txt files")
+        raise InvalidConfig(f"{model.name} has no chat template; use .txt files")
     ids: list[int] = []
     mask: list[bool] = []
     written = ""
@@ -98,7 +109,7 @@ def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
         before = template.render(messages[:i])
         after = template.render(messages[: i + 1], add_generation_prompt=False)
         if not (before.startswith(written) and after.startswith(before)):
-            raise InvalidConfig("the chat template rewrites what was said before; give single turns")
+            raise InvalidConfig("the chat template rewrites earlier messages; use single turns")
         for part, own in ((before[len(written) :], False), (after[len(before) :], True)):
             new = tokenizer.encode(part, special=not ids)
             ids += new
@@ -108,24 +119,28 @@ def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
 
 
 def split(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of the texts to train on, and of those held out: evenly spread, the same every time.
+    """Returns the indices of the texts to train on, and of those held out, which are evenly spread.
+
+    Args:
+        count: number of texts.
+        held_out: fraction that is held out.
 
     Raises:
-        TrainingError: there would be none held out, where a share is wanted.
+        TrainingError: there are too few texts to hold one out.
     """
     every = np.arange(count)
     apart = np.floor((every + 1) * held_out) > np.floor(every * held_out)
     if held_out > 0 and not apart.any():
-        share = f" or make held_out (--held-out) at least {math.ceil(1000 / count) / 1000}" if count > 1 else ""
+        share = f" or set held_out (--held-out) to at least {math.ceil(1000 / count) / 1000}" if count > 1 else ""
         raise TrainingError(
-            f"{count} usable {'prompt is' if count == 1 else 'prompts are'} too few to hold out a share of {held_out}: "
-            f"give at least {max(2, math.ceil(1 / held_out))}{share}"
+            f"{count} usable {'prompt is' if count == 1 else 'prompts are'} too few to hold out a fraction of "
+            f"{held_out}: use at least {max(2, math.ceil(1 / held_out))}{share}"
         )
     return every[~apart], every[apart]
 
 
 def frequent(texts: Iterable[Text], vocab: int, count: int) -> np.ndarray:
-    """The `count` tokens that answers use most, ascending; among equals the lowest ids."""
+    """Returns the `count` most frequent tokens of answers, ascending; the lowest ids among equally frequent ones."""
     used = np.zeros(vocab, np.int64)
     for text in texts:
         np.add.at(used, text.ids[text.mask], 1)

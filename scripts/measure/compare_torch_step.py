@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import torch
 
 from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.train import losses
+from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, start, train_step
 
@@ -59,12 +61,13 @@ def torch_stepper(features, tokens, table, heads: int, settings: Settings):
 
 def jax_stepper(features, tokens, table, heads: int, settings: Settings):
     """Returns a function that takes a step in jaxspec and returns its loss."""
-    config = HeadsConfig(features.shape[-1], table.shape[0], heads, 1)
-    state = start(settings, config, Trainable(init_params(config)))
+    trainee = MedusaTrainee(HeadsConfig(features.shape[-1], table.shape[0], heads, 1))
+    state = start(settings, trainee, Trainable(init_params(trainee.config)))
     ones = np.ones_like(tokens)
     batch = losses.Batch(*(jnp.asarray(a)[None] for a in (tokens, ones, ones.astype(bool), features)))
     frozen = losses.Frozen(jnp.asarray(table), None, None, None)
-    compiled = jax.jit(lambda frozen, state, batch: train_step(settings, config, None, None, frozen, state, batch))
+    network: Any = None  # only a target that is trained, too, is read in a step
+    compiled = jax.jit(lambda frozen, state, batch: train_step(settings, trainee, network, frozen, state, batch))
 
     def step() -> float:
         nonlocal state
@@ -84,7 +87,7 @@ def main() -> int:
     features = rng.normal(size=(args.rows, args.tokens, args.width)).astype(np.float32)
     table = (rng.normal(size=(args.vocab, args.width)) * args.width**-0.5).astype(np.float32)
     tokens = rng.integers(0, args.vocab, (args.rows, args.tokens)).astype(np.int32)
-    settings = Settings(heads=args.heads, inputs="hidden", warmup=0, steps=10**6, batch=args.rows)
+    settings = Settings(warmup=0, steps=10**6, batch=args.rows)
     torch.set_num_threads(torch.get_num_threads())
     steppers = {
         "jaxspec": jax_stepper(features, tokens, table, args.heads, settings),

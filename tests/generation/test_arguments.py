@@ -25,6 +25,7 @@ from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
 from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.plus_minus import PlusMinus
+from jaxspec.train.settings import Settings
 
 pytestmark = pytest.mark.quick
 
@@ -156,6 +157,10 @@ def cases():
     for name in ("model", "directory"):
         yield jaxspec.save, name, {"model": TOY, "directory": "saved"}
     yield jaxspec.Drafting.load, "path", {}
+    for name in ("target", "prompts", "out", "kind", "steps", "loss", "distill", "learning_rate", "watch", "data"):
+        yield jaxspec.train_heads, name, {"target": TINY, "prompts": "nowhere.jsonl", "out": "run"}
+    for name in ("heads", "inputs", "medusa2", "medusa2_rate"):
+        yield jaxspec.MedusaSettings, name, {}
 
 
 def sampled(**field):
@@ -417,18 +422,61 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
     assert os.path.basename(checkpoint) in repr(model)
 
 
+def explained(function):
+    """The explanation of each argument in the documentation of a function, on one line."""
+    section = re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
+    found = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 def test_every_argument_is_explained_alike():
-    """`generate`, `stream` and `precompile` write all of theirs out, and what they have in common is the same."""
-
-    def explained(function):
-        section = re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
-        return dict(re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.DOTALL | re.MULTILINE))
-
+    """`generate`, `stream`, `precompile` and `tune` write all of theirs out, and the common ones are the same."""
     whole = explained(jaxspec.generate)
-    for function, own in ((jaxspec.generate, set()), (jaxspec.stream, {"rounds"}), (jaxspec.precompile, {"stop"})):
+    others = ((jaxspec.generate, set()), (jaxspec.stream, {"rounds"}), (jaxspec.precompile, {"stop"}))
+    for function, own in others:
         found, signature = explained(function), inspect.signature(function).parameters
         assert list(found) == sorted(found, key=list(whole).index)
         assert found.keys() == signature.keys()
-        assert {name for name in found if found[name].strip() != whole[name].strip()} == own
+        assert {name for name in found if found[name] != whole[name]} == own
         for name in found.keys() - {"rounds"}:
             assert signature[name].default == inspect.signature(jaxspec.generate).parameters[name].default, name
+    tuned = explained(jaxspec.tune)
+    assert list(tuned) == list(inspect.signature(jaxspec.tune).parameters)
+    assert {name for name in tuned if tuned[name] == whole[name]} == {
+        "target", "draft", "drafter_options", "heads", "key", "chat",
+    }  # fmt: skip
+
+
+def test_every_setting_of_training_is_an_argument_and_is_explained_as_in_the_command():
+    found, signature = explained(jaxspec.train_heads), inspect.signature(jaxspec.train_heads).parameters
+    assert list(found) == list(signature)
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    own = ["target", "prompts", "out", "kind"]
+    assert list(signature) == [*own, *fields, "watch", "data"]
+    assert all(signature[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*fields, "watch", "data"])
+    for name, field in fields.items():
+        assert (signature[name].default, signature[name].annotation) == (field.default, field.type), name
+        assert found[name] == f"{field.metadata['about']}."
+
+
+def test_every_setting_reaches_the_run(nowhere, monkeypatch):
+    """Values other than the defaults arrive under their own names."""
+    changed = {"split": "blank", "bad_rows": "refuse", "loss": "kl", "head_weights": "acceptance"}
+    changed |= {"precision": "bfloat16"}
+    for number, field in enumerate(dataclasses.fields(Settings)):
+        if isinstance(field.default, bool):
+            changed[field.name] = not field.default
+        elif not isinstance(field.default, str):
+            changed[field.name] = field.default + number + 1
+    changed |= {"batch": 12, "accumulate": 3, "devices": 2, "held_out": 0.5}
+    seen = []
+
+    def check_together(settings, kind):
+        seen.append(settings)
+        raise InvalidConfig("seen")
+
+    monkeypatch.setattr("jaxspec.train.run.check_together", check_together)
+    with pytest.raises(InvalidConfig, match="seen"):
+        jaxspec.train_heads(TINY, "nowhere.jsonl", "run", **changed)
+    assert seen == [Settings(**changed)]
+    assert all(getattr(seen[0], field.name) != field.default for field in dataclasses.fields(Settings))

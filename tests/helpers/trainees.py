@@ -1,5 +1,6 @@
 """A small target with a tokenizer, prompts, and settings that train in seconds."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import jaxspec
 from helpers import toys
 from jaxspec.text import ChatTemplate, Tokenizer
-from jaxspec.train.settings import Settings
+from jaxspec.train.medusa_settings import MedusaSettings
+from jaxspec.train.run import Trained, train_heads
 
 END = 0
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -28,7 +30,7 @@ SOURCE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LM = toys.transformer(vocab_size=len(WORDS), num_layers=2)
-TINY = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8, "batch": 4, "steps": 12, "warmup": 2, "heads": 3}
+TINY = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8, "batch": 4, "steps": 12, "warmup": 2}
 TINY |= {"held_out": 0.2, "log_every": 3, "eval_every": 6, "save_every": 3, "learning_rate": 3e-3}
 
 
@@ -37,8 +39,23 @@ def target() -> jaxspec.Model:
     return jaxspec.Model(LM, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
 
 
-def settings(**changes) -> Settings:
-    return Settings(**TINY | changes)
+SIZES = {"heads": 3}
+KIND = {field.name for field in dataclasses.fields(MedusaSettings)}
+
+
+def shared(changes: dict) -> dict:
+    """The settings that all kinds of heads share among some settings."""
+    return {name: value for name, value in changes.items() if name not in KIND}
+
+
+def kind(**changes) -> MedusaSettings:
+    """The settings of Medusa heads among some settings."""
+    return MedusaSettings(**SIZES | {name: value for name, value in changes.items() if name in KIND})
+
+
+def train(model: jaxspec.Model, prompts, out, watch=None, data=None, **changes) -> Trained:
+    """Trains small heads; `changes` are settings of both."""
+    return train_heads(model, prompts, out, kind(**changes), **TINY | shared(changes), watch=watch, data=data)
 
 
 def write_prompts(path, count: int = 24) -> str:

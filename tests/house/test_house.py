@@ -39,7 +39,7 @@ MEMBERS = {"rules": {"_siblings"}, "drafters": {"_grow", "_beam"}, "schedules": 
 """Packages whose modules know no other of them, and what they share."""
 
 LONGEST_MODULE, LONGEST_FUNCTION = 300, 60
-LONG_FUNCTIONS = {"train.run.train": 132}
+LONG_FUNCTIONS: dict[str, int] = {}
 """Those that are still longer, with their lines: none may grow, and what has become shorter leaves the list."""
 
 

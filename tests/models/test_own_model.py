@@ -10,14 +10,13 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.trainees import train
 from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
 from jaxspec.heads.network import HeadsConfig
 from jaxspec.text.conversations import Conversation, read
 from jaxspec.train import tokenized
 from jaxspec.train.log import Watch
-from jaxspec.train.run import train
-from jaxspec.train.target import sizes_for
 
 VOCAB, WIDTH = 31, 16
 
@@ -97,9 +96,9 @@ def test_heads_are_trained_for_it_from_token_ids_and_draft(tmp_path, monkeypatch
     """Without a tokenizer, in a relative folder; heads that read no token need no embedding."""
     monkeypatch.chdir(tmp_path)
     target = TARGET if inputs != "hidden" else jaxspec.Model(without("embedding"), TARGET.params)
-    settings = trainees.settings(inputs=inputs, draft_vocab=draft_vocab, steps=30, learning_rate=1e-2)
+    changes = {"inputs": inputs, "draft_vocab": draft_vocab, "steps": 30, "learning_rate": 1e-2}
     lines: list[str] = []
-    trained = train(target, [prompts(tmp_path / "ids.jsonl")], "run", settings, Watch(say=lines.append))
+    trained = train(target, [prompts(tmp_path / "ids.jsonl")], "run", Watch(say=lines.append), **changes)
     assert lines[0].startswith("Only jaxspec serves" if inputs == "recurrent" else "jaxspec serves these heads, and")
     asked = trained.data.prompts[:3]
     plain = jaxspec.generate(target, asked, drafter="none", max_new_tokens=16)
@@ -121,7 +120,7 @@ def test_given_answers_may_be_token_ids(tmp_path):
     assert all("token ids" in row.why or "is empty" in row.why for row in bad)
     (text,), beyond = tokenized.texts_of(TARGET, found)
     assert (text.ids.tolist(), text.mask.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
-    assert [row.why for row in beyond] == ["token id 31 is not of the vocabulary, whose ids go from 0 to 30"]
+    assert [row.why for row in beyond] == ["token id 31 is not in the vocabulary, whose ids go from 0 to 30"]
     assert tokenized.prompts_of(TARGET, found, 8)[0] == [[1, 2]]
 
 
@@ -144,7 +143,7 @@ def refused(error, match, lm, folder, values=None, **settings):
     with pytest.raises(error, match=match) as caught:
         train(
             jaxspec.Model(lm, values or TARGET.params), [prompts(folder / "p.jsonl")], folder / "run",
-            trainees.settings(**settings),
+            **settings,
         )  # fmt: skip
     assert "\n" not in str(caught.value)
     assert not (folder / "run").exists()
@@ -169,15 +168,14 @@ def test_what_training_needs_and_does_not_get_is_named_first(tmp_path):
 
     values = TARGET.params | {"bias": jnp.linspace(0, 3, VOCAB)}
     refused(InvalidConfig, r"Biased.head must give its features times .* a bias becomes", Biased(), tmp_path, values)
-    assert sizes_for(jaxspec.Model(Biased(), values | {"bias": jnp.zeros(VOCAB)}), trainees.settings()) == HeadsConfig(
-        WIDTH, VOCAB, trainees.TINY["heads"], inputs="path"
-    )
+    unbiased = jaxspec.Model(Biased(), values | {"bias": jnp.zeros(VOCAB)})
+    assert trainees.kind().trainee(unbiased).config == HeadsConfig(WIDTH, VOCAB, 3, inputs="path")
 
 
 def test_text_without_a_tokenizer_is_refused_with_what_to_give(tmp_path):
     path = trainees.write_prompts(tmp_path / "text.jsonl")
-    with pytest.raises(MissingTokenizer, match=r"text.jsonl:1: is text, and own has no tokenizer; give token ids"):
-        train(TARGET, [path], tmp_path / "run", trainees.settings())
+    with pytest.raises(MissingTokenizer, match=r"text.jsonl:1: is text, and own has no tokenizer; use token ids"):
+        train(TARGET, [path], tmp_path / "run")
 
 
 def test_a_single_question_needs_no_chat_template():

@@ -13,7 +13,7 @@ from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.text import ChatTemplate
 from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
 from jaxspec.train import tokenized
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import Settings, check_together
 
 pytestmark = pytest.mark.quick
 
@@ -196,22 +196,22 @@ def test_only_the_assistants_tokens_are_learnt_from():
 def test_what_cannot_be_learnt_from_is_reported():
     target = trainees.target()
     silent = Conversation(TURNS[:1], None, "here")
-    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("the assistant says nothing")
-    assert "at most 3 are taken" in tokenized.prompts_of(target, [silent], 3)[1][0].why
+    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("there is no answer of the assistant")
+    assert "the maximum is 3" in tokenized.prompts_of(target, [silent], 3)[1][0].why
     forgetful = "{{ messages[-1].content }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     odd = dataclasses.replace(target, chat_template=ChatTemplate(forgetful))
-    assert "rewrites what was said" in tokenized.texts_of(odd, [Conversation(TURNS, None, "here")])[1][0].why
+    assert "rewrites earlier messages" in tokenized.texts_of(odd, [Conversation(TURNS, None, "here")])[1][0].why
     plain = Conversation((), "abcdef", "here")
     (found,), _ = tokenized.texts_of(target, [plain])
     assert found.mask.all()
 
 
 def test_a_share_is_held_out_evenly():
-    learnt, held = tokenized.split(100, 0.05)
+    kept, held = tokenized.split(100, 0.05)
     assert held.tolist() == [19, 39, 59, 79, 99]
-    assert sorted([*learnt, *held]) == list(range(100))
+    assert sorted([*kept, *held]) == list(range(100))
     assert tokenized.split(3, 0.0)[1].size == 0
-    with pytest.raises(TrainingError, match=r"1 usable prompt is too few .* give at least 2$"):
+    with pytest.raises(TrainingError, match=r"1 usable prompt is too few .* use at least 2$"):
         tokenized.split(1, 0.5)
 
 
@@ -219,7 +219,7 @@ def test_too_few_prompts_name_what_would_be_enough():
     """The number and the share that the message names are enough, and one prompt fewer is not."""
     for count in range(2, 400, 7):
         share = 0.37 / count
-        words = r"too few to hold out a share of .*: give at least (\d+) or make held_out .* at least ([\d.]+)$"
+        words = r"too few to hold out a fraction of .*: use at least (\d+) or set held_out .* at least ([\d.]+)$"
         with pytest.raises(TrainingError, match=words) as error:
             tokenized.split(count, share)
         needed, least = re.search(words, str(error.value)).groups()
@@ -235,18 +235,19 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"loss": "mse"}, "loss must be one of ce, kl"),
         ({"heads": 0}, "heads must be a whole number from 1, got 0"),
         ({"heads": 2.0}, "heads must be a whole number from 1, got 2.0"),
+        ({"inputs": "token"}, "inputs must be one of hidden, path, recurrent"),
         ({"learning_rate": 0}, "learning_rate must be finite and above 0"),
         ({"learning_rate": float("nan")}, "learning_rate must be finite"),
         ({"clip": -1.0}, "clip must be finite and at least 0"),
         ({"distill": 1}, "distill must be true or false"),
-        ({"held_out": 1.0}, "held_out is a share below 1"),
+        ({"held_out": 1.0}, "held_out must be below 1"),
         ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 devices"),
         ({"medusa2": True}, "its features cannot be cached"),
-        ({"row_tokens": 6}, "rows of 6 tokens have no place for 4 heads"),
+        ({"row_tokens": 6}, "rows of 6 tokens have no place for 4 drafted tokens"),
         ({"split": "word"}, "split must be one of line, blank, file"),
         ({"steps": "many"}, "steps must be a number"),
     ],
 )
 def test_settings_that_cannot_be(change, why):
     with pytest.raises(InvalidConfig, match=why):
-        Settings(**change)
+        check_together(Settings(**trainees.shared(change)), trainees.kind(**{"heads": 4} | change))

@@ -10,6 +10,7 @@ import pytest
 from helpers import trainees
 from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.train import losses
+from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.packing import Text, pack, pack_supervised_spans
 from jaxspec.train.settings import LOSSES, Settings
 from jaxspec.train.step import Trainable, start, train_step
@@ -95,12 +96,14 @@ def reference(kind: str, config: HeadsConfig, named: dict, reduced: bool, weight
 
 
 def objective(settings: Settings, config: HeadsConfig, reduced: bool):
-    frozen = losses.freeze(config, LM, PARAMS, IDS if reduced else None, laws=settings.loss not in ("ce", "kl"))
+    frozen = losses.freeze(
+        MedusaTrainee(config), LM, PARAMS, IDS if reduced else None, laws=settings.loss not in ("ce", "kl")
+    )
     weights = losses.head_weights(settings, jnp.zeros(3))
 
     @jax.jit
     def loss(named):
-        found = losses.sums(settings, config, unflatten(named), frozen, rows())
+        found = losses.sums(settings, MedusaTrainee(config), unflatten(named), frozen, rows())
         return (weights * found.loss / found.counted).sum()
 
     return loss, np.asarray(weights)
@@ -111,7 +114,7 @@ def objective(settings: Settings, config: HeadsConfig, reduced: bool):
 def test_loss_and_gradient_equal_the_reference(kind, inputs, reduced):
     """To 1e-5, at a random direction of every parameter; "lk-lambda" has its mixture held fast, as its paper has."""
     config, named = heads(inputs, reduced)
-    loss, weights = objective(Settings(heads=3, loss=kind), config, reduced)
+    loss, weights = objective(Settings(loss=kind), config, reduced)
     precise = {name: np.asarray(a, np.float64) for name, a in named.items()}
     value = reference(kind, config, precise, reduced, weights)
     assert float(loss(named)) == pytest.approx(value, abs=1e-5, rel=1e-5)
@@ -149,12 +152,12 @@ TARGET = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(5).normal(size=8),
 def test_what_is_not_finite_and_not_counted_does_no_harm():
     """Features of padding and of a text's end may be anything."""
     config, named = heads("hidden", False)
-    loss, _ = objective(Settings(heads=3), config, False)
+    loss, _ = objective(Settings(), config, False)
     spoilt = rows()._replace(features=jnp.where((rows().segments == 0)[..., None], jnp.nan, rows().features))
-    frozen = losses.freeze(config, LM, PARAMS)
+    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sums(Settings(heads=3), config, unflatten(named), frozen, spoilt).loss.sum()
+            lambda named: losses.sums(Settings(), MedusaTrainee(config), unflatten(named), frozen, spoilt).loss.sum()
         )
     )(named)
     assert np.isfinite(value)
@@ -176,7 +179,7 @@ def test_labels_are_those_two_and_more_ahead():
             params[f"blocks.{head}.0.kernel"] = jnp.asarray(40 * after - 20 * (1 - after))
         batch = losses.Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), features)
         frozen = losses.Frozen(jnp.eye(size), None, None, None)
-        found = losses.sums(Settings(heads=3), config, unflatten(params), frozen, batch)
+        found = losses.sums(Settings(), MedusaTrainee(config), unflatten(params), frozen, batch)
         assert (found.top1 / found.seen).tolist() == ([1.0] * 3 if shift == 0 else [0.0] * 3)
         assert found.seen.tolist() == [28, 27, 26]
         assert float(losses.accepted_length(found)) == (4 if shift == 0 else 1)
@@ -185,13 +188,13 @@ def test_labels_are_those_two_and_more_ahead():
 def test_a_step_in_parts_is_the_step_in_one():
     """Gradients of two parts of unlike shares add up to those of the whole."""
     config, named = heads("hidden", False)
-    state = functools.partial(lambda: start(Settings(heads=3), config, Trainable(unflatten(named))))
-    frozen = losses.freeze(config, LM, PARAMS)
+    state = functools.partial(lambda: start(Settings(), MedusaTrainee(config), Trainable(unflatten(named))))
+    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):
-        settings = Settings(heads=3, batch=2, accumulate=parts, warmup=0, steps=10)
+        settings = Settings(batch=2, accumulate=parts, warmup=0, steps=10)
         batch = jax.tree.map(lambda a, parts=parts: a.reshape(parts, 2 // parts, *a.shape[1:]), rows())
-        step = jax.jit(functools.partial(train_step, settings, config, LM, None))
+        step = jax.jit(functools.partial(train_step, settings, MedusaTrainee(config), LM))
         end, report = step(frozen, state(), batch)
         ends.append((flatten(end.params.heads), float(report.loss), float(report.gradient)))
     assert ends[0][1:] == pytest.approx(ends[1][1:], rel=1e-5)
@@ -230,10 +233,10 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     config = HeadsConfig(E, V, heads, inputs="path")
     params = init_params(config)
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), params)
-    frozen = losses.freeze(config, LM, PARAMS)
+    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     both = [
         losses.sums(
-            Settings(heads=heads), config, params, frozen, losses.Batch(*map(jnp.asarray, rows), jnp.asarray(a))
+            Settings(), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, rows), jnp.asarray(a))
         )
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]

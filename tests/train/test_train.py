@@ -15,6 +15,7 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.trainees import train
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
 from jaxspec.errors import MissingPackage, StorageError, TrainingError
@@ -25,7 +26,8 @@ from jaxspec.train.checkpoints import Checkpoint, Checkpoints
 from jaxspec.train.features import Cached
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
-from jaxspec.train.run import train
+from jaxspec.train.medusa import MedusaTrainee
+from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, start
 
 
@@ -40,7 +42,7 @@ def run(prompts, tmp_path_factory):
     target, folder = trainees.target(), tmp_path_factory.mktemp("run")
     before = fingerprint(target.params)
     lines = []
-    trained = train(target, [prompts], folder, trainees.settings(steps=60), Watch(say=lines.append))
+    trained = train(target, [prompts], folder, Watch(say=lines.append), steps=60)
     return trained, folder, before, fingerprint(target.params), lines
 
 
@@ -54,7 +56,7 @@ def test_it_learns_and_the_target_stays_as_it_is(run):
     held = [r["held_out"] for r in records if "held_out" in r]
     assert held[-1]["accepted_length"] > 1.2
     assert trained.skipped == 0
-    assert any("tokens to learn from" in line for line in lines)
+    assert any("tokens to train on" in line for line in lines)
 
 
 def test_heads_draft_what_they_learnt(run):
@@ -77,7 +79,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]
     words += ["--data", os.path.relpath(run[1]), "--fit-prompts", "1", "--fit-dtype", "bfloat16"]
-    for name, value in (trainees.TINY | {"steps": 60}).items():
+    for name, value in (trainees.TINY | trainees.SIZES | {"steps": 60}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     assert main(words) == 0
     out, err = capsys.readouterr()
@@ -106,7 +108,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
 def test_a_target_that_is_trained_decides_as_it_was_trained(tmp_path, capsys):
     words = ["train", "medusa", "--prompts", "prompts.jsonl", "--out", str(tmp_path / "run"), "--medusa2"]
     assert main([*words, "--no-cache-features", "--fit-dtype", "bfloat16"]) == 2
-    assert "--fit-dtype bfloat16: --medusa2 trains the target in --dtype float32" in capsys.readouterr().err
+    assert "--fit-dtype bfloat16: the target is trained in --dtype float32" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -114,7 +116,7 @@ def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     """Every array of the optimizer's state is a scalar or shaped like a head's."""
     trained = run[0]
     heads = trained.heads
-    state = start(trainees.settings(), heads.config, Trainable(heads.params))
+    state = start(Settings(), MedusaTrainee(heads.config), Trainable(heads.params))
     shapes = set(heads.config.param_shapes().values())
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt)]
     assert {shape for shape in moments if shape} <= shapes
@@ -134,23 +136,23 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, s
             raise Ended
 
     whole, folder = run[:2]
-    target, settings = trainees.target(), trainees.settings(steps=60)
+    target = trainees.target()
     with pytest.raises(Ended):
-        train(target, [prompts], tmp_path, settings, Watch(step=end))
+        train(target, [prompts], tmp_path, Watch(step=end), steps=60)
     lines = []
-    parts = train(target, [prompts], tmp_path, settings, Watch(say=lines.append))
-    assert [line for line in lines if "goes on" in line] == ([f"goes on after step {after}"] if after else [])
+    parts = train(target, [prompts], tmp_path, Watch(say=lines.append), steps=60)
+    assert [line for line in lines if "resumes" in line] == ([f"resumes after step {after}"] if after else [])
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
     assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
-    again = train(target, [prompts], tmp_path, settings)  # nothing is left to do
+    again = train(target, [prompts], tmp_path, steps=60)  # nothing is left to do
     assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
 
 
 def test_runs_may_share_answers_and_features(run, prompts, tmp_path):
     """Another loss on what is there: nothing is answered or read again."""
     before = {path: path.stat().st_mtime_ns for name in ("answers", "features") for path in (run[1] / name).iterdir()}
-    settings = trainees.settings(steps=3, loss="lk-lambda", draft_vocab=20, head_weights="acceptance")
-    trained = train(trainees.target(), [prompts], tmp_path, settings, data=run[1])
+    changes = {"steps": 3, "loss": "lk-lambda", "draft_vocab": 20, "head_weights": "acceptance"}
+    trained = train(trainees.target(), [prompts], tmp_path, data=run[1], **changes)
     assert trained.heads.config.rows == 20
     assert {path.name for path in tmp_path.iterdir()} >= {"settings.json", "log.jsonl", "checkpoints"}
     assert not (tmp_path / "answers").exists()
@@ -170,7 +172,7 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
 
     def refused(words, folder, shelf=None, **changes):
         with pytest.raises(TrainingError, match=words) as error:
-            train(trainees.target(), [prompts], folder, trainees.settings(**{"steps": 60} | changes), data=shelf)
+            train(trainees.target(), [prompts], folder, data=shelf, **{"steps": 60} | changes)
         assert "\n" not in str(error.value)
 
     whole = run[1]
@@ -198,26 +200,24 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
     )
     more = trainees.write_prompts(tmp_path / "more.jsonl", 25)
     with pytest.raises(TrainingError, match="holds answers made with other prompts: go on"):
-        train(trainees.target(), more, other, trainees.settings(), data=whole)
+        train(trainees.target(), more, other, data=whole)
     assert not (other / "checkpoints").exists()
 
     # Greedy answers depend on no seed, and nothing on how often it is saved: what is there is taken.
-    again = train(trainees.target(), prompts, whole, trainees.settings(steps=60, save_every=7, bad_rows="refuse"))
+    again = train(trainees.target(), prompts, whole, steps=60, save_every=7, bad_rows="refuse")
     assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
     monkeypatch.setattr(running, "start", reach)
     with pytest.raises(Reached):
-        train(trainees.target(), prompts, other, trainees.settings(seed=7), data=whole)
+        train(trainees.target(), prompts, other, data=whole, seed=7)
 
 
 def test_too_few_prompts_are_noticed_before_any_is_answered(prompts, tmp_path, monkeypatch):
     """And the folder is then free for the settings that the message asks for."""
     monkeypatch.setattr(dataset, "answers", reach)
-    with pytest.raises(
-        TrainingError, match=r"24 usable prompts are too few .* 0.03: give at least 34 or make held_out"
-    ):
-        train(trainees.target(), prompts, tmp_path, trainees.settings(held_out=0.03))
+    with pytest.raises(TrainingError, match=r"24 usable prompts are too few .* 0.03: use at least 34 or set held_out"):
+        train(trainees.target(), prompts, tmp_path, held_out=0.03)
     with pytest.raises(Reached):
-        train(trainees.target(), prompts, tmp_path, trainees.settings(held_out=0.042))
+        train(trainees.target(), prompts, tmp_path, held_out=0.042)
 
 
 def test_answers_that_were_never_given_bind_nothing(prompts, tmp_path, monkeypatch):
@@ -228,14 +228,14 @@ def test_answers_that_were_never_given_bind_nothing(prompts, tmp_path, monkeypat
     (answers / "answers.jsonl").write_text('{"texts": 1, "max_new_tokens": 5}\n')
     monkeypatch.setattr("jaxspec.train.self_distill.generate", reach)
     with pytest.raises(Reached):
-        train(trainees.target(), prompts, tmp_path, trainees.settings())
+        train(trainees.target(), prompts, tmp_path)
     assert [path.name for path in answers.iterdir()] == ["answers.json"]
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_made(prompts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(MissingPackage, match="training needs the package grain"):
-        train(trainees.target(), prompts, tmp_path / "run", trainees.settings())
+        train(trainees.target(), prompts, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -264,7 +264,7 @@ def press(times: int, at: int):
 def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_path, monkeypatch):
     """Between two checkpoints, and again while that one is saved; then to the bits of a run in one go."""
     whole, folder = run[:2]
-    settings, lines, write = trainees.settings(steps=60), [], orbax.write
+    lines, write = [], orbax.write
     shutil.copytree(folder / "answers", tmp_path / "answers")
 
     def noticed():
@@ -279,7 +279,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
         patch.setattr(Cached, "at", press(1, at=5))
         patch.setattr(orbax, "write", lambda place, tree: (impatient if noticed() else write)(place, tree))
         with pytest.raises(KeyboardInterrupt):
-            train(trainees.target(), prompts, tmp_path, settings, Watch(say=lines.append))
+            train(trainees.target(), prompts, tmp_path, Watch(say=lines.append), steps=60)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert noticed()
     assert lines[-1] == f"interrupted after step 5, which is saved in {tmp_path / 'checkpoints'}"
@@ -287,8 +287,8 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
         "step-00000003",
         "step-00000005-interrupted",
     ]
-    parts = train(trainees.target(), prompts, tmp_path, settings, Watch(say=lines.append))
-    assert "goes on after step 5" in lines
+    parts = train(trainees.target(), prompts, tmp_path, Watch(say=lines.append), steps=60)
+    assert "resumes after step 5" in lines
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
     assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
     assert Checkpoints(tmp_path / "checkpoints").prints() == Checkpoints(folder / "checkpoints").prints()
@@ -299,26 +299,29 @@ def test_a_second_ctrl_c_ends_a_step_at_once(run, prompts, tmp_path, monkeypatch
     shutil.copytree(run[1] / "answers", tmp_path / "answers")
     monkeypatch.setattr(Cached, "at", press(2, at=5))
     with pytest.raises(KeyboardInterrupt):
-        train(trainees.target(), prompts, tmp_path, trainees.settings(steps=60))
+        train(trainees.target(), prompts, tmp_path, steps=60)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_command_that_was_interrupted_says_how_to_go_on(prompts, tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "train", interrupted)
+    monkeypatch.setattr(running, "train_heads", interrupted)
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     assert main(["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]) == 130
-    assert "what was made is kept in run: the same command goes on\n\njaxspec: interrupted" in capsys.readouterr().err
+    assert (
+        "everything so far is kept in run: the same command resumes the run\n\njaxspec: interrupted"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command_needs_texts_that_are_held_out(tmp_path, capsys):
     assert (
         main(["train", "medusa", "--prompts", "prompts.jsonl", "--out", str(tmp_path / "run"), "--held-out", "0"]) == 2
     )
-    assert "--held-out 0: the tree and the card are made with held-out texts" in capsys.readouterr().err
+    assert "--held-out 0: the tree and the card need held-out texts" in capsys.readouterr().err
 
 
 def test_the_plot_is_of_the_whole_log_however_often_the_run_was_ended(run, tmp_path, monkeypatch):
@@ -349,9 +352,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(run, prompts, copied):
     order = bytearray((newest / "about.json").read_bytes())
     order[order.index(b'"order"') + 3] ^= 1
     (newest / "about.json").write_bytes(order)
-    again = train(trainees.target(), prompts, copied, trainees.settings(steps=60), Watch(say=lines.append))
+    again = train(trainees.target(), prompts, copied, Watch(say=lines.append), steps=60)
     assert any("about.json are not those that were written; it is kept as damaged-" in line for line in lines)
-    assert any(line.startswith("goes on after step") for line in lines)
+    assert any(line.startswith("resumes after step") for line in lines)
     assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
     assert (copied / LOG).read_bytes() == (run[1] / LOG).read_bytes()
     assert (newest.with_name(f"damaged-{newest.name}") / "about.json").read_bytes() == bytes(order)
@@ -364,14 +367,14 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_run_and_nothing_is_lost(promp
     before = contents(copied)
     monkeypatch.setattr(orbax, "read", fails)
     with pytest.raises(TrainingError, match=r"cannot be read: Checkpoint path should be absolute; nothing was changed"):
-        train(trainees.target(), prompts, copied, trainees.settings(steps=60))
+        train(trainees.target(), prompts, copied, steps=60)
     for path in (copied / "checkpoints").glob("step-*/about.json"):
         path.unlink()
         before.pop(path)
     with pytest.raises(
-        TrainingError, match=r"about.json is missing, and no checkpoint in .* is whole; nothing was changed"
+        TrainingError, match=r"about.json is missing, and no checkpoint in .* is intact; nothing was changed"
     ):
-        train(trainees.target(), prompts, copied, trainees.settings(steps=60))
+        train(trainees.target(), prompts, copied, steps=60)
     assert contents(copied) == before
 
 
@@ -381,7 +384,7 @@ def test_heads_that_are_not_the_best_ones_are_said_to_be(run, prompts, copied):
     assert best < 60
     shutil.rmtree(copied / "checkpoints" / f"step-{best:08d}")
     lines = []
-    trained = train(trainees.target(), prompts, copied, trainees.settings(steps=60), Watch(say=lines.append))
+    trained = train(trainees.target(), prompts, copied, Watch(say=lines.append), steps=60)
     assert lines[-1].endswith(
         f"the checkpoint of step {best} is missing; it was the best, and the heads are those of step 60"
     )
@@ -393,21 +396,21 @@ def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):
     given, settings = trainees.target(), {"medusa2": True, "cache_features": False, "steps": 4, "medusa2_warmup": 2}
     settings |= {"log_every": 1, "save_every": 1, "eval_every": 4, "inputs": "hidden", "batch": 2}
     before = fingerprint(given.params)
-    trained = train(given, [prompts], tmp_path, trainees.settings(**settings), data=run[1])
+    trained = train(given, [prompts], tmp_path, data=run[1], **settings)
     assert fingerprint(given.params) == before != fingerprint(trained.target.params)
     like = Trainable(init_params(HeadsConfig(64, given.lm.vocab, 3)), given.params)
     store = Checkpoints(tmp_path / "checkpoints")
     assert store.steps() == [3, 4]
-    newest = store.load(4, start(trainees.settings(**settings), HeadsConfig(64, given.lm.vocab, 3), like)).state.params
+    newest = store.load(4, start(trained.settings, trained.trainee, like)).state.params
     assert fingerprint(newest.target) == fingerprint(trained.target.params)
     found = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
     assert found.top1 == pytest.approx(trained.log[-1]["held_out"]["top1"], abs=1e-6)
 
 
 def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_path):
-    settings = trainees.settings(learning_rate=1e38, max_bad_steps=2, clip=0.0, warmup=0)
+    settings = {"learning_rate": 1e38, "max_bad_steps": 2, "clip": 0.0, "warmup": 0}
     with pytest.raises(TrainingError, match="the loss was not finite 2 times in a row"):
-        train(trainees.target(), [prompts], tmp_path, settings)
+        train(trainees.target(), [prompts], tmp_path, **settings)
     for line in (tmp_path / LOG).read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -415,13 +418,15 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     """No file may grow past two kilobytes: the cause in one line, and what was saved is whole."""
     config = HeadsConfig(64, 61, 2)
-    begun = start(trainees.settings(), config, Trainable(init_params(config)))
+    begun = start(Settings(), MedusaTrainee(config), Trainable(init_params(config)))
     store = Checkpoints(tmp_path)
     store.save(Checkpoint(begun, {"next_index": 0}, None))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
     try:
-        with pytest.raises(StorageError, match=r"step-00000001 cannot be written: .*are whole") as error:
+        with pytest.raises(
+            StorageError, match=r"step-00000001 cannot be written: earlier checkpoints are intact"
+        ) as error:
             store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -438,6 +443,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
 def test_an_unwritable_folder_is_a_one_line_error(prompts, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written: Not a directory") as error:
-        train(trainees.target(), [prompts], tmp_path / "file" / "run", trainees.settings())
+        train(trainees.target(), [prompts], tmp_path / "file" / "run")
     assert "\n" not in str(error.value)
     assert pathlib.Path(tmp_path / "file").read_text() == ""

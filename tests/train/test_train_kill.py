@@ -20,7 +20,7 @@ CHANGES = {"steps": STEPS, "eval_every": 40, "save_every": 10, "log_every": 5, "
 def command(folder: pathlib.Path, target: pathlib.Path, prompts: str) -> list[str]:
     words = [sys.executable, "-m", "jaxspec", "train", "medusa", "--target", str(target), "--prompts", prompts]
     words += ["--out", str(folder), "--fit-prompts", "0"]
-    for name, value in (trainees.TINY | CHANGES).items():
+    for name, value in (trainees.TINY | trainees.SIZES | CHANGES).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 

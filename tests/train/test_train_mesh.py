@@ -15,13 +15,12 @@ PROGRAM = """
 import json, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 from helpers import trainees
-from jaxspec.train.run import train
 
 folder = pathlib.Path(sys.argv[2])
 prompts = trainees.write_prompts(folder / "prompts.jsonl")
 for devices in (1, 8):
-    settings = trainees.settings(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
-    trained = train(trainees.target(), [prompts], folder / str(devices), settings, data=folder / "data")
+    changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
+    trained = trainees.train(trainees.target(), [prompts], folder / str(devices), data=folder / "data", **changes)
     about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
     print(json.dumps({"log": trained.log, "order": [one["order"] for one in about]}))
 """

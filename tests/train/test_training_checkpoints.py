@@ -173,7 +173,7 @@ def test_lines_of_later_steps_are_moved_and_damaged_ones_refused(tmp_path):
     for bad, why in (("{\n", "Expecting"), ("[1]\n", "it names no step"), ('{"step": "3"}\n', "it names no step")):
         whole = lines[0] + bad + lines[1]
         (tmp_path / "log.jsonl").write_text(whole)
-        with pytest.raises(TrainingError, match=f"log.jsonl, line 2: is damaged \\({why}.*; move the file away"):
+        with pytest.raises(TrainingError, match=f"log.jsonl, line 2: is damaged \\({why}.*; remove the file to resume"):
             Log(tmp_path, 6)
         assert (tmp_path / "log.jsonl").read_text() == whole
     assert (tmp_path / SPEED).read_text() == ""

@@ -1,0 +1,45 @@
+"""Arrays of a training step: a batch of packed rows, and the frozen parts of the target."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Batch(NamedTuple):
+    """Packed rows and the target's feature of every token."""
+
+    tokens: Int[Array, "B T"]
+    segments: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    features: Float[Array, "B T E"]
+
+
+class Frozen(NamedTuple):
+    """The parts of the target that heads are trained against; they receive no gradient.
+
+    Attributes:
+        rows: the rows of the target's projection for the drafted tokens.
+        everything: all rows of the projection, if the vocabulary is reduced and the loss needs acceptance; else None.
+        embed: the embeddings, for heads that read tokens; else None.
+        index: the row of each token, -1 for tokens that are not drafted; None if the vocabulary is not reduced.
+        ids: the drafted tokens, ascending; None if the vocabulary is not reduced.
+    """
+
+    rows: Float[Array, "R E"]
+    everything: Float[Array, "V E"] | None
+    embed: Float[Array, "V E"] | None
+    index: Int[Array, "V"] | None  # pyright: ignore[reportIncompatibleMethodOverride]
+    ids: Int[Array, "R"] | None = None
+
+
+def ahead(values: Array, steps: int) -> Array:
+    """Shifts each row `[B, T, ...]` by `steps` tokens to the left, and fills its end with zeros."""
+    return jnp.pad(values[:, steps:], ((0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)))
+
+
+def wanted(batch: Batch, step: int) -> Bool[Array, "B T"]:
+    """Returns the positions t whose token t + 2 + step is in the same text and written by the assistant."""
+    steps = 2 + step
+    same = (batch.segments > 0) & (ahead(batch.segments, steps) == batch.segments)
+    return same & ahead(batch.mask, steps)

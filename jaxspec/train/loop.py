@@ -1,0 +1,224 @@
+"""The loop over the steps of a run: log, evaluation, checkpoints, and Ctrl-C."""
+
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.backend.compilation_cache import keep_compilations
+from jaxspec.core.networks import LanguageModel
+from jaxspec.errors import TrainingError
+from jaxspec.train import losses, packing, sources
+from jaxspec.train.checkpoints import Checkpoint, Checkpoints
+from jaxspec.train.features import Reader
+from jaxspec.train.interrupt import Interrupts
+from jaxspec.train.log import Log, Watch
+from jaxspec.train.manifest import CHECKPOINTS
+from jaxspec.train.order import make_order
+from jaxspec.train.settings import Settings
+from jaxspec.train.step import Report, TrainState, learning_rate, train_step
+from jaxspec.train.trainee import Trainee
+
+
+class Setup(NamedTuple):
+    """The parts of a run that no step changes.
+
+    Attributes:
+        settings: the settings.
+        trainee: the heads.
+        network: the network that gives the features.
+        frozen: the frozen parts of the target.
+        rows: the rows to train on.
+        held: the held-out rows; None if there are none.
+        reader: computes features with the network.
+        whole: the sharding of arrays that every device holds.
+        spread: the sharding of a batch.
+    """
+
+    settings: Settings
+    trainee: Trainee
+    network: LanguageModel
+    frozen: losses.Frozen
+    rows: sources.Source
+    held: sources.Source | None
+    reader: Reader
+    whole: jax.NamedSharding
+    spread: jax.NamedSharding
+
+
+class Loop:
+    """A run from its newest checkpoint to its last step.
+
+    Attributes:
+        setup: the parts that no step changes.
+        store: the checkpoints.
+        log: the log.
+        best: step and score of the best evaluation on the held-out texts; None before the first.
+    """
+
+    def __init__(self, setup: Setup, folder: pathlib.Path, begun: TrainState, watch: Watch):
+        """Opens the folder of the run.
+
+        Args:
+            setup: the parts that no step changes.
+            folder: the folder.
+            begun: the state before the first step.
+            watch: callbacks for progress.
+        """
+        self.setup, self._watch, self.store = setup, watch, Checkpoints(folder / CHECKPOINTS)
+        found, wrong = self.store.newest(begun)
+        for line in wrong:
+            watch.say(line)
+        self._order = make_order(len(setup.rows.rows.tokens), setup.settings)
+        if found is None:
+            found = Checkpoint(begun, self._order.get_state(), None)
+        else:
+            try:
+                self._order.set_state(found.order)
+            except Exception as error:  # of another version of grain
+                raise TrainingError(
+                    f"{self.store.folder}: the order of the rows cannot be set: {error!s:.200}"
+                ) from None
+            watch.say(f"resumes after step {int(found.state.step)}")
+        # A step donates its buffers.
+        self._state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, setup.whole))
+        self.best, self.log = found.best, Log(folder, int(found.state.step))
+        self._take, self._judge = _compiled(setup.settings, setup.trainee, setup.network)
+        self._timed = (time.perf_counter(), int(found.state.step))  # when the last line was logged, and its step
+
+    def run(self) -> TrainState:
+        """Takes the remaining steps, and returns the last state.
+
+        Raises:
+            TrainingError: the loss was not finite too many times in a row.
+            KeyboardInterrupt: Ctrl-C was pressed; a checkpoint is saved first.
+        """
+        settings = self.setup.settings
+        self._timed = (time.perf_counter(), int(self._state.step))
+        with Interrupts(self._watch.say) as interrupts:
+            for now in range(int(self._state.step) + 1, settings.steps + 1):
+                index = next(self._order)
+                self._state, report = self._take(self.setup.frozen, self._state, self._batch(index))
+                self._check_finite(now)
+                last = now == settings.steps
+                if now % settings.log_every == 0 or last:
+                    self._report(now, report)
+                if self.setup.held is not None and (now % settings.eval_every == 0 or last):
+                    self._evaluate(now, self.setup.held)
+                regular = now % settings.save_every == 0 or last or (self.best is not None and self.best[0] == now)
+                if regular or interrupts.wanted:
+                    with interrupts.saving():
+                        state = jax.device_get(self._state)
+                        self.store.save(Checkpoint(state, self._order.get_state(), self.best), extra=not regular)
+                if interrupts.wanted:
+                    self._watch.say(f"interrupted after step {now}, which is saved in {self.store.folder}")
+                    raise KeyboardInterrupt
+        return self._state
+
+    def _batch(self, index: np.ndarray) -> losses.Batch:
+        """Returns the rows of these numbers in parts, on the devices."""
+        settings, source = self.setup.settings, self.setup.rows
+        shape = (settings.accumulate, len(index) // settings.accumulate)
+        part = packing.Rows(*(a[index] for a in source.rows))
+        if self.setup.trainee.joint is None:
+            features = source.features_of(index)
+        else:  # the step reads them with the target that it trains
+            features = np.zeros((*part.tokens.shape, 0), np.float32)
+        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
+        return jax.device_put(losses.Batch(*parts), self.setup.spread)
+
+    def _check_finite(self, now: int) -> None:
+        most = self.setup.settings.max_bad_steps
+        if int(self._state.bad) >= most:
+            raise TrainingError(
+                f"step {now}: the loss was not finite {most} times in a row; lower the learning rate, and use another "
+                f"folder (the checkpoint of step {max(self.store.steps() or [0])} is intact)"
+            )
+
+    def _report(self, now: int, report: Report) -> None:
+        """Adds a line to the log, and begins another window of sums."""
+        settings, state = self.setup.settings, self._state
+        record = {
+            "step": now,
+            "loss": _number(report.loss),
+            "learning_rate": _number(learning_rate(settings)(now - 1)),
+            "gradient": _number(report.gradient),
+            **shares(state.window),
+            "skipped": int(state.skipped),
+        }
+        self._state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
+        self.log.add(record)
+        clock, since = self._timed
+        self._timed = (time.perf_counter(), now)
+        seconds = self._timed[0] - clock
+        speed = (now - since) * settings.batch * settings.row_tokens / seconds
+        self.log.speed({"step": now, "tokens_per_s": speed, "s": seconds})
+        self._watch.step(now, settings.steps, record | {"tokens_per_s": speed})
+
+    def _evaluate(self, now: int, held: sources.Source) -> None:
+        """Adds the held-out accuracies to the log, and keeps the best step."""
+        setup, params = self.setup, self._state.params
+        frozen = setup.frozen
+        if params.target is not None:
+            frozen = losses.freeze(setup.trainee, setup.network, params.target, dtype=setup.settings.precision)
+            held = sources.computed(setup.reader, params.target, held.rows)
+        judge = functools.partial(self._judge, frozen, params.heads)
+        record = {"step": now, "held_out": evaluate(judge, held, setup.reader.batch)}
+        self.log.add(record)
+        score = record["held_out"]["accepted_length"]
+        if self.best is None or score > self.best[1]:
+            self.best = (now, score)
+        self._watch.step(now, setup.settings.steps, record)
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number for JSON, which has no NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def shares(found: losses.Sums) -> dict[str, Any]:
+    """Returns sums as the values of a line of the log."""
+    seen = np.maximum(np.asarray(found.seen), 1)
+    return {
+        "loss_by_head": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
+        "top1": (np.asarray(found.top1) / seen).tolist(),
+        "top5": (np.asarray(found.top5) / seen).tolist(),
+        "accepted_length": float(losses.accepted_length(found)),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(settings: Settings, trainee: Trainee, network: LanguageModel) -> tuple[Callable, Callable]:
+    """Returns a compiled step and a compiled evaluation, which the runs of a process share."""
+    keep_compilations()
+    step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)
+
+    @jax.jit
+    def judge(frozen: losses.Frozen, params: Any, batch: losses.Batch) -> losses.Sums:
+        return losses.sums(settings, trainee, params, frozen, batch)
+
+    return step, judge
+
+
+def evaluate(judge: Callable, source: sources.Source, size: int) -> dict[str, Any]:
+    """Evaluates heads on rows, in batches of one size.
+
+    Args:
+        judge: a function from a batch to its sums.
+        source: the rows.
+        size: rows of each batch; the last one is padded.
+    """
+    total, rows = None, source.rows
+    for at in range(0, len(rows.tokens), size):
+        index = np.arange(at, min(at + size, len(rows.tokens)))
+        part = [np.asarray(a) for a in (*(a[index] for a in rows), source.features_of(index))]
+        padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
+        found = judge(losses.Batch(*map(jnp.asarray, padded)))
+        total = found if total is None else jax.tree.map(jnp.add, total, found)
+    assert total is not None
+    return shares(total)

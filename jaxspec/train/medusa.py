@@ -1,0 +1,163 @@
+"""Medusa heads in training, for any target that gives features and a projection (`HeadTarget`)."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.networks import LanguageModel, ProjectedTarget, need_members, no_feature
+from jaxspec.core.records import Params
+from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params, module, normed, vocabulary
+from jaxspec.heads.serving import served_by
+from jaxspec.models.model import Model
+from jaxspec.models.out_major import OutMajor
+from jaxspec.models.transformer import TransformerLM, matmul
+from jaxspec.train.batch import Batch, Frozen, ahead
+from jaxspec.train.trainee import Joint
+
+TOLERANCE = 0.02
+"""Largest accepted difference between `head` and features times projection, relative to the largest logit; bfloat16
+rounds to about 0.004."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaTrainee:
+    """Medusa heads that are trained for a target; see `jaxspec.train.trainee.Trainee`.
+
+    Attributes:
+        config: the sizes.
+        joint: how the target is trained, too (Medusa-2, Cai et al. 2024, section 2.2.2); None if it is frozen.
+    """
+
+    config: HeadsConfig
+    joint: Joint | None = None
+    drafter = "medusa"
+    title = "Medusa heads"
+    reads_context = False
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """None: Medusa heads read the target's own features."""
+        return {}
+
+    @property
+    def drafted(self) -> int:
+        """The number of heads."""
+        return self.config.num_heads
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the target's projection."""
+        return self.config.vocab_size
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the heads read embeddings of tokens."""
+        return self.config.reads_words
+
+    @property
+    def description(self) -> str:
+        """The sizes, for the card."""
+        c = self.config
+        blocks = f"{c.num_layers} block{'s' * (c.num_layers > 1)}"
+        network = f" in one network of {blocks}" if c.inputs == "recurrent" else f" of {blocks} each"
+        return (
+            f"{c.num_heads} heads{network}, inputs: {c.inputs}, projection: {c.projection}, {c.rows} of "
+            f"{c.vocab_size} tokens drafted"
+        )
+
+    @property
+    def served_by(self) -> str:
+        """A sentence that says which systems can serve the heads."""
+        return served_by(self.config, self.joint is not None)
+
+    def network(self, lm: LanguageModel) -> LanguageModel:
+        """Returns the target's network: Medusa heads read its features."""
+        return lm
+
+    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array, "R"] | None) -> Params:
+        """Returns heads that all predict what the target's own head does."""
+        params = init_params(self.config, projection, ids)
+        return {name: value for name, value in params.items() if name != "tokens"}
+
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
+        """Yields the logits of each head after every token t, for token t + 2 + head."""
+        if frozen.ids is not None:
+            params = params | {"tokens": frozen.ids}
+        heads, words = module(self.config, params), []
+        if self.config.reads_words:
+            assert frozen.embed is not None
+            words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(self.config.num_heads)]
+        for head, features in enumerate(heads.every(batch.features.astype(jnp.float32), words)):
+            if self.config.num_projections:
+                yield heads.logits(head, features)
+            else:
+                yield matmul(features, frozen.rows, transposed=True)
+
+    def to_heads(self, params: Params, ids: Int[Array, "R"] | None, name: str) -> DraftHeads:
+        """Returns the trained heads."""
+        params = params if ids is None else params | {"tokens": ids}
+        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
+
+
+def make_trainee(
+    target: Model, *, heads: int, layers: int, inputs: str, projection: str, draft_vocab: int, joint: Joint | None
+) -> MedusaTrainee:
+    """Returns Medusa heads to train for a target; arguments as those of `MedusaSettings`.
+
+    Raises:
+        InvalidConfig: the target lacks a method, its `head` computes something else than features times projection, or
+            it is to be trained and its weights are int8.
+        ShapeMismatch: a table has the wrong shape.
+    """
+    lm, params = target.lm, target.params
+    tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
+    need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
+    no_text = no_feature(lm, params, lm.init_cache(1, 0))
+    width = no_text.shape[-1]
+    for name in tables:
+        shape = tuple(getattr(getattr(lm, name)(params), "shape", ()))
+        if len(shape) != 2 or shape[0] < lm.vocab or shape[1] != width:
+            raise ShapeMismatch(
+                f"{type(lm).__name__}.{name}(params) must be [{lm.vocab}, {width}], a row for every token, as wide as "
+                f"the features of apply; got {list(shape)}"
+            )
+    if not isinstance(lm, TransformerLM):
+        _check_projection(target, no_text)
+    assert isinstance(lm, ProjectedTarget)
+    if joint is not None and isinstance(lm.unembedding(params), OutMajor):
+        raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
+    config = HeadsConfig(
+        hidden_size=width,
+        vocab_size=vocabulary(target),
+        num_heads=heads,
+        num_layers=layers,
+        inputs=inputs,
+        projection=projection,
+        draft_vocab_size=draft_vocab if 0 < draft_vocab < lm.vocab else None,
+    )
+    return MedusaTrainee(config, joint)
+
+
+def _check_projection(target: Model, no_text: jax.Array) -> None:
+    """Compares `head` with the projection on a random feature: heads would not learn a bias, a cap or a scale."""
+    lm = target.lm
+    assert isinstance(lm, ProjectedTarget)
+    feature = jax.random.normal(jax.random.key(0), (1, 1, no_text.shape[-1])).astype(no_text.dtype)
+    logits = np.asarray(lm.head(target.params, feature), np.float32)
+    table = lm.unembedding(target.params)
+    expected = np.asarray(matmul(feature.astype(jnp.float32), table, transposed=True))[..., : lm.vocab]
+    if logits.shape != (1, 1, lm.vocab):
+        raise ShapeMismatch(f"{type(lm).__name__}.head must give [1, 1, {lm.vocab}] of one feature, got {logits.shape}")
+    difference = np.abs(logits - expected).max()
+    if not difference <= TOLERANCE * np.abs(logits).max():
+        raise InvalidConfig(
+            f"{type(lm).__name__}.head must give its features times unembedding(params), and differs by "
+            f"{difference:.3g}; a bias becomes a column of the table, and a 1 at the end of the features; a scale goes "
+            "into either"
+        )

@@ -1,0 +1,146 @@
+"""The protocol of what is trained: a kind of draft heads.
+
+A kind of heads is two classes. `TraineeSettings` holds its sizes as a user gives them, and is registered in
+`jaxspec.registry.TRAINEES`. `Trainee` is made from them for a target, and is all that training knows of the kind: data,
+losses, optimiser, checkpoints, evaluation and the card are shared.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.records import Params
+from jaxspec.heads.network import DraftHeads
+from jaxspec.models.model import Model
+from jaxspec.train.batch import Batch, Frozen
+from jaxspec.train.settings import Settings
+
+
+class Joint(NamedTuple):
+    """How the target is trained together with the heads.
+
+    Attributes:
+        warmup: steps before the target is trained, too.
+        heads_weight: weight of the loss of the heads relative to the loss of the target.
+        rate: learning rate of the target relative to that of the heads.
+    """
+
+    warmup: int
+    heads_weight: float
+    rate: float
+
+
+@runtime_checkable
+class Trainee(Protocol):
+    """Heads that are trained for a target: static and hashable, without arrays.
+
+    Step i of `unroll` predicts token t + 2 + i from the position t: the target itself predicts token t + 1.
+    """
+
+    @property
+    def drafter(self) -> str:
+        """The registered name of the drafter that the heads are for."""
+        ...
+
+    @property
+    def drafted(self) -> int:
+        """The number of steps of `unroll`: tokens that are guessed from each position."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the target's projection."""
+        ...
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed."""
+        ...
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether logits depend on earlier positions of the text; if not, only supervised spans are kept."""
+        ...
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """The settings that features on disk depend on, as JSON; empty for the features of the target itself."""
+        ...
+
+    @property
+    def joint(self) -> Joint | None:
+        """How the target is trained, too; None if it is frozen."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """The kind of heads, for titles, such as "Medusa heads"."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """The sizes, for the card."""
+        ...
+
+    @property
+    def served_by(self) -> str:
+        """A sentence that says which systems can serve the heads."""
+        ...
+
+    def network(self, lm: LanguageModel) -> Any:
+        """Returns the network whose features are read: the target's, or one whose features hold more."""
+        ...
+
+    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array, "R"] | None) -> Params:
+        """Returns the parameters before training, float32.
+
+        Args:
+            projection: the target's projection.
+            ids: the drafted tokens, ascending; None for the whole vocabulary.
+        """
+        ...
+
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
+        """Yields the logits of each step at every position, with the text's own tokens as the drafted ones."""
+        ...
+
+    def to_heads(self, params: Params, ids: Int[Array, "R"] | None, name: str) -> DraftHeads:
+        """Returns trained parameters as heads that draft."""
+        ...
+
+
+@runtime_checkable
+class TraineeSettings(Protocol):
+    """The sizes of a kind of heads: a frozen dataclass whose fields are declared by `jaxspec.train.settings.setting`.
+
+    The command line has a flag for each field. Importing its module must not import JAX.
+    """
+
+    @property
+    def drafted(self) -> int:
+        """The number of tokens that are guessed from each position."""
+        ...
+
+    @property
+    def trains_target(self) -> bool:
+        """Whether the target is trained, too."""
+        ...
+
+    def check(self, settings: Settings) -> None:
+        """Raises `InvalidConfig` if the shared settings cannot be combined with these."""
+        ...
+
+    def trainee(self, target: Model, draft_vocab: int = 0) -> Trainee:
+        """Returns the heads to train for a target that draft from `draft_vocab` tokens (0: from all).
+
+        Raises:
+            InvalidConfig, ShapeMismatch: heads of this kind cannot be trained for this target.
+        """
+        ...
+
+    @staticmethod
+    def trainee_of(heads: DraftHeads) -> Trainee | None:
+        """Returns the trainee that heads of this kind come from; None for heads of another kind."""
+        ...
