@@ -1,8 +1,7 @@
 """Measures the cost and the acceptance of drafts of every depth, and derives a schedule from them.
 
 The measured rounds are those of decoding: one executable runs rounds of every depth alternately, with the depth set by
-the host. A cost therefore includes everything that a round of that depth does, and drifts of the machine affect all
-depths alike.
+the host. A cost includes everything that a round of that depth does, and drifts of the machine affect all depths.
 
 For a chain, and a drafter that samples from the law of a network, a static tree is tried as well: the best one for the
 costs of the chain and the acceptance by rank on the same prompts. It is measured like the chain, and the faster of both
@@ -74,8 +73,7 @@ def tune(
         prompts: prompts like those it will be used on; each is decoded alone, past its stop tokens.
         drafter: name of a registered drafter.
         draft: draft model of the drafter "model"; None for that of the target's preset, if any.
-        tree: longest chain to try, as a number, or a tree, which is then kept. None for a chain of 8, or as deep as the
-            drafter's default if that is deeper.
+        tree: longest chain to try, as a number, or a tree, which is kept; None for a chain of 8 or the default depth.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         heads: draft heads of the drafter "medusa", or their location, see `load_heads`; None for those of the target's
             preset, if any.
@@ -87,9 +85,6 @@ def tune(
         chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
             template. False continues raw text. Token ids and chat messages are not affected.
         progress: called with (prompts done, prompts in all).
-
-    Returns:
-        A `Drafting` for `generate(..., drafting=...)`, which `Drafting.save` writes to a file.
 
     Raises:
         JaxspecError: an argument is invalid; raised before anything compiles.
