@@ -7,22 +7,24 @@ A new drafter or schedule needs a row here; a rule needs none, since a rule is b
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from helpers.narrow import instance
 from helpers.toys import RAGGED, noisy
 from jaxspec import registry
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Rule, Schedule
+from jaxspec.core.protocols import Rule, Schedule, WeighingRule
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import flatten, init_params, unflatten
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
@@ -62,7 +64,7 @@ SCHEDULES: dict[str, list[Schedule]] = {
 
 RULES: dict[str, Rule] = {name: registry.find("rule", name)() for name in registry.RULES}
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
-WEIGHING = [name for name, rule in RULES.items() if rule.noise is not Noise.SHARED]
+WEIGHING = {name: cast(WeighingRule, rule) for name, rule in RULES.items() if rule.noise is not Noise.SHARED}
 """Rules that weigh the target's law against the draft's, and so have laws to enumerate."""
 
 TREES = {
@@ -87,7 +89,8 @@ def verifies(rule: Rule, topology: Topology) -> bool:
 def random_heads(target: jaxspec.Model, count: int = 2) -> jaxspec.DraftHeads:
     """Returns heads with random parameters; the parameters that training starts from repeat the target's law."""
     rng = np.random.default_rng(0)
-    config = jaxspec.HeadsConfig(target.lm.config.hidden_size, target.lm.config.vocab_size, count, inputs="path")
+    sizes = instance(TransformerLM, target.lm).config
+    config = jaxspec.HeadsConfig(sizes.hidden_size, sizes.vocab_size, count, inputs="path")
     named = flatten(init_params(config))
     random = {name: jnp.asarray(0.3 * rng.normal(size=a.shape), jnp.float32) for name, a in named.items()}
     return jaxspec.DraftHeads(config, unflatten(random))

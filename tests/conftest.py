@@ -10,11 +10,15 @@ import os
 import jax
 import pytest
 
-import jaxspec
-from helpers import compiling
-from jaxspec.checkpoints import presets
-from jaxspec.decode.session import clear_executables
-from jaxspec.errors import FetchError
+from helpers import shapes
+
+shapes.execute()  # before anything imports the package
+
+import jaxspec  # noqa: E402
+from helpers import compiling  # noqa: E402
+from jaxspec.checkpoints import presets  # noqa: E402
+from jaxspec.decode.session import clear_executables  # noqa: E402
+from jaxspec.errors import FetchError  # noqa: E402
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are not for the user's cache
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start

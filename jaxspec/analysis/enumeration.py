@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Schedule, WeighingRule
@@ -42,7 +44,7 @@ def round_law(
     topology: Topology,
     target: Law,
     draft: Law,
-    dtype: Any = np.float64,
+    dtype: DTypeLike = np.float64,
     noise: Noise | None = None,
     schedule: Schedule = Constant(),
 ) -> np.ndarray:
@@ -107,7 +109,9 @@ def total_variation(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).sum() / 2)
 
 
-def accepted_length(rule: WeighingRule, topology: Topology, target: Law, draft: Law, dtype: Any = np.float64) -> float:
+def accepted_length(
+    rule: WeighingRule, topology: Topology, target: Law, draft: Law, dtype: DTypeLike = np.float64
+) -> float:
     """Returns the exact expected number of drafted tokens that a round accepts; arguments as in `round_law`."""
     found = enumerate_proposals(topology, target, draft, rule.noise)
     chances, _ = apply_to_all(rule, topology, found, dtype)
@@ -207,16 +211,24 @@ def top_tokens(law: np.ndarray, count: int) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def stop_laws(rule: WeighingRule, law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
-    """Applies a rule to proposals with a tree each: stop probabilities `[M, N]`, laws of the next token `[M, N, V]`."""
+    """Applies a rule to proposals with a tree each: stop probabilities `[M, N]`, laws of the next token `[M, N, V]`.
+
+    Raises:
+        AssertionError: the rule's results have other shapes.
+    """
 
     def one(law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
         found = rule(law, proposal)
-        return found.node_probs, jax.nn.softmax(jax.vmap(found.next_logits)(jnp.arange(law.shape[0])), -1)
+        logits = jax.vmap(found.next_logits)(jnp.arange(law.shape[0]))
+        name = type(rule).__name__
+        chex.assert_shape(found.node_probs, law.shape[:1], custom_message=f"{name} has node_probs of another shape")
+        chex.assert_shape(logits, law.shape, custom_message=f"{name} has next_logits of another shape")
+        return found.node_probs, jax.nn.softmax(logits, -1)
 
     return jax.vmap(one)(law, proposal)
 
 
-def apply_to_all(rule: WeighingRule, topology: Topology, found: Enumeration, dtype: Any = np.float64) -> tuple:
+def apply_to_all(rule: WeighingRule, topology: Topology, found: Enumeration, dtype: DTypeLike = np.float64) -> tuple:
     """Applies a rule to all enumerated proposals; returns as `stop_laws`, in float64 of the host."""
     rule.check(topology.shape)
     size = len(found.tokens)

@@ -4,13 +4,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec.core.checks import whole
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 
+AnyArray = Array | np.ndarray
 
-def check(target: Array, draft: Array, children: int) -> None:
+
+def check(target: AnyArray, draft: AnyArray, children: int) -> None:
     """Checks that both laws have one shape and at least `children` tokens.
 
     Raises:
@@ -26,16 +29,16 @@ def check(target: Array, draft: Array, children: int) -> None:
         raise InvalidConfig(f"children must be at most the vocabulary size {target.shape[-1]}, got {children}")
 
 
-def batched(one: Callable[..., Array], *laws: Array, key: Array | None = None) -> Array:
+def batched(one: Callable[..., Array], *laws: AnyArray, key: Array | None = None) -> Array:
     """Applies a function of laws `[V]` to laws `[*b, V]`, with a separate key for each position."""
-    flat: list[Array] = [law.reshape(-1, law.shape[-1]) for law in laws]
+    flat: list[AnyArray] = [law.reshape(-1, law.shape[-1]) for law in laws]
     if key is not None:
         flat.append(jax.random.split(key, flat[0].shape[0]))
     found = jax.vmap(one)(*flat)
     return found.reshape(*laws[0].shape[:-1], -1)
 
 
-def ratio(target: Array, draft: Array) -> Array:
+def ratio(target: AnyArray, draft: AnyArray) -> Array:
     """Returns target / draft, infinite where the draft's probability is 0."""
     return jnp.where(draft > 0, target / jnp.where(draft > 0, draft, 1.0), jnp.inf)
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.analysis.enumeration import Law, accepted_length
+from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.position import match_probability
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Rule
@@ -24,7 +25,7 @@ class ChainLengths(NamedTuple):
     bound: Float[Array, "*b"]  # the upper bound over all lossless rules
 
 
-def chain_lengths(log_ratio: Float[Array, "*b D"]) -> ChainLengths:
+def chain_lengths(log_ratio: Float[AnyArray, "*b D"]) -> ChainLengths:
     """Returns the expected accepted length of a drafted chain by rule.
 
     The rule "rejection" accepts at least i tokens with the product of `min(1, ratio)`, "block" (and "traversal") with

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.analysis import laws
+from jaxspec.analysis.laws import AnyArray
 
 HEAD = 1024
 """The number of likeliest draft tokens that `optimal_acceptance` treats one by one."""
@@ -20,8 +21,8 @@ _LOG_TIMES = np.arange(-24.0, 26.0, 0.4)
 
 
 def optimal_acceptance(
-    target: Float[Array, "*b V"],
-    draft: Float[Array, "*b V"],
+    target: Float[AnyArray, "*b V"],
+    draft: Float[AnyArray, "*b V"],
     children: int,
     replacement: bool = False,
     head: int = HEAD,

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.analysis import laws
+from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.optimum import optimal_acceptance
 
 DRAWS = 32
@@ -28,7 +29,7 @@ class RuleAcceptance(NamedTuple):
 
 
 def deterministic_acceptance(
-    target: Float[Array, "*b V"], draft: Float[Array, "*b V"], children: int
+    target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*b V"], children: int
 ) -> Float[Array, "*b K"]:
     """Returns the acceptance of the rule "deterministic" with the draft's 1 to `children` likeliest tokens.
 
@@ -47,7 +48,7 @@ def deterministic_acceptance(
     return jnp.cumsum(jnp.where(drafted > 0, jnp.take_along_axis(target, tokens, -1), 0.0), -1)
 
 
-def match_probability(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+def match_probability(target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*b V"]) -> Float[Array, "*b V"]:
     """Returns the probability, for each token, that two draws with the same Gumbel noise are both that token.
 
     It is `1 / sum_y max(target[y] / target[x], draft[y] / draft[x])` (Daliri, Musco and Suresh 2025,
@@ -63,7 +64,7 @@ def match_probability(target: Float[Array, "*b V"], draft: Float[Array, "*b V"])
     return jnp.put_along_axis(jnp.zeros_like(matches), order, matches, axis=-1, inplace=False)
 
 
-def _sorted_match(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> tuple[Array, Array]:
+def _sorted_match(target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*b V"]) -> tuple[Array, Array]:
     """Returns the probabilities of `match_probability` sorted by target / draft, and the tokens in that order."""
     order = jnp.argsort(laws.ratio(target, draft), axis=-1)
     mass, drafted = (jnp.take_along_axis(law, order, -1) for law in (target, draft))
@@ -75,7 +76,11 @@ def _sorted_match(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> 
 
 
 def coupled_acceptance(
-    target: Float[Array, "*b V"], draft: Float[Array, "*b V"], children: int, key: Array, draws: int = DRAWS
+    target: Float[AnyArray, "*b V"],
+    draft: Float[AnyArray, "*b V"],
+    children: int,
+    key: Array,
+    draws: int = DRAWS,
 ) -> Float[Array, "*b K"]:
     """Returns the acceptance of the rule "coupled" with 1 to `children` tokens.
 
@@ -114,8 +119,8 @@ def coupled_acceptance(
 
 
 def rejection_acceptance(
-    target: Float[Array, "*b V"],
-    draft: Float[Array, "*b V"],
+    target: Float[AnyArray, "*b V"],
+    draft: Float[AnyArray, "*b V"],
     children: int,
     key: Array | None = None,
     draws: int = DRAWS,
@@ -173,8 +178,8 @@ def _acceptance_by_rank(
 
 
 def acceptance_by_rule(
-    target: Float[Array, "*b V"],
-    draft: Float[Array, "*b V"],
+    target: Float[AnyArray, "*b V"],
+    draft: Float[AnyArray, "*b V"],
     children: int,
     key: Array,
     draws: int = DRAWS,

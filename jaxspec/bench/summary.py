@@ -42,7 +42,7 @@ def difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[floa
 
     Both ratios are resampled with the same prompts, so that differences between prompts cancel.
     """
-    (a, m), (b, n) = np.sum(pairs, 0), np.sum(others, 0)
+    (a, m), (b, n) = np.asarray(pairs, float).sum(0), np.asarray(others, float).sum(0)
     low, high = np.quantile(_ratios(pairs, seed) - _ratios(others, seed), (0.025, 0.975)).tolist()
     return float(a / m - b / n), low, high
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxspec.backend.cpu import default_weight_layout
 from jaxspec.checkpoints.base import (
@@ -39,7 +40,7 @@ WEIGHT_LAYOUTS = ("out_in", "in_out")
 def load(
     source: str | os.PathLike | Checkpoint,
     *,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
     context: int | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,

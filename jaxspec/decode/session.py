@@ -22,7 +22,7 @@ from jaxspec.decode.notice import Notice
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
 
-_EXECUTABLES: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
+_EXECUTABLES: collections.OrderedDict[tuple, jax.stages.Compiled] = collections.OrderedDict()
 # Only the most recently used: on a CPU each takes up to 1000 of the 65530 memory maps that Linux allows a process.
 _KEPT = 32
 
@@ -249,7 +249,7 @@ def _timed(compiled: Callable, arguments: tuple) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Callable:
+def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> jax.stages.Compiled:
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:

@@ -86,7 +86,7 @@ class Job:
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
         """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""
-        at = np.asarray([0 if row is None else row for row in rows])
+        at = np.asarray([0 if row is None else row for row in rows], int)
 
         def own(name: str) -> Any:
             value = getattr(self.sampling, name)

@@ -163,6 +163,7 @@ class Stream(Iterator[Chunk]):
         log = RoundLog(counts)
         alternatives, logprobs = self._job.logprobs, state.logprobs
         if alternatives is not None:
+            assert logprobs is not None
             logprobs = jax.tree.map(to_host, logprobs if alternatives else logprobs._replace(top=None, top_tokens=None))
         for b in positions:
             row = self._rows[b]

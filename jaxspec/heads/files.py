@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
@@ -29,7 +30,7 @@ def load_heads(
     source: str | os.PathLike,
     *,
     target: Any = None,
-    dtype: Any = "float32",
+    dtype: DTypeLike | None = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
     """Loads draft heads: our own directory, or Medusa's in any of four layouts (`jaxspec.heads.layouts`).

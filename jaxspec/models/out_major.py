@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.backend.cpu import FUSED_COLUMNS, STREAMED_ROWS, TILE_WEIGHTS, WEIGHTS_FIRST_ROWS, kernel_rows
+from jaxspec.core.records import Params
 from jaxspec.models.config import is_table
 
 
@@ -34,7 +36,7 @@ class OutMajor:
     scale: Any = None
 
     @classmethod
-    def quantize(cls, matrix: Any, transposed: bool = False) -> "OutMajor":
+    def quantize(cls, matrix: Array | np.ndarray, transposed: bool = False) -> "OutMajor":
         """Quantizes a float matrix `[I, O]`, or `[O, I]` if `transposed`, to int8. NumPy arrays stay NumPy arrays."""
         own = np if isinstance(matrix, np.ndarray) else jnp
         rows = own.asarray(matrix if transposed else matrix.T, own.float32)
@@ -49,7 +51,7 @@ class OutMajor:
     def __getitem__(self, rows: Any) -> "OutMajor":
         return OutMajor(self.values[rows], None if self.scale is None else self.scale[rows])
 
-    def astype(self, dtype: Any) -> Array:
+    def astype(self, dtype: DTypeLike) -> Array:
         """Returns the matrix in floating point, `[O, I]`."""
         if self.scale is None:
             return self.values.astype(dtype)
@@ -66,7 +68,7 @@ class OutMajor:
         return out if self.scale is None else out * self.scale
 
 
-def quantize(params: Any) -> Any:
+def quantize(params: Params) -> Params:
     """Returns a transformer's parameters with every matrix quantized to int8; vectors stay float32."""
 
     def convert(path: tuple, leaf: Any) -> Any:
@@ -75,7 +77,7 @@ def quantize(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(convert, params)
 
 
-def to_in_out(params: Any) -> Any:
+def to_in_out(params: Params) -> Params:
     """Returns a transformer's parameters with every float matrix as `[in, out]`, the layout of saved models."""
 
     def convert(leaf: Any) -> Any:

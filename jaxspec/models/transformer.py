@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.backend.layout import row_major
@@ -88,7 +89,7 @@ class Block(nnx.Module):
     Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.
     """
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         shapes = config.param_shapes()
 
         def matrix(name: str) -> nnx.Param:
@@ -171,7 +172,7 @@ def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "
 class Transformer(nnx.Module):
     """A decoder-only transformer: embedding, blocks, final norm, and an output head that may be the embedding."""
 
-    def __init__(self, config: ModelConfig, dtype: Any = jnp.float32, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
         def table() -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)
             scale = config.hidden_size**-0.5

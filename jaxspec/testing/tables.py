@@ -79,7 +79,7 @@ class TableLM:
     def head(self, params: Params, features: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
         return features
 
-    def logits(self, params: Params, text: list[int]) -> Float[Array, "V"]:
+    def logits(self, params: Params, text: list[int]) -> Float[Array | np.ndarray, "V"]:
         """Returns the logits after a text by direct lookup, the reference for tests."""
         return params["table"][(text[-2] if len(text) > 1 else self.vocab, text[-1])[2 - self.order :]]
 

@@ -95,7 +95,7 @@ def overhead(values: Values) -> str:
 
 
 def batches(values: Values) -> str:
-    rows = []
+    rows, drafters = [], []
     for dtype, entry in values.items():
         at = {(row["rows"], row["drafter"]): row for row in entry}
         drafters = [name for name in dict.fromkeys(row["drafter"] for row in entry) if name != "none"]

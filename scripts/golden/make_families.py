@@ -118,8 +118,8 @@ CASES: dict[str, dict] = {
 
 
 def main() -> None:
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/golden/families.json"))

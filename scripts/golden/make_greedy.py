@@ -28,8 +28,8 @@ NEW_TOKENS = 128
 
 
 def main() -> None:
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gguf", type=pathlib.Path)

@@ -81,7 +81,7 @@ CHATS = [
 
 def main() -> None:
     from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description="Make the golden file of the text layer.")
     parser.add_argument("gguf", type=Path)

@@ -57,7 +57,7 @@ def main() -> int:
             parser.error(f"--nodes needs {figures}, which training writes; give --tree")
         measured = json.loads(figures.read_text())["acceptance_by_rank"]
         tree = jaxspec.best_tree(measured, given.nodes, heads.config.num_heads)
-    questions = [q.turns[0] for q in tasks.load("mt-bench", given.limit).questions]
+    questions = [str(q.turns[0]) for q in tasks.load("mt-bench", given.limit).questions]
     prompts = sorted((target.encode_chat([{"role": "user", "content": q}]) for q in questions), key=len)
     prompts = [prompt for prompt in prompts if len(prompt) <= given.longest]
     keys = jax.random.split(jax.random.key(0), len(prompts))
@@ -102,11 +102,10 @@ def main() -> int:
         if temperature == 0:
             same = sum(a.tokens == b.tokens for a, b in zip(plain, rows))
             line += f", {same} of {len(rows)} texts those of plain decoding"
+            report["same_texts"] = same
             failed += same < 0.9 * len(rows)  # the others may be ties, see scripts/prove/identity.py
         print(line, flush=True)
         report["rounds"].append({"temperature": temperature, "rule": rule, "interval": (low, high)} | stats.as_dict())
-        if temperature == 0:
-            report["same_texts"] = same
     if given.json:
         with open(given.json, "w") as file:
             json.dump(report, file)

@@ -52,6 +52,7 @@ def own_questions(count: int, kept: pathlib.Path) -> list[str]:
     import jaxspec
 
     target, mark = jaxspec.load(TARGET), "MARK"
+    assert target.chat_template is not None
     turn = target.chat_template.render([{"role": "user", "content": mark}])
     output = jaxspec.generate(
         target, [target.encode(turn[: turn.index(mark)])], samples=count, key=jax.random.key(0), drafter="none",

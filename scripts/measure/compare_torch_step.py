@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 
 from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.train import losses
@@ -45,7 +45,7 @@ def torch_stepper(features, tokens, table, heads: int, settings: Settings):
 
     def step() -> float:
         adam.zero_grad()
-        total = 0.0
+        total = torch.zeros(())
         for i, head in enumerate(modules):
             logits = head(features[:, : -(2 + i)]) @ table.T
             label = tokens[:, 2 + i :]

@@ -50,7 +50,7 @@ def prompt_ids(model: jaxspec.Model, limit: int, longest: int) -> list[list[int]
     """Returns the first `limit` prompts of each task that are short enough, sorted by length."""
     chosen = []
     for name in ("humaneval", "mt-bench"):
-        texts = [question.turns[0] for question in tasks.load(name).questions]
+        texts = [str(question.turns[0]) for question in tasks.load(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
         chosen += [prompt for prompt in ids if len(prompt) <= longest][:limit]
     return sorted(chosen, key=len)

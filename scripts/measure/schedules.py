@@ -10,6 +10,7 @@ compilation and prefill. The time of a prompt is the median of its repeats; rati
 
 import argparse
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.bench.run import rotated
 from jaxspec.bench.tune import tune
 from jaxspec.cli.tune import table
 from jaxspec.generation.drafting import Drafting
@@ -29,7 +29,7 @@ MODEL = "smollm2-135m-instruct"
 def prompts(limit: int, skip: int) -> list[str]:
     """Returns `limit` ordinary and `limit` copying prompts, after the first `skip` of each."""
     chosen = [tasks.load(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
-    return [question.turns[0] for questions in chosen for question in questions]
+    return [str(question.turns[0]) for questions in chosen for question in questions]
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
     target = jaxspec.load(MODEL)
     name, _, layers = arguments.drafter.partition(":")
     takes = find("drafter", name).takes
-    models = {
+    models: dict[str, Any] = {
         "draft": target if "draft" in takes else None,
         "drafter_options": {"exit_layers": int(layers)} if layers else {},
     }
@@ -55,7 +55,7 @@ def main() -> int:
     print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
 
     fixed = {"drafter": name, **models}
-    ways = {"plain": {"drafter": "none"}}
+    ways: dict[str, dict[str, Any]] = {"plain": {"drafter": "none"}}
     ways |= {f"constant {n}": fixed | {"tree": n, "schedule": "constant"} for n in arguments.lengths}
     ways["tuned: adaptive"] = {"draft": models["draft"], "drafting": tuned}
     seconds = {way: [] for way in ways}
@@ -63,7 +63,7 @@ def main() -> int:
     for prompt in asked:
         took, texts, rounds = {way: [] for way in ways}, {}, {}
         for repeat in range(arguments.repeats + 1):
-            for way in rotated(list(ways), repeat):
+            for way in [*list(ways)[repeat % len(ways) :], *list(ways)[: repeat % len(ways)]]:
                 out = jaxspec.generate(
                     target,
                     prompt,

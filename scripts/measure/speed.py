@@ -122,19 +122,19 @@ def lookup(arguments) -> dict[str, Any]:
         tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
         for name, prompt, tokens in tasks:
             rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
-            texts, stats = {}, None
+            texts, tokens_per_round = {}, 0.0
             for repeat in range(arguments.repeats + 1):
                 for drafter, values in rates.items():
                     out = jaxspec.generate(
                         model, prompt, drafter=drafter, chat=True, max_new_tokens=tokens, capacity=1280
                     )
                     texts[drafter] = out[0].tokens
-                    stats = out.stats
+                    tokens_per_round = out.stats.tokens_per_round
                     if repeat:
                         values.append(out.timing.tokens_per_s)
             ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
             figures.setdefault(dtype, []).append({
-                "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": significant(stats.tokens_per_round),
+                "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": significant(tokens_per_round),
                 "plain_tokens_per_s": quartiles(rates["none"]),
                 "lookup_tokens_per_s": quartiles(rates["prompt-lookup"]),
                 "times_plain": quartiles(ratio), "same_text": texts["none"] == texts["prompt-lookup"],
@@ -142,7 +142,7 @@ def lookup(arguments) -> dict[str, Any]:
             print(
                 f"{dtype} {name[:40]:40} plain {np.median(rates['none']):6.1f} lookup "
                 f"{np.median(rates['prompt-lookup']):6.1f} tokens/s, ratio {spread(ratio)}, "
-                f"{stats.tokens_per_round:.2f} tokens/round, {len(texts['none'])} tokens, "
+                f"{tokens_per_round:.2f} tokens/round, {len(texts['none'])} tokens, "
                 f"same {texts['none'] == texts['prompt-lookup']}",
                 flush=True,
             )
@@ -237,7 +237,7 @@ def rules(arguments) -> dict[str, Any]:
             features, _ = model.lm.apply(params, window, cache)
             return model.lm.head(params, features)
 
-        calls = {"target call": (call, (model.params, cache))}
+        calls: dict[str, tuple[Callable[..., Any], tuple]] = {"target call": (call, (model.params, cache))}
         for label, sampling in {"T 1": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 50": {"top_k": 50}}.items():
             rows = jaxspec.Sampling(temperature=1.0, **sampling).rows(1, vocab)
 
@@ -371,6 +371,7 @@ def batches(arguments) -> dict[str, Any]:
                 for name, options in drafters.items():
                     out = jaxspec.generate(model, prompts, drafter=name, **common, **options)
                     tokens[name] = out.stats.tokens_per_round
+                    assert out.session is not None
                     nodes[name] = out.session.decoder.drafter.shape.nodes
                     if repeat:
                         rates[name].append(out.timing.tokens_per_s)

@@ -52,6 +52,7 @@ class Peer:
             [python, "-c", PEER, str(path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
+        assert self._process.stdout is not None
         self.version, self._address = self._process.stdout.readline().split()
 
     def ask(self, what: str, **body):
@@ -61,21 +62,23 @@ class Peer:
             return json.load(answer)
 
     def close(self) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def compare_tokenizers(model: jaxspec.Model, peer: Peer) -> dict:
     """Prints how many texts of the corpus have the same ids, and those that do not."""
-    same = backward = 0
+    same, backward, tokenizer = 0, 0, model.tokenizer
+    assert tokenizer is not None
     for text in TEXTS:
-        ours = model.tokenizer.encode(text, special=False)
+        ours = tokenizer.encode(text, special=False)
         theirs = peer.ask("tokenize", content=text, add_special=False, parse_special=True)["tokens"]
         same += ours == theirs
         if ours != theirs:
             print(f"    {text!r:.60}: jaxspec {ours[:12]}, llama.cpp {theirs[:12]}")
         decoded = peer.ask("detokenize", tokens=theirs)["content"]
-        backward += model.tokenizer.decode(theirs, skip_special=False) == decoded.removeprefix(" ") or decoded == text
+        backward += tokenizer.decode(theirs, skip_special=False) == decoded.removeprefix(" ") or decoded == text
     print(f"  tokenizer: {same} of {len(TEXTS)} texts have the same ids, {backward} decode to the same text")
     return {"encoded": len(TEXTS), "same_ids": same}
 

@@ -124,7 +124,7 @@ def run(cell: Cell, samples: int, seed: int = 0) -> tuple[GTest, float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--samples", type=int, default=10**6, help="texts per cell (default: 1000000)")
     parser.add_argument("--cells", help="numbers of cells, such as 0,3,5 (default: all)")
     parser.add_argument("--vocab", type=int, choices=FACTORS["vocab"], help="only cells of this vocabulary")

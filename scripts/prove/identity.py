@@ -62,12 +62,11 @@ def main() -> int:
             max_new_tokens=arguments.tokens, ignore_eos=True, width_matched=matched, **options,
         )  # fmt: skip
 
-    reference = None if matched else decode("none")
+    widest = None if matched else decode("none")
     bad = ties = total = 0
     print(f"{len(rows)} rows of {arguments.tokens} tokens, {arguments.dtype}, jax {jax.__version__}")
     for label, tree in TREES.items():
-        if matched:
-            reference = decode("none", tree=tree, label=label)
+        reference = widest or decode("none", tree=tree, label=label)
         for drafter in ("prompt-lookup", "early-exit", "model"):
             if drafter == "prompt-lookup" and not tree.is_chain:
                 continue

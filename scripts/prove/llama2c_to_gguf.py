@@ -17,7 +17,7 @@ import numpy as np
 def read_model(path: pathlib.Path) -> tuple[dict[str, int], dict[str, np.ndarray]]:
     """The header by name, and the tensors under their GGUF names."""
     data = np.fromfile(path, np.float32)
-    names = ("dim", "hidden", "layers", "heads", "kv_heads", "vocab", "context")
+    names: list[str] = ["dim", "hidden", "layers", "heads", "kv_heads", "vocab", "context"]
     header = dict(zip(names, data[:7].view(np.int32).tolist(), strict=True))
     tied, header["vocab"] = header["vocab"] > 0, abs(header["vocab"])
     dim, hidden, layers = header["dim"], header["hidden"], header["layers"]

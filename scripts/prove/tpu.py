@@ -38,7 +38,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.heads.network import DraftHeads, HeadsConfig
+from jaxspec.heads.network import HeadsConfig
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.out_major import quantize
 from jaxspec.models.sharding import param_shardings
@@ -90,9 +90,9 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
                     "bias": jax.ShapeDtypeStruct((4096,), "float32")}} for i in range(4)
         }
     }  # fmt: skip
-    heads = DraftHeads(config, params, jaxspec.named_tree("mc_sim_7b_63"))
+    tree = jaxspec.named_tree("mc_sim_7b_63")
     model, exit = jaxspec.Model(target, shapes(target)), max(min(4, layers - 1), 1)
-    medusa = Medusa(config, target, heads.tree)
+    medusa = Medusa(config, target, tree)
     early = DrafterInputs(model, tree=jaxspec.chain(2), options={"exit_layers": exit})
     return {
         "none": (NoDraft(), None),
@@ -104,23 +104,29 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     }  # fmt: skip
 
 
+def int32(*shape: int) -> Any:
+    """Stands for an array of integers of this shape."""
+    return jax.ShapeDtypeStruct(shape, "int32")
+
+
 def compiled(
     decoder: jaxspec.Decoder, weights: Weights, capacity: int, devices: Any, split: bool
 ) -> tuple[Any, Any, float]:
     """The loop compiled for these devices, the shapes of its state, and the seconds it took."""
     batch, vocab = (2 if split else 1), decoder.target.vocab
     request = Request(
-        jax.ShapeDtypeStruct((batch, 64), "int32"),
-        jax.ShapeDtypeStruct((batch,), "int32"),
-        jax.ShapeDtypeStruct((batch,), "int32"),
+        int32(batch, 64),
+        int32(batch),
+        int32(batch),
         jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
-        jax.ShapeDtypeStruct((batch, 8), "int32"),
+        int32(batch, 8),
         jax.eval_shape(lambda: jaxspec.Sampling(temperature=1.0).rows(batch, vocab)),
     )
     state = jax.eval_shape(lambda w, r: decoder.init(w, r, capacity), weights, request)
-    arguments = (weights, state, jax.ShapeDtypeStruct((), "int32"))
+    arguments = (weights, state, int32())
     function = decoder.run
     if split:
+        assert isinstance(decoder.target, TransformerLM)
         decoder = dataclasses.replace(decoder, target=dataclasses.replace(decoder.target, shards=2))
         mesh = jaxspec.make_mesh(2, 2, devices)
         partition = Partition(mesh, row_axes(lambda w, r: decoder.init(w, r, capacity), weights, request))

@@ -1,6 +1,7 @@
 """Tests the measured acceptance of two models: against tables, against figures computed by hand, and as a command."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,8 +33,8 @@ def laws(params, text, temperature) -> np.ndarray:
 
 
 def measured(**options):
-    options = {"max_new_tokens": 21, "children": 2, "seed": 3} | options
-    return acceptance.measure(TARGET, LM, DRAFT, PROMPTS, **options)
+    defaults: dict[str, Any] = {"max_new_tokens": 21, "children": 2, "seed": 3}
+    return acceptance.measure(TARGET, LM, DRAFT, PROMPTS, **{**defaults, **options})
 
 
 def test_it_is_that_of_the_laws_along_the_targets_text():

@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from rich.console import Console
 import jaxspec
 from helpers.bench_runs import DRAFT, METHODS, SAMPLING, SETTINGS, TARGET, TASKS, made_up
 from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.narrow import not_none
 from helpers.recorded import recorded
 from helpers.wheels import make_wheel
 from jaxspec.bench import environment, equality, plots, report, run, tasks
@@ -304,11 +306,12 @@ def test_json_round_trip(measured):
     assert got["sampling"] == {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     assert len(got["rows"]) == 9
     names = {field.name for field in dataclasses.fields(Stats)}
-    rows = [
-        Row(**line | {"stats": Stats(**{k: tuple(v) if isinstance(v, list) else v for k, v in line["stats"].items()
-                                        if k in names})})
-        for line in got["rows"]
-    ]  # fmt: skip
+
+    def stats(line: dict[str, Any]) -> Stats:
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in line.items() if k in names}
+        return Stats(**values)
+
+    rows = [Row(**{**line, "stats": stats(line["stats"])}) for line in got["rows"]]
     assert rows == list(measured.rows)
     again = dataclasses.replace(measured, rows=tuple(rows))
     for summary in got["overall"]:
@@ -365,7 +368,7 @@ def test_the_order_moves_on(monkeypatch):
         assert set(collections.Counter(turn[position] for turn in turns).values()) == {3}
     assert steps == [(i + 1, 27) for i in range(27)]
     assert lines == [f"compiling and warming up {name}" for name in ("none", "model:2", "model:2x1")]
-    assert run.rotated([1, 2, 3], 4) == [2, 3, 1]
+    assert run.rotated(METHODS, 3) == [METHODS[1], METHODS[0]]
 
 
 def test_later_turns_go_on_from_the_plain_answer():
@@ -385,7 +388,7 @@ def test_a_prompt_that_is_too_long_is_named_and_left_out():
     long = Question("long", "x", ((1,) * 30, (2,)))
     later = Question("later", "x", ((6,), (2,) * 40))
     lines = []
-    given = SETTINGS | {"repeats": 1, "turns": 2}
+    given = {**SETTINGS, "repeats": 1, "turns": 2}
     with_it = run.measure(short, [], [Task("t", (long, TASKS[0].questions[0], later))], report=lines.append, **given)
     reasons = (
         "t, prompt long, turn 1: prompt and new tokens make 42 tokens, the model's context is 32",
@@ -474,7 +477,8 @@ def test_a_repeat_that_differs_is_caught(monkeypatch):
     monkeypatch.setattr(Setup, "decode", unsteady)
     measured = run.measure(TARGET, METHODS[:1], TASKS, repeats=2, **SETTINGS)
     (wrong,) = measured.wrong
-    assert (wrong.difference.repeat, wrong.difference.other) == (1, None)
+    difference = not_none(wrong.difference)
+    assert (difference.repeat, difference.other) == (1, None)
 
 
 def setup_of(model, **settings) -> Setup:
@@ -489,7 +493,7 @@ def test_ties_are_certified():
     for settings in ({}, {"temperature": 0.7, "top_p": 0.9}):
         clear = equality.certify(setup_of(TARGET, **settings), METHODS[0], PROMPT, [3], Difference(0, 1, 4, 5))
         assert clear.certificate is None
-        assert clear.gap > 1e-2
+        assert not_none(clear.gap) > 1e-2
     tie = equality.certify(setup_of(even), METHODS[0], PROMPT, [3], Difference(0, 1, 4, 5))
     assert (tie.certificate, tie.gap) == ("tie", 0.0)
     ended = Difference(0, 1, None, 5)

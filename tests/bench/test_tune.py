@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes
+from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec.bench import tune as tuning
@@ -19,9 +21,10 @@ from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tune import table
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import as_topology, branching, chain
+from jaxspec.core.tree import Topology, as_topology, branching, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
+from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
 from jaxspec.schedules.adaptive import Adaptive
@@ -33,7 +36,7 @@ LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
 DRAFT = jaxspec.Model(LM, noisy(TARGET.params, 1, 0.2))
 PROMPTS = [[1, 2, 3], [4]]
-SAMPLED = {"sampling": jaxspec.Sampling(temperature=1.0), "key": jax.random.key(5)}
+SAMPLED: dict[str, Any] = {"sampling": jaxspec.Sampling(temperature=1.0), "key": jax.random.key(5)}
 
 
 # What it concludes.
@@ -65,7 +68,8 @@ def test_where_nothing_pays_the_draft_is_one_token():
     """Zero is the best depth; the schedule may still try one token now and then."""
     tuned = conclude("model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
     assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
-    assert (tuned.schedule.prior_acceptance, tuned.schedule.resume) == (0.05, 0.0)
+    schedule = instance(Adaptive, tuned.schedule)
+    assert (schedule.prior_acceptance, schedule.resume) == (0.05, 0.0)
     wide = conclude("model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0)))
     assert wide.tree == branching(2, 2)
 
@@ -167,19 +171,21 @@ def test_what_is_no_such_file_is_refused(tmp_path, content):
 
 
 def test_tuned_is_given_alone():
-    for more in (
+    conflicts: list[dict[str, Any]] = [
         {"tree": 3},
         {"schedule": "adaptive"},
         {"drafter": "none"},
         {"drafter_options": {"exit_layers": 1}},
         {"draft_params": np.zeros(3)},
-    ):
+    ]
+    for more in conflicts:
         with pytest.raises(InvalidConfig, match="drafting="):
             jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=TUNED, **more)
+    no_members: Any = (3, Adaptive)
     with pytest.raises(InvalidConfig, match="drafting must be"):
-        jaxspec.generate(TARGET, PROMPTS, drafting=3)
+        jaxspec.generate(TARGET, PROMPTS, drafting=no_members[0])
     with pytest.raises(InvalidConfig, match="schedule must be"):
-        jaxspec.generate(TARGET, PROMPTS, schedule=Adaptive)
+        jaxspec.generate(TARGET, PROMPTS, schedule=no_members[1])
     with pytest.raises(jaxspec.JaxspecError, match="Did you mean 'adaptive'"):
         jaxspec.generate(TARGET, PROMPTS, schedule="adaptve")
 
@@ -195,24 +201,26 @@ def test_from_measuring_to_decoding(tmp_path):
     assert all(count >= 4 for count in tuned.measured["rounds_timed"].values())
     assert 0.3 < tuned.measured["acceptance_by_depth"][0] <= 1
     tuned.save(tmp_path / "t.json")
-    asking = SAMPLED | {"max_new_tokens": 20}
+    asking = {**SAMPLED, "max_new_tokens": 20}
     plain = jaxspec.generate(TARGET, PROMPTS, drafter="none", **asking)
     output = jaxspec.generate(TARGET, PROMPTS, draft=DRAFT, drafting=str(tmp_path / "t.json"), **asking)
     assert [row.tokens for row in output] == [row.tokens for row in plain]
-    assert output.session.decoder.schedule == tuned.schedule
-    assert output.session.decoder.drafter.tree == tuned.tree
+    decoder = not_none(output.session).decoder
+    assert decoder.schedule == tuned.schedule
+    assert instance(ModelDraft, decoder.drafter).tree == tuned.tree
 
 
 def test_wrong_input_to_tune_is_refused():
-    for wrong in (
+    refused: list[dict[str, Any]] = [
         {"drafter": NoDraft()},
         {"drafter": "modle"},
         {"drafter": "model", "draft": DRAFT, "max_new_tokens": 0},
         {"drafter": "model", "draft": DRAFT, "tree": -1},
         {"drafter": "none", "draft": DRAFT},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(jaxspec.JaxspecError):
-            tune(TARGET, PROMPTS, **SAMPLED | wrong)
+            tune(TARGET, PROMPTS, **{**SAMPLED, **wrong})
 
 
 def test_rounds_are_timed_by_their_depth(monkeypatch):
@@ -227,7 +235,7 @@ def test_rounds_are_timed_by_their_depth(monkeypatch):
     monkeypatch.setattr(Session, "run", timed)
     tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
     assert tuned.measured["round_s"] == {"0": 2.0, "1": 3.0, "2": 4.0}
-    assert tuned.schedule.costs == (1.0, 1.5, 2.0)[: tuned.tree.shape.depth + 1]
+    assert instance(Adaptive, tuned.schedule).costs == (1.0, 1.5, 2.0)[: instance(Topology, tuned.tree).shape.depth + 1]
 
 
 def test_what_others_are_drawn_between_is_timed_first():
@@ -239,7 +247,7 @@ def test_what_others_are_drawn_between_is_timed_first():
 
 def test_costs_of_calls_by_hand():
     """A draft's call is what rounds of one width differ by; the target's is what is left, never below a plain round."""
-    costs, draft = call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75]))
+    costs, draft = not_none(call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75])))
     assert costs == pytest.approx({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.25, 9: 1.75})
     assert draft == pytest.approx(0.25)
     assert call_costs(chain(4), np.array([1.0, 1.0, 1.0, 1.5, 2.0])) == ({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.0}, 0.5)
@@ -272,10 +280,10 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
     assert tuned.tree == best
     assert tuned.measured["acceptance_by_depth"] == [0.9] * best.shape.depth
     assert tuned.measured["speedups"]["tree"] == max(tuned.measured["speedup_by_depth"])
-    assert tuned.schedule.costs == (1.0, 1.5, 2.0, 2.5)[: best.shape.depth + 1]
+    assert instance(Adaptive, tuned.schedule).costs == (1.0, 1.5, 2.0, 2.5)[: best.shape.depth + 1]
     accepted = 40
     slow = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
-    assert slow.tree.is_chain
+    assert instance(Topology, slow.tree).is_chain
     assert slow.measured["speedups"]["chain"] > slow.measured["speedups"]["tree"]
     assert tune(TARGET, PROMPTS, draft=TARGET, **asking).measured["acceptance_by_rank"][0] == 1
     assert "acceptance_by_rank" not in tune(TARGET, PROMPTS, draft=DRAFT, rule="block", **asking).measured
@@ -351,5 +359,5 @@ def test_the_benchmark_takes_schedules(tmp_path):
     assert setup.decoder(bench.completed(methods[0], DRAFT, None, {}))[0].schedule == Adaptive()
     method = Method("tuned", dataclasses.replace(TUNED, draft=DRAFT))
     decoder, _ = setup.decoder(method)
-    assert (decoder.schedule, decoder.drafter.tree) == (TUNED.schedule, TUNED.tree)
+    assert (decoder.schedule, instance(ModelDraft, decoder.drafter).tree) == (TUNED.schedule, TUNED.tree)
     assert as_topology(3) == chain(3)

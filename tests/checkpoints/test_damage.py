@@ -21,15 +21,18 @@ from helpers import medusa_files, toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_gguf, write_hf
 from helpers.families import write_checkpoint
 from helpers.mutator import ODD, mutate_bytes, mutate_file
+from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
 from jaxspec.bench import tasks
 from jaxspec.checkpoints import hub
+from jaxspec.core.protocols import Schedule
 from jaxspec.core.records import Window
-from jaxspec.core.tree import branching
+from jaxspec.core.tree import Topology, branching
 from jaxspec.errors import FetchError, JaxspecError
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
 
 pytestmark = pytest.mark.quick
@@ -129,12 +132,13 @@ def make_family(case: str):
 def use_model(path: pathlib.Path) -> object:
     """Loads a model, and traces a decoder of it unless it is one that was traced before."""
     model = jaxspec.load(path)
+    config = instance(TransformerLM, model.lm).config
     if model.tokenizer is not None:
         ids = model.encode("ab 12")
-        assert isinstance(model.decode([i for i in ids if i < model.lm.config.vocab_size]), str)
+        assert isinstance(model.decode([i for i in ids if i < config.vocab_size]), str)
     if model.chat_template is not None and model.tokenizer is not None:
         model.encode_chat([{"role": "user", "content": "hello"}])
-    assert all(type(i) is int and 0 <= i < model.lm.config.vocab_size for i in model.stop_ids)
+    assert all(type(i) is int and 0 <= i < config.vocab_size for i in model.stop_ids)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(model.params))
     traced(model.lm, model.params)
     return model
@@ -168,7 +172,8 @@ def use_heads(path: pathlib.Path) -> object:
 def use_tuned(path: pathlib.Path) -> object:
     tuned = Drafting.load(path)
     hash((tuned.tree, tuned.schedule))
-    jax.eval_shape(lambda: tuned.schedule.init(1, tuned.tree.shape))
+    schedule, tree = instance(Schedule, tuned.schedule), instance(Topology, tuned.tree)
+    jax.eval_shape(lambda: schedule.init(1, tree.shape))
     return tuned
 
 

@@ -250,6 +250,7 @@ def test_a_gguf_file_is_the_same_model(case, tmp_path):
     found = open_checkpoint(path, context)
     for ours, theirs in ((found.config.rope, hf.config.rope), (found.config.window_rope, hf.config.window_rope)):
         if theirs is not None:
+            assert ours is not None
             np.testing.assert_allclose(ours.divisors, theirs.divisors, rtol=1e-6)
             assert (ours.theta, ours.width) == (theirs.theta, theirs.width)
             assert ours.scale == pytest.approx(theirs.scale, rel=1e-6)

@@ -4,6 +4,7 @@ import contextlib
 import struct
 import subprocess
 import sys
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import TYPES, assert_same_params, leaves, random_params, tiny_config, write_gguf, write_hf
+from helpers.narrow import not_none
 from jaxspec.checkpoints.gguf_header import parse_header
 from jaxspec.checkpoints.load import read_params
 from jaxspec.checkpoints.source import open_checkpoint
@@ -92,8 +94,9 @@ def test_text_settings(tmp_path):
     assert checkpoint.special_tokens["bos_token"] == "t1"
     assert checkpoint.special_tokens["eos_token"] == "t2"
     assert checkpoint.special_tokens["unk_token"] == "t0"
-    assert checkpoint.tokenizer.gguf["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(CONFIG.vocab_size)]
-    assert set(checkpoint.tokenizer.gguf) == {
+    kept = not_none(not_none(checkpoint.tokenizer).gguf)
+    assert kept["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(CONFIG.vocab_size)]
+    assert set(kept) == {
         *(f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type")),
         *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")),
         "tokenizer.chat_template",
@@ -116,7 +119,7 @@ def test_add_bos(tmp_path, metadata, expected):
 
 
 def test_a_file_without_tokenizer(tmp_path):
-    metadata = {f"tokenizer.ggml.{name}": None for name in ("model", "tokens", "token_type")}
+    metadata: dict[str, Any] = {f"tokenizer.ggml.{name}": None for name in ("model", "tokens", "token_type")}
     metadata |= {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos")}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS, metadata=metadata))
     assert checkpoint.tokenizer is None

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from helpers.bounds import bounded
 from helpers.checkpoints import gguf_tensors, hf_tensors, random_params, tiny_config, write_bytes, write_gguf, write_hf
+from helpers.narrow import not_none
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, JaxspecError
@@ -412,7 +413,7 @@ def test_ids_may_have_gaps_within_the_vocabulary_and_none_beyond(tmp_path):
             json.dumps(good | {"model": good["model"] | {"vocab": good["model"]["vocab"] | {"new": token}}})
         )
         model = load(directory)
-        return model.tokenizer.vocab_size, model.lm.vocab
+        return not_none(model.tokenizer).vocab_size, model.lm.vocab
 
     assert sizes(299) == (300, 300)
     for token in (300, 5000):

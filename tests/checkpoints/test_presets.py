@@ -15,6 +15,7 @@ import types
 
 import pytest
 
+from helpers.narrow import not_none
 from helpers.paths import GOLDEN_DIR, ROOT
 from helpers.wheels import WEIGHTS, make_wheel
 from jaxspec.checkpoints import hub, presets
@@ -261,7 +262,8 @@ def test_where_nothing_can_be_locked_a_day_decides(tiny, tmp_path, no_pip_run, m
     old, new = (tmp_path / "cache" / "presets" / "tiny" / f".fetch-{name}" for name in ("old", "new"))
     for folder, hours in ((old, 25), (new, 23)):
         folder.mkdir()
-        os.utime(folder, (time.time() - 3600 * hours,) * 2)
+        then = time.time() - 3600 * hours
+        os.utime(folder, (then, then))
     presets.fetch("tiny")
     assert (old.exists(), new.exists()) == (False, True)
 
@@ -337,7 +339,7 @@ def test_what_a_killed_download_of_the_hub_left_is_removed(hub_cache, monkeypatc
     names = ["aa.01234567.incomplete", "bb.01234567.incomplete", "cc.01234567.incomplete", "aa.incomplete", "aa"]
     for place in (*(blobs / name for name in names), other / names[0]):
         place.touch()
-        os.utime(place, (time.time() - 3600,) * 2)
+        os.utime(place, (time.time() - 3600, time.time() - 3600))
     (blobs / "dd.01234567.incomplete").touch()
     (locks / "cc.lock").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(hub_cache))
@@ -385,12 +387,13 @@ def test_a_preset_is_complete_and_true_to_its_config(name):
 
 @pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.draft])
 def test_a_pair_fits(name):
-    target, draft = config_of(name), config_of(presets.PRESETS[name].draft)
+    small = not_none(presets.PRESETS[name].draft)
+    target, draft = config_of(name), config_of(small)
     family = CONFIGS[presets.PRESETS[name].repository]["bos_token_id"]
-    assert CONFIGS[presets.PRESETS[presets.PRESETS[name].draft].repository]["bos_token_id"] == family
+    assert CONFIGS[presets.PRESETS[small].repository]["bos_token_id"] == family
     # The rows may be padded to another number; the tokens are compared one by one when the two are loaded.
     assert abs(target.vocab_size - draft.vocab_size) <= 128
-    assert presets.PRESETS[name].parameters > 2 * presets.PRESETS[presets.PRESETS[name].draft].parameters
+    assert presets.PRESETS[name].parameters > 2 * presets.PRESETS[small].parameters
 
 
 def test_unknown_presets_and_those_of_the_hub(monkeypatch, tmp_path):

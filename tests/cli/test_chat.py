@@ -14,6 +14,7 @@ import tokenizers
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.narrow import not_none
 from jaxspec import Model
 from jaxspec.cli import chat as command
 from jaxspec.cli import drafting, main, options, show
@@ -133,7 +134,7 @@ def test_turns_are_one_generation(drafter, budget, read, capsys):
         assert chat.ids == prompt + row.tokens
         assert (row.text, row.tokens) == expected[-1]
         assert chat.messages[-1]["content"] == row.text
-        state = chat._session.state
+        state = not_none(chat._session).state
         assert state.tokens[0, : int(state.length[0])].tolist() == chat.ids
         assert read == [len(prompt) - before - (before == 0)]  # the last token of all is read with the first draft
         reasons.append(row.finish_reason)
@@ -260,7 +261,7 @@ def test_colour(talk):
         assert status == 0
         assert out.replace(command._GREEN, "").replace(command._BACK, "") == plain
         green = re.findall(f"{re.escape(command._GREEN)}(.*?){re.escape(command._BACK)}", out)
-        accepted = int(re.search(r"^(\d+) drafted and accepted, the rest", err, re.MULTILINE)[1])
+        accepted = int(not_none(re.search(r"^(\d+) drafted and accepted, the rest", err, re.MULTILINE))[1])
         assert 0 < len(green) <= accepted
     assert "\x1b" not in plain
 

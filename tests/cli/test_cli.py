@@ -15,6 +15,7 @@ import pytest
 import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
+from helpers.narrow import not_none
 from jaxspec.bench import texts
 from jaxspec.cli import COMMANDS, demo, drafting, main, show
 from jaxspec.cli.drafting import parse_tree
@@ -340,10 +341,10 @@ def test_module_and_closed_pipe():
     assert (ran.returncode, ran.stdout) == (0, f"jaxspec {jaxspec.__version__}\n")
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     left = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered)
-    left.stdout.close()  # nobody reads
+    not_none(left.stdout).close()  # nobody reads
     assert left.wait() == 141
-    assert left.stderr.read() == b""
-    left.stderr.close()
+    with not_none(left.stderr) as errors:
+        assert errors.read() == b""
 
 
 def test_what_was_compiled_is_kept(directory, tmp_path):

@@ -1,5 +1,6 @@
 """Tests that every printed table fits a terminal of 60 columns, with no number cut or wrapped."""
 
+import dataclasses
 import re
 
 import pytest
@@ -47,15 +48,15 @@ def long_names(**changes):
     """A run whose methods have names that take half a line."""
     names = {"none": "none", "model": "model:0-0-0-0,0-1,1-0,2@adaptive"}
     run = made_up()
-    rows = tuple(type(row)(**vars(row) | {"method": names[row.method]}) for row in run.rows)
+    rows = tuple(dataclasses.replace(row, method=names[row.method]) for row in run.rows)
     return made_up(rows=rows, methods=tuple(names.values()), call_s={"none": 1.0, names["model"]: 0.25}, **changes)
 
 
 def test_bench(capsys):
     peers = {"transformers prompt-lookup": {"transformers": "5.23.0", "torch": "2.13.0"}}
     run = long_names(compile_s={"none": 1.0, "model:0-0-0-0,0-1,1-0,2@adaptive": 20.0})
-    rows = run.rows + tuple(type(r)(**vars(r) | {"method": next(iter(peers))}) for r in run.rows if r.method == "none")
-    beside = type(run)(**vars(run) | {"peers": peers, "rows": rows, "methods": (*run.methods, *peers)})
+    rows = run.rows + tuple(dataclasses.replace(r, method=next(iter(peers))) for r in run.rows if r.method == "none")
+    beside = dataclasses.replace(run, peers=peers, rows=rows, methods=(*run.methods, *peers))
     tables = [report.overall(run), report.by_group(run), report.against_peers(beside)]
     for table in tables:
         shown = printed(capsys, table)

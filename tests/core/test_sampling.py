@@ -232,9 +232,9 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused(token):
 
 def test_settings_become_one_value_per_row():
     rows = Sampling(temperature=[0.5, 1], top_k=np.int64(3), logit_bias={np.int32(1): -INF, 2: 1}).rows(2, 4)
-    np.testing.assert_array_equal(rows.temperature, np.float32([0.5, 1]))
-    np.testing.assert_array_equal(rows.top_k, np.int32([3, 3]))
-    np.testing.assert_array_equal(rows.top_p, np.float32([1, 1]))
+    np.testing.assert_array_equal(rows.temperature, np.asarray([0.5, 1], np.float32))
+    np.testing.assert_array_equal(rows.top_k, np.asarray([3, 3], np.int32))
+    np.testing.assert_array_equal(rows.top_p, np.asarray([1, 1], np.float32))
     np.testing.assert_array_equal(rows.logit_bias, [[0, -INF, 1, 0]] * 2)
     assert [a.dtype for a in (rows.temperature, rows.top_k, rows.min_p)] == [np.float32, np.int32, np.float32]
     assert Sampling().rows(2, 4).logit_bias is None

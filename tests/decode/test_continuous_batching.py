@@ -1,12 +1,14 @@
 """Tests continuous batching: more prompts than rows of the batch do not change a text."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import jaxspec
+from helpers.narrow import not_none
 from helpers.toys import noisy, transformer
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode import session as sessions
@@ -20,8 +22,8 @@ PARAMS = LM.init_params(jax.random.key(0))
 TARGET, DRAFT = jaxspec.Model(LM, PARAMS), jaxspec.Model(LM, noisy(PARAMS, 1, 0.4))
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, V, RNG.integers(1, 40)).tolist() for _ in range(23)]
-STOPPING = {"stop_ids": [3], "max_new_tokens": 30}  # a third of the texts stops early
-SAMPLED = {"key": jax.random.key(5), "sampling": Sampling(temperature=np.linspace(0, 1.5, 23))}
+STOPPING: dict[str, Any] = {"stop_ids": [3], "max_new_tokens": 30}  # a third of the texts stops early
+SAMPLED: dict[str, Any] = {"key": jax.random.key(5), "sampling": Sampling(temperature=np.linspace(0, 1.5, 23))}
 DRAFTERS = [
     {"drafter": "none"},
     {"drafter": "prompt-lookup", "tree": 3},
@@ -76,10 +78,10 @@ def test_a_transformer_in_turns():
     lm = transformer()
     target = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
     prompts = [RNG.integers(0, 61, n).tolist() for n in (70, 3, 21, 9, 300, 5, 64)]
-    options = {"drafter": "prompt-lookup", "max_new_tokens": 20, "key": jax.random.key(1)}
-    options |= {"sampling": Sampling(temperature=1.0), "ignore_eos": True}
+    options: dict[str, Any] = {"drafter": "prompt-lookup", "max_new_tokens": 20, "ignore_eos": True}
+    options |= {"key": jax.random.key(1), "sampling": Sampling(temperature=1.0)}
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(options["key"], i), 0))(np.arange(7))
-    alone = [jaxspec.generate(target, [p], **options | {"key": keys[i : i + 1]}) for i, p in enumerate(prompts)]
+    alone = [jaxspec.generate(target, [p], **{**options, "key": keys[i : i + 1]}) for i, p in enumerate(prompts)]
     got = jaxspec.generate(target, prompts, batch=2, **options)
     assert tokens(got) == [tokens(one)[0] for one in alone]
     assert got.session is None
@@ -109,20 +111,21 @@ def test_what_was_compiled_before_is_not_compiled_again(batch):
     assert got.timing.compile_s == 0
     assert set(sessions._EXECUTABLES) == compiled
     assert jaxspec.precompile(TARGET, PROMPTS, **options) == 0
+    unknown: dict[str, Any] = {"out": "texts.jsonl"}
     with pytest.raises(WrongArguments, match=r"precompile\(\) has no argument 'out'; it has target, prompts"):
-        jaxspec.precompile(TARGET, PROMPTS, out="texts.jsonl")
+        jaxspec.precompile(TARGET, PROMPTS, **unknown)
 
 
 def test_sizes_are_decoded_apart_and_memory_is_known():
     """The long texts first, in a cache of their size; what is told beforehand is what the largest takes."""
     prompts = [[1, 2]] * 5 + [[1] * 700] * 3
     running = jaxspec.stream(TARGET, prompts, drafter="none", max_new_tokens=10, batch=2)
-    capacities = {running._session.capacity}
+    capacities = {not_none(running._session).capacity}
     row = sum(a.nbytes for a in jax.tree.leaves(LM.init_cache(1, 1024)))
     assert running.memory == 3 * row, "two places, and the row that is read for the next"
     ended = []
     for chunk in running:
-        capacities.add(running._session.capacity)
+        capacities.add(not_none(running._session).capacity)
         ended += [chunk.row] * (chunk.finish_reason is not None)
     assert capacities == {1024, 512}
     assert set(ended[:3]) == {5, 6, 7}
@@ -164,13 +167,14 @@ def test_callbacks_end_rows_in_turns():
 
 def test_what_does_not_fit_is_refused():
     first = jaxspec.generate(TARGET, [[1]], drafter="none", max_new_tokens=2)
-    for wrong in (
+    refused: list[dict[str, Any]] = [
         {"batch": 0},
         {"batch": 2.0},
         {"batch": True},
         {"progress": 3},
         {"session": first.session, "batch": 1},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(InvalidConfig):
             jaxspec.generate(TARGET, [[1]], drafter="none", max_new_tokens=2, **wrong)
     with pytest.raises(InvalidConfig, match="temperature must be one value, or one for each of the 2 rows"):

@@ -1,5 +1,7 @@
 """Tests degenerate inputs: each through the shipped rules, and through a decode."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from jaxspec.testing import ScriptedDrafter, TableLM, accepted_length, bias, ran
 
 pytestmark = pytest.mark.quick
 
-LOSSLESS = [name for name in WEIGHING if RULES[name].lossless]
+LOSSLESS = [name for name, rule in WEIGHING.items() if rule.lossless]
 SAMPLED = [name for name in LOSSLESS if RULES[name].noise is Noise.FRESH]
 V = 5
 
@@ -109,10 +111,10 @@ def test_an_exhausted_draft_law(name):
     def two(text):
         return np.array([0.6, 0.4, 0, 0, 0])
 
-    topology = branching(4)
-    assert bias(RULES[name], topology, random_laws(1, V), two) < 1e-12
-    assert bias(RULES[name], topology, two, random_laws(1, V)) < 1e-12
-    kept = accepted_length(RULES[name], topology, two, lambda text: np.array([0.5, 0.5, 0, 0, 0]))
+    rule, topology = WEIGHING[name], branching(4)
+    assert bias(rule, topology, random_laws(1, V), two) < 1e-12
+    assert bias(rule, topology, two, random_laws(1, V)) < 1e-12
+    kept = accepted_length(rule, topology, two, lambda text: np.array([0.5, 0.5, 0, 0, 0]))
     assert kept == pytest.approx(1, abs=1e-9), "all that the target may say was proposed"
 
 
@@ -174,10 +176,10 @@ TABLE = np.asarray(LM.init_params(jax.random.key(7))["table"])  # a greedy text 
 DRAFT = np.asarray(LM.init_params(jax.random.key(1))["table"])
 
 
-def decoded(name, target, draft, new_tokens=8, rows=6, seed=0, **settings):
+def decoded(name, target, draft, new_tokens=8, rows=6, seed=0, **settings: Any):
     """The state after a decode of some rows, a round at a time."""
     decoder = Decoder(LM, ModelDraft(LM, chain(2)), RULES[name], chunk=4, width_matched=True)
-    asked = request([[3, 1]] * rows, new_tokens, vocab=V, seed=seed, **{"temperature": 1.0} | settings)
+    asked = request([[3, 1]] * rows, new_tokens, vocab=V, seed=seed, **{"temperature": 1.0, **settings})
     weights = Weights({"table": jnp.asarray(target)}, {"table": jnp.asarray(draft)})
     state = start(decoder, weights, asked, 64)
     for _ in range(new_tokens):
@@ -200,13 +202,14 @@ def test_decodes_of_degenerate_laws(name):
     All by one program per rule.
     """
     greedy = plain(TABLE, 10)
-    for settings in (
+    changes: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1e-12},
         {"temperature": 1e-3},
         {"top_k": 1},
         {"top_p": 1e-6},
-    ):
+    ]
+    for settings in changes:
         state = decoded(name, TABLE, DRAFT, **settings)
         assert texts(state) == [greedy] * 6, settings
         assert (np.asarray(state.status) == Status.LENGTH).all()
@@ -215,12 +218,12 @@ def test_decodes_of_degenerate_laws(name):
     broken[:] = np.nan
     impossible = np.full_like(DRAFT, -np.inf)
     for draft in (broken, impossible):
-        for settings in ({"temperature": 0.0}, {"temperature": 1.0}):
-            state = decoded(name, TABLE, draft, **settings)
+        for temperature in (0.0, 1.0):
+            state = decoded(name, TABLE, draft, temperature=temperature)
             log = state.log.part(np.s_[:, :8])
             assert not any(counts.any() for counts in (log.accepted, log.drafted, log.tested)), "there is no draft"
             assert (np.asarray(state.status) == Status.LENGTH).all()
-            if settings["temperature"] == 0:
+            if temperature == 0:
                 assert texts(state) == [greedy] * 6
 
     # NaN after a text that is never written; and after one that always is.

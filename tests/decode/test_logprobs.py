@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
         accepted, own = accepted + drafted.sum(), own + (~drafted).sum()
         for at in range(first, end):
             logits, token = logits_after(got.tokens[row, :at]), got.tokens[row, at]
-            raw, sampled = log_softmax(logits), law(logits, *settings, np.asarray(sampling.logit_bias)[row])
+            raw, sampled = log_softmax(logits), law(logits, *settings, logit_bias=np.asarray(sampling.logit_bias)[row])
             likeliest = np.argsort(-raw, kind="stable")[:K]
             assert math.isclose(got.logprobs.raw[row, at], raw[token], abs_tol=1e-5)
             assert math.isclose(got.logprobs.sampled[row, at], sampled[token], abs_tol=1e-5)
@@ -192,7 +193,8 @@ def test_a_session_may_begin_to_ask():
 
 def test_what_logprobs_may_be():
     assert [check_logprobs(value) for value in (False, True, 0, 7, np.int8(3), np.True_)] == [0, 0, 0, 7, 3, 0]
-    for wrong in (-1, 2.0, "5", None, [1], 2**63, sizes.MOST_LOGPROBS + 1, np.asarray([1, 2])):
+    refused: list[Any] = [-1, 2.0, "5", None, [1], 2**63, sizes.MOST_LOGPROBS + 1, np.asarray([1, 2])]
+    for wrong in refused:
         with pytest.raises(InvalidConfig, match="logprobs must be True, False, or the number") as caught:
             jaxspec.generate(TARGET, [[1]], logprobs=wrong, max_new_tokens=2)
         assert "\n" not in str(caught.value)

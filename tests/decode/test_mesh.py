@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -147,7 +148,8 @@ def test_what_is_no_mesh_is_refused(eight):
     target = jaxspec.Model(TableLM(4), TableLM(4).init_params(jax.random.key(0)))
     device = np.asarray(jax.devices()[:1])
     explicit = jax.sharding.Mesh(device, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    for wrong in ("data", jax.sharding.Mesh(device, ("x",)), explicit):
+    refused: list[Any] = ["data", jax.sharding.Mesh(device, ("x",)), explicit]
+    for wrong in refused:
         with pytest.raises(InvalidConfig, match="mesh"):
             jaxspec.generate(target, [[1]], mesh=wrong)
     lm = transformer()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.narrow import not_none
 from helpers.toys import decoder, request, texts, transformer
 from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.decode import session as sessions
@@ -189,7 +190,7 @@ def test_a_round_copies_no_cache(real, tree):
     assert state.cache.kv.keys.shape == CACHE
     compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
-    memory = compiled.memory_analysis()
+    memory = not_none(compiled.memory_analysis())
     assert memory.temp_size_in_bytes < nbytes(state.cache.kv) / 10
     assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
 
@@ -238,7 +239,7 @@ def test_vmapped_generate_copies_no_cache(real):
     compiled = mapped.lower(asked).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
     caches = nbytes(state.cache.kv) + nbytes(state.draft.cache.kv)
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * caches
+    assert not_none(compiled.memory_analysis()).temp_size_in_bytes < 1.2 * caches
 
 
 def test_a_careless_loop_is_seen():
@@ -269,29 +270,26 @@ def test_every_vmap_of_generate_gives_the_batched_tokens():
         text = jnp.arange(result.tokens.shape[-1]) < result.length[..., None]
         return jnp.where(text, result.tokens, -1), result.length, result.log
 
-    def same(got, expected):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
-
     batched = jax.jit(one)(weights, asked)
     assert (np.asarray(batched[1]) == [11, 12, 11, 13]).all()
-    same(jax.jit(jax.vmap(one, (None, 0)))(weights, asked), batched)
+    chex.assert_trees_all_equal(jax.jit(jax.vmap(one, (None, 0)))(weights, asked), batched)
     pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), asked)
     nested = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (None, 0)))(weights, pairs)
-    same(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), nested), batched)
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), nested), batched)
     half = jax.jit(jax.vmap(one, (None, 0)))(weights, pairs)
-    same(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), half), batched)
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), half), batched)
 
     prompt = jax.tree.map(lambda a: a[3], asked)
     axes = jax.tree.map(lambda _: None, prompt)._replace(key=0)
     keyed = jax.jit(jax.vmap(one, (None, axes)))(weights, prompt._replace(key=asked.key))
-    same(jax.tree.map(lambda a: a[3], keyed), jax.tree.map(lambda a: a[3], batched))
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a[3], keyed), jax.tree.map(lambda a: a[3], batched))
     assert len({str(tokens[:13]) for tokens in np.asarray(keyed[0])}) == 4
 
     other = weights._replace(target=jax.tree.map(lambda a: -a, PARAMS))
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, other)
     mapped = jax.jit(jax.vmap(one, (0, None)))(both, asked)
-    same(jax.tree.map(lambda a: a[0], mapped), batched)
-    same(jax.tree.map(lambda a: a[1], mapped), jax.jit(one)(other, asked))
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a[0], mapped), batched)
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a[1], mapped), jax.jit(one)(other, asked))
 
 
 def test_a_decoder_is_a_static_argument():

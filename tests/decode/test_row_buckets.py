@@ -1,10 +1,13 @@
 """Tests the buckets of batch sizes: sizes in one bucket share a program, and padding rows have no effect."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 import jaxspec
+from helpers.narrow import not_none
 from helpers.toys import noisy, transformer
 from jaxspec.core import sizes
 from jaxspec.core.records import Status
@@ -19,7 +22,13 @@ PARAMS = LM.init_params(jax.random.key(0))
 TARGET, DRAFT = jaxspec.Model(LM, PARAMS), jaxspec.Model(LM, noisy(PARAMS, 1, 0.4))
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, V, RNG.integers(1, 40)).tolist() for _ in range(8)]
-OPTIONS = {"drafter": "model", "draft": DRAFT, "tree": 2, "max_new_tokens": 20, "key": jax.random.key(5)}
+OPTIONS: dict[str, Any] = {
+    "drafter": "model",
+    "draft": DRAFT,
+    "tree": 2,
+    "max_new_tokens": 20,
+    "key": jax.random.key(5),
+}
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -37,7 +46,7 @@ def test_sizes_are_few_and_waste_less_than_a_third():
 
 def test_another_call_of_like_size_compiles_nothing():
     """Not one XLA program, small ones included: rows, `logprobs`, lengths, budget, settings, stop tokens and keys."""
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"prompts": PROMPTS[:6]},
         {"logprobs": True},
         {"logprobs": 5},
@@ -53,7 +62,7 @@ def test_another_call_of_like_size_compiles_nothing():
     ]
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **more: compiled.append(event) if event == COMPILED else None
+        lambda event, duration_secs, **more: compiled.append(event) if event == COMPILED else None
     )
     sessions.clear_executables()
     jax.clear_caches()
@@ -61,8 +70,7 @@ def test_another_call_of_like_size_compiles_nothing():
     assert compiled
     compiled.clear()
     for change in calls:
-        change = {"prompts": PROMPTS[:5]} | change
-        got = jaxspec.generate(TARGET, **OPTIONS | change)
+        got = jaxspec.generate(TARGET, **{**OPTIONS, "prompts": PROMPTS[:5], **change})
         assert got.timing.compile_s == 0, change
         assert not compiled, change
     jaxspec.generate(TARGET, PROMPTS[:7], **OPTIONS)
@@ -103,7 +111,7 @@ def test_places_without_a_row_leave_no_trace(alone, batch, count):
     )  # fmt: skip
     chunks = [chunk for chunk in running if chunk.tokens]
     places = 7 if batch == count == 7 else {5: 6, 7: 8}[count]
-    session = running._session
+    session = not_none(running._session)
     assert len(session.state.length) == places
     assert running.memory == jaxspec.generation.memory.cache_bytes(session.decoder, session.weights, places, 512)
     output = running.output
@@ -125,11 +133,12 @@ def test_places_without_a_row_leave_no_trace(alone, batch, count):
 def test_a_place_without_a_row_costs_no_round():
     """The batch ends with its last row, also where only places without one are left in a group."""
     output = jaxspec.generate(TARGET, PROMPTS[:5], **HOT)
-    rounds = np.asarray(output.session.state.round)
+    session = not_none(output.session)
+    rounds = np.asarray(session.state.round)
     assert rounds.max() == max(row.stats.rounds for row in output)
-    output.session.run()
-    np.testing.assert_array_equal(output.session.state.round, rounds)
-    assert not output.session.running
+    session.run()
+    np.testing.assert_array_equal(session.state.round, rounds)
+    assert not session.running
 
 
 @pytest.mark.parametrize("batch", [None, 6, 99])
@@ -147,23 +156,24 @@ def test_a_session_goes_on_with_its_rows(batch):
         assert tokens(output) == tokens(fresh)
         assert output.timing.tokens == 100
         text = [whole + row.tokens for whole, row in zip(text, output)]
-    assert output.session.rows == 5
+    session = not_none(not_none(output).session)
+    assert session.rows == 5
     with pytest.raises(InvalidConfig, match="the number of rows"):
-        jaxspec.generate(TARGET, PROMPTS[:6], session=output.session, **OPTIONS)
+        jaxspec.generate(TARGET, PROMPTS[:6], session=session, **OPTIONS)
 
 
 def test_a_batch_has_no_more_places_than_asked_for():
     for batch, count in [(5, 20), (7, 7), (7, 6), (8, 5), (99, 7), (1, 9)]:
         running = jaxspec.stream(TARGET, [[1]] * count, batch=batch, **OPTIONS)
-        assert len(running._session.state.length) == min(batch, sizes.rows(min(batch, count)))
+        assert len(not_none(running._session).state.length) == min(batch, sizes.rows(min(batch, count)))
 
 
 def test_a_transformer_beside_places_without_a_row():
     """Real keys and values: the texts are those of the rows alone."""
     lm = transformer()
     target = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
-    options = {"drafter": "prompt-lookup", "max_new_tokens": 16, "ignore_eos": True}
+    options: dict[str, Any] = {"drafter": "prompt-lookup", "max_new_tokens": 16, "ignore_eos": True}
     prompts = [[int(t) for t in RNG.integers(0, 61, n)] for n in (70, 3, 21, 9, 30)]
     got = jaxspec.generate(target, prompts, **options)
-    assert len(got.session.state.length) == 6
+    assert len(not_none(got.session).state.length) == 6
     assert tokens(got) == [tokens(jaxspec.generate(target, [prompt], **options))[0] for prompt in prompts]

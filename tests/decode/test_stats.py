@@ -126,13 +126,13 @@ def test_a_run_counted_again_from_its_tokens(tree):
     config = decoder(lm, ScriptedDrafter(tree))
     result = generate(config, Weights(params, script), asked, 128)
     for row, (text, prompt) in enumerate(zip(texts(result), prompts)):
-        at, log = len(prompt), []
+        at, log, depths = len(prompt), [], tree.shape.depth
         while at < len(text):
             tokens, node, depth = script[text[at - 1]], 0, 0
-            tested = [0] * tree.shape.depth
+            tested = [0] * depths
             while True:
                 children = [c for c, p in enumerate(tree.parents) if p == node and tokens[c] >= 0]
-                if depth < tree.shape.depth:
+                if depth < depths:
                     tested[depth] = len(children)
                 right = [c for c in children if at + depth < len(text) and tokens[c] == text[at + depth]]
                 if not right or at + depth == len(text) - 1:
@@ -143,7 +143,7 @@ def test_a_run_counted_again_from_its_tokens(tree):
             log.append([emitted, min(depth, emitted), int((tokens[1:] >= 0).sum()), *tested])
             at += emitted
         stats = Stats.from_log(result.log.part(row), 0)
-        assert stats == Stats.from_log(logged(np.reshape(log, (-1, 3 + len(tested)))), 0)
+        assert stats == Stats.from_log(logged(np.reshape(np.asarray(log, int), (-1, 3 + depths))), 0)
         assert stats.committed == len(text) - len(prompt)
 
 

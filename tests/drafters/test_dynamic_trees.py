@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+from helpers.narrow import not_none
 from helpers.toys import decoder, eagle2, generate, log_softmax, noisy, request, start, texts
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.cli.options import UsageError
@@ -96,6 +97,7 @@ def test_every_tree_is_one():
     tree = dynamic(4, 4, 14)
     broken = {"table": jnp.where(jnp.arange(V) % 3 == 0, jnp.nan, PARAMS["table"])}
     nothing = {"table": jnp.full_like(PARAMS["table"], -jnp.inf)}
+    proposal = None
     for params in (PARAMS, certain_or_not(2), broken, nothing):
         for proposal in proposals(tree, params, Noise.NONE, 1.0)[2]:
             parents, depths = np.asarray(proposal.tree.parents), np.asarray(proposal.tree.depths)
@@ -106,7 +108,9 @@ def test_every_tree_is_one():
             assert depths.max() <= tree.depth
             assert np.asarray(proposal.tree.ranks).max() < tree.shape.width
             assert proposal.tree.children.shape[1:] == (tree.nodes, tree.shape.width)
-    assert (np.asarray(proposal.tokens)[:, 1:] == -1).all(), "where nothing has a probability nothing is proposed"
+    assert (np.asarray(not_none(proposal).tokens)[:, 1:] == -1).all(), (
+        "where nothing has a probability nothing is proposed"
+    )
 
 
 def test_it_drafts_better_than_a_fixed_tree():

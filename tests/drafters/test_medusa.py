@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import jaxspec
 from helpers import toys
+from helpers.narrow import instance
 from jaxspec.core import noise
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
@@ -26,6 +28,8 @@ from jaxspec.schedules.confidence import Confidence
 
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
+NO_CACHE: Any = None  # heads read none
+PROJECTION = instance(jax.Array, TARGET.unembedding(PARAMS))
 MODEL = jaxspec.Model(TARGET, PARAMS)
 IDS = np.arange(0, 60, 3)
 LENGTH = jnp.array([3, 4])
@@ -45,7 +49,7 @@ CONFIGS = {
 def heads(name: str) -> DraftHeads:
     """With noise on every block."""
     config = CONFIGS[name]
-    params = init_params(config, TARGET.unembedding(PARAMS), IDS if config.draft_vocab_size else None)
+    params = init_params(config, PROJECTION, IDS if config.draft_vocab_size else None)
     rng, much = np.random.default_rng(1), 0.05 if config.inputs == "recurrent" else 0.3
     noisy = {
         key: leaf if key == "tokens" else leaf + much * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
@@ -57,7 +61,7 @@ def heads(name: str) -> DraftHeads:
 def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
     """The logits of the node at the end of a path (the root first), over the whole vocabulary, in numpy."""
     config, params = CONFIGS[name], {k: np.asarray(v, np.float64) for k, v in flatten(heads(name).params).items()}
-    table, embed = (np.asarray(a, np.float64) for a in (TARGET.unembedding(PARAMS), PARAMS["embed"]))
+    table, embed = (np.asarray(a, np.float64) for a in (PROJECTION, PARAMS["embed"]))
     head, x = len(path) - 1, feature.astype(np.float64)
     read, words = x, [embed[token] / np.sqrt(np.mean(embed[token] ** 2)) for token in path]
     if config.inputs == "path":
@@ -99,7 +103,7 @@ def proposed(name: str, tree, kind: Noise):
     np.testing.assert_array_equal(state.feature, still.feature)
     temperature = 0.7 if kind is not Noise.NONE else 0.0
     keys, sampling = KEYS, Sampling(temperature=temperature).rows(2, 61)
-    context = Context(tokens, length, None, PARAMS)
+    context = Context(tokens, length, NO_CACHE, PARAMS)
 
     @jax.jit
     def propose(params, state, context, keys, sampling):
@@ -191,7 +195,7 @@ def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
         Noise.NONE, RoundNoise(KEYS, LENGTH, jnp.asarray(False), 61), Sampling().rows(2, 61),
         limit=jnp.array([3, 3]), stop_after=schedule.stop_after,
     )  # fmt: skip
-    context = Context(jnp.ones((2, 8), jnp.int32), LENGTH, None, PARAMS)
+    context = Context(jnp.ones((2, 8), jnp.int32), LENGTH, NO_CACHE, PARAMS)
     proposal, _ = jax.jit(lambda params, state: drafter.propose(params, state, context, draw))(
         params, drafter.init(params, 2, 8)
     )
@@ -221,7 +225,7 @@ def test_heads_untrained_are_the_targets_own():
         RoundNoise(jax.random.split(jax.random.key(0), 1), jnp.array([1]), jnp.asarray(False), 61),
         Sampling().rows(1, 61),
     )
-    context = Context(jnp.zeros((1, 4), jnp.int32), jnp.array([1]), None, PARAMS)
+    context = Context(jnp.zeros((1, 4), jnp.int32), jnp.array([1]), NO_CACHE, PARAMS)
     proposal, _ = drafter.propose(params, drafter.init(params, 1, 4)._replace(feature=feature), context, draw)
     own = int(TARGET.head(PARAMS, feature[None])[0, 0].argmax())
     assert proposal.tokens[0, 1:].tolist() == [own, own]
@@ -238,7 +242,7 @@ def test_what_does_not_fit_is_refused():
         say(heads=made, tree=4)
     own = HeadsConfig(64, 61, 3, inputs="recurrent", projection="own")  # a fourth would have nothing to project by
     with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
-        say(heads=DraftHeads(own, init_params(own, TARGET.unembedding(PARAMS))), tree=4)
+        say(heads=DraftHeads(own, init_params(own, PROJECTION)), tree=4)
     with pytest.raises(InvalidConfig, match="1 to inf deep, this one is 0"):
         say(heads=heads("recurrent"), tree=from_paths([]))
     with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):

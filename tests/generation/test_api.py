@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import pytest
 import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.narrow import not_none
 from helpers.toy_text import (
     BARE,
     DRAFT,
@@ -359,12 +360,13 @@ class TestSession:
             pytest.raises(CapacityError, match=r"has 512 slots, this turn needs \d+; start the session with a larger"),
         ):
             go(session=first.session, max_new_tokens=600)
-        for change in ({"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}):
+        changes: list[dict[str, Any]] = [{"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}]
+        for change in changes:
             with (
                 nothing_compiles(),
                 pytest.raises(InvalidConfig, match="session must be continued with the settings"),
             ):
-                go(**{"session": first.session} | change)
+                go(**{**change, "session": first.session})
 
 
 class TestDrafting:
@@ -373,7 +375,7 @@ class TestDrafting:
             defaults = {n: p.default for n, p in inspect.signature(function).parameters.items()}
             assert (defaults["drafter"], defaults["rule"]) == ("prompt-lookup", "coupled")
         output = jaxspec.generate(TOY, PROMPTS, key=KEY, sampling=HOT, max_new_tokens=24)
-        assert output.session.decoder.drafter == PromptLookup()
+        assert not_none(output.session).decoder.drafter == PromptLookup()
         assert tokens(output) == tokens(go())
 
     @pytest.mark.parametrize(

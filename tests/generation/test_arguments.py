@@ -5,6 +5,7 @@ import inspect
 import os
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.narrow import instance, not_none
 from helpers.toy_text import HOT, KEY, TINY, TOY
 from jaxspec import Sampling
 from jaxspec.core.draw import Noise
@@ -23,6 +25,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
 from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.rejection import Rejection
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.train.settings import Settings
@@ -105,11 +108,11 @@ def nowhere(tmp_path, monkeypatch):
 
 
 def heads() -> jaxspec.DraftHeads:
-    config = jaxspec.HeadsConfig(TINY.lm.config.hidden_size, TINY.lm.vocab, 2)
+    config = jaxspec.HeadsConfig(instance(TransformerLM, TINY.lm).config.hidden_size, TINY.lm.vocab, 2)
     return jaxspec.DraftHeads(config, init_params(config))
 
 
-GENERATE = {"target": TOY, "prompts": "ab", "key": KEY, "sampling": HOT, "max_new_tokens": 4}
+GENERATE: dict[str, Any] = {"target": TOY, "prompts": "ab", "key": KEY, "sampling": HOT, "max_new_tokens": 4}
 NAMES = (
     "target", "prompts", "key", "drafter", "rule", "sampling", "max_new_tokens", "draft", "draft_params", "tree",
     "drafter_options", "heads", "schedule", "drafting", "samples", "chat", "stop", "stop_ids", "ignore_eos", "logprobs",
@@ -165,7 +168,7 @@ def cases():
 
 def sampled(**field):
     """A setting that only a call can judge, since it depends on the rows and the vocabulary."""
-    return jaxspec.stream(**GENERATE | {"sampling": Sampling(**field)})
+    return jaxspec.stream(**{**GENERATE, "sampling": Sampling(**field)})
 
 
 def one_level(count):
@@ -204,7 +207,7 @@ def test_whole_numbers_of_every_kind_are_taken(nowhere, three):
         with pytest.raises(Compiles):
             jaxspec.stream(**GENERATE | {name: three})
     with pytest.raises(Compiles):
-        jaxspec.stream(**GENERATE | {"stop_ids": [three]})
+        jaxspec.stream(**{**GENERATE, "stop_ids": [three]})
 
 
 def test_trees_beyond_all_use_are_refused_at_once():
@@ -225,7 +228,7 @@ def test_trees_beyond_all_use_are_refused_at_once():
 
 def test_caches_larger_than_the_machine_are_refused(nowhere):
     with pytest.raises(jaxspec.errors.CapacityError, match=r"more than the \d+ GB of memory; lower max_new_tokens"):
-        jaxspec.stream(**GENERATE | {"samples": 4096, "capacity": 2**31 - 1024})
+        jaxspec.stream(**{**GENERATE, "samples": 4096, "capacity": 2**31 - 1024})
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -254,12 +257,13 @@ def test_a_wrong_name_is_refused_with_the_one_that_was_meant(nowhere, function, 
 
 
 def test_other_functions_name_their_arguments_too():
+    wrong: list[dict[str, Any]] = [{"torch_dtype": "float32"}, {"zzz": 1}, {"target": TOY}]
     with pytest.raises(WrongArguments, match=r"^load\(\) has no argument 'torch_dtype'; did you mean dtype=\?$"):
-        jaxspec.load("smollm2-135m-instruct", torch_dtype="float32")
+        jaxspec.load("smollm2-135m-instruct", **wrong[0])
     with pytest.raises(WrongArguments, match=r"^make_mesh\(\) has no argument 'zzz'; it has data, model, devices$"):
-        jaxspec.make_mesh(zzz=1)
+        jaxspec.make_mesh(**wrong[1])
     with pytest.raises(WrongArguments, match=r"^generate\(\): missing a required argument: 'prompts'$"):
-        jaxspec.generate(TOY)
+        jaxspec.generate(**wrong[2])
 
 
 # --- members of one's own -----------------------------------------------------------------------------------
@@ -317,7 +321,7 @@ def test_a_rule_that_needs_a_law_is_refused_for_drafts_without_one(nowhere, draf
         jaxspec.stream(**GENERATE, drafter=drafter, rule="lossy-cascade")
     for given in ({"rule": "rejection", "drafter": drafter}, {"rule": "lossy-cascade", "drafter": "none"}):
         with pytest.raises(Compiles):
-            jaxspec.stream(**GENERATE | given)
+            jaxspec.stream(**{**GENERATE, **given})
 
 
 # --- settings of sampling -----------------------------------------------------------------------------------
@@ -373,7 +377,8 @@ def test_dtypes_are_taken_by_name_and_as_types(checkpoint, given, kept):
 
 def test_a_dtype_is_refused_before_anything_is_fetched(monkeypatch):
     monkeypatch.setattr("jaxspec.checkpoints.load.open_source", lambda *_: pytest.fail("fetched"))
-    for given in ("float16", np.float64, None, float):
+    refused: list[Any] = ["float16", np.float64, None, float]
+    for given in refused:
         with pytest.raises(InvalidConfig, match="dtype must be one of float32, bfloat16, int8, got "):
             jaxspec.load("smollm2-135m-instruct", dtype=given)
 
@@ -394,7 +399,7 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
     chunk = next(running)
     tuned = jaxspec.Drafting("none", tree=jaxspec.chain(8), schedule="constant", measured={"a": "x" * 10**5})
     bias = Sampling(temperature=np.ones(500), logit_bias=dict.fromkeys(range(16), 0.0))
-    session = output.session
+    session = not_none(output.session)
     one_line = (
         model, TOY, output[0], output.stats, output.timing, session, session.weights, session.state, running, chunk,
         heads(), Sampling(), Sampling(0.5), bias, tuned, NoDraft(),
@@ -424,7 +429,7 @@ def test_everything_public_prints_in_a_few_short_lines(checkpoint):
 
 def explained(function):
     """The explanation of each argument in the documentation of a function, on one line."""
-    section = re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
+    section = not_none(re.search(r"    Args:\n(.*?)\n\n", function.__doc__, re.DOTALL))[1]
     found = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.DOTALL | re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
@@ -461,12 +466,12 @@ def test_every_setting_of_training_is_an_argument_and_is_explained_as_in_the_com
 
 def test_every_setting_reaches_the_run(nowhere, monkeypatch):
     """Values other than the defaults arrive under their own names."""
-    changed = {"split": "blank", "bad_rows": "refuse", "loss": "kl", "head_weights": "acceptance"}
+    changed: dict[str, Any] = {"split": "blank", "bad_rows": "refuse", "loss": "kl", "head_weights": "acceptance"}
     changed |= {"precision": "bfloat16"}
     for number, field in enumerate(dataclasses.fields(Settings)):
         if isinstance(field.default, bool):
             changed[field.name] = not field.default
-        elif not isinstance(field.default, str):
+        elif isinstance(field.default, int | float):
             changed[field.name] = field.default + number + 1
     changed |= {"batch": 12, "accumulate": 3, "devices": 2, "held_out": 0.5}
     seen = []

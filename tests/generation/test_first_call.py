@@ -3,21 +3,26 @@
 import os
 import re
 import types
+from typing import Any
 
 import jax
 import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.narrow import instance, not_none
 from helpers.toy_text import NO_TEMPLATE, TOY
 from jaxspec.backend import compilation_cache
 from jaxspec.checkpoints import presets
 from jaxspec.checkpoints.presets import PRESETS, Preset
 from jaxspec.decode.session import clear_executables
+from jaxspec.drafters.medusa import Medusa
+from jaxspec.drafters.model import ModelDraft
 from jaxspec.errors import MissingDraft
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads import companions, headers
 from jaxspec.heads.network import init_params
+from jaxspec.models.transformer import TransformerLM
 
 LINES = r"jaxspec: compiling \.\.\.\njaxspec: compiled in [\d.]+ s\n"
 
@@ -56,12 +61,12 @@ def preset(tmp_path, monkeypatch):
 def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
     target = jaxspec.load("large", dtype=dtype)
     assert target.preset == "large"
-    for _ in range(2):
-        heads, _ = Drafting("medusa").build(target)
-        draft, weights = Drafting("model").build(target)
+    builds = [(Drafting("medusa").build(target)[0], *Drafting("model").build(target)) for _ in range(2)]
     assert preset == [("load_heads", "large"), ("load", "small")]
-    assert heads.drafter.config.num_heads == 3
-    assert (draft.drafter.model.depth, draft.drafter.model.dtype) == (1, target.lm.dtype)
+    heads, draft, weights = builds[-1]
+    assert instance(Medusa, heads.drafter).config.num_heads == 3
+    model = instance(TransformerLM, instance(ModelDraft, draft.drafter).model)
+    assert (model.depth, model.dtype) == (1, instance(TransformerLM, target.lm).dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights.draft)} == {
         leaf.dtype for leaf in jax.tree.leaves(target.params)
     }
@@ -126,9 +131,9 @@ def test_what_is_compiled_later_is_said_then(capsys):
 
 
 def test_a_capacity_that_is_rounded_says_so(capsys):
-    options = {"drafter": "none", "max_new_tokens": 2}
+    options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 2}
     rounded = jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=600, **options)
-    assert rounded.session.capacity == 768
+    assert not_none(rounded.session).capacity == 768
     assert "jaxspec: capacity 600 is rounded up to 768 slots, whole blocks of 256\n" in capsys.readouterr().err
     jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=768, **options)
     jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=600, verbose=False, **options)

@@ -3,6 +3,7 @@
 import gc
 import pathlib
 import resource
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def call(i: int) -> int:
     rng = np.random.default_rng(i)
     prompt = rng.integers(0, 24, rng.integers(1, 900)).tolist()
     sampling = jaxspec.Sampling(temperature=float(rng.integers(0, 3)) / 2, top_p=0.9)
-    options = {"drafter": "none"} if i % 3 == 0 else {"drafter": "prompt-lookup", "tree": 2}
+    options: dict[str, Any] = {"drafter": "none"} if i % 3 == 0 else {"drafter": "prompt-lookup", "tree": 2}
     got = jaxspec.generate(TARGET, prompt, key=jax.random.key(i), sampling=sampling, max_new_tokens=8, **options)
     return len(got[0].tokens)
 
@@ -40,7 +41,7 @@ def test_ten_thousand_calls():
     """Two sizes of caches, two drafters: nothing is compiled after the first hundred calls; memory stays."""
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **more: compiled.append(event) if event == COMPILED else None
+        lambda event, duration_secs, **more: compiled.append(event) if event == COMPILED else None
     )
     for i in range(100):
         call(i)

@@ -9,6 +9,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import tiny_config
+from helpers.narrow import instance
 from helpers.networks import digests, made, module
 from helpers.paths import TESTS
 from helpers.toys import noisy, transformer
@@ -39,9 +41,14 @@ PARAMS = LM.init_params(jax.random.key(0))
 TARGET, DRAFT = jaxspec.Model(LM, PARAMS), jaxspec.Model(LM, noisy(PARAMS, 1, 0.4))
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, V, RNG.integers(1, 40)).tolist() for _ in range(23)]
-SETTINGS = {"stop_ids": [3], "max_new_tokens": 30, "key": jax.random.key(5), "batch": 3}  # a third stops early
-PLAIN = {"drafter": "none"}
-TREE = {"drafter": "model", "draft": DRAFT, "tree": jaxspec.branching(2, 2, 1)}
+SETTINGS: dict[str, Any] = {
+    "stop_ids": [3],
+    "max_new_tokens": 30,
+    "key": jax.random.key(5),
+    "batch": 3,
+}  # a third stops early
+PLAIN: dict[str, Any] = {"drafter": "none"}
+TREE: dict[str, Any] = {"drafter": "model", "draft": DRAFT, "tree": jaxspec.branching(2, 2, 1)}
 OPTIONS = TREE | SETTINGS | {"sampling": Sampling(temperature=1.0), "logprobs": True}
 FIELDS = ["index", "sample", "prompt", "tokens", "text", "finish_reason", "stats", "logprobs"]
 
@@ -82,7 +89,7 @@ def until(n, counts):
 def test_a_job_that_is_killed_resumes(tmp_path):
     """After every few texts, within a line too: the same texts, each decoded once."""
     path, counts = tmp_path / "texts.jsonl", []
-    right = jaxspec.generate(TARGET, PROMPTS, **OPTIONS | {"batch": None})
+    right = jaxspec.generate(TARGET, PROMPTS, **{**OPTIONS, "batch": None})
     for n in (2, 9, 10):
         with pytest.raises(Killed):
             jaxspec.generate(TARGET, PROMPTS, out=path, progress=until(n, counts), **OPTIONS)
@@ -130,7 +137,7 @@ def test_lines_are_plain_json_in_the_order_of_the_prompts(tmp_path):
 
 def test_a_job_begins_with_whatever_file_is_left(tmp_path):
     """One of the two files, or its beginning, may be missing: no text is lost, and none decoded twice."""
-    path, options = tmp_path / "texts.jsonl", OPTIONS | {"batch": None}
+    path, options = tmp_path / "texts.jsonl", {**OPTIONS, "batch": None}
     right = jaxspec.generate(TARGET, PROMPTS[:4], out=path, **options)
     whole, about = path.read_bytes(), beside(path).read_bytes()
     cases = [
@@ -170,8 +177,7 @@ def same_but(**changes):
     return lambda: dataclasses.replace(model(), **{name: make() for name, make in changes.items()})
 
 
-JOB = PLAIN | {"prompts": [[1, 2, 3], [4, 5]], "logprobs": True}
-JOB |= SETTINGS | {"sampling": Sampling(temperature=1.0)}
+JOB = PLAIN | SETTINGS | {"prompts": [[1, 2, 3], [4, 5]], "logprobs": True, "sampling": Sampling(temperature=1.0)}
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +216,7 @@ def test_a_file_is_for_one_job(tmp_path, transformed, change, named):
     path = tmp_path / "texts.jsonl"
     path.write_bytes(transformed[0])
     beside(path).write_bytes(transformed[1])
-    changed = {"target": model()} | JOB | {name: make() for name, make in change.items()}
+    changed = {**JOB, "target": model(), **{name: make() for name, make in change.items()}}
     with pytest.raises(InvalidConfig, match=f"texts of another {named}.*; choose a new file") as caught:
         jaxspec.generate(**changed, out=path)
     assert "\n" not in str(caught.value)
@@ -222,7 +228,7 @@ def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
     options = OPTIONS | {"batch": None, "rule": "rejection", "max_new_tokens": 2}
     jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **options)
     with pytest.raises(InvalidConfig, match="texts of another drafter"):
-        jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **options | {"draft": other})
+        jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **{**options, "draft": other})
 
 
 def test_a_network_is_described_alike_in_every_process():
@@ -398,9 +404,9 @@ def test_a_line_of_odd_values_is_refused(finished, opened, changes, why):
 
 def test_a_line_of_another_job_is_refused(tmp_path):
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    options = OPTIONS | PLAIN | {"draft": None, "tree": None, "batch": None}
+    options = {**OPTIONS, **PLAIN, "draft": None, "tree": None, "batch": None}
     jaxspec.generate(TARGET, PROMPTS[:2], out=one, **options)
-    jaxspec.generate(TARGET, PROMPTS[:2], out=other, **options | {"key": jax.random.key(7)})
+    jaxspec.generate(TARGET, PROMPTS[:2], out=other, **{**options, "key": jax.random.key(7)})
     lines = one.read_bytes().splitlines(keepends=True)
     one.write_bytes(lines[0] + other.read_bytes().splitlines(keepends=True)[1])
     with pytest.raises(InvalidConfig, match=r"one.jsonl, line 2: it does not match its checksum.*; remove that line"):
@@ -454,7 +460,7 @@ def test_a_line_that_cannot_be_written_leaves_the_whole_ones(finished, tmp_path)
     path.write_bytes(b"".join(lines[:3]))
     right = ResultsFile(path, plan, ()).done | dict.fromkeys(range(3, 8))
     kept, limit = ResultsFile(path, plan, ()), resource.getrlimit(resource.RLIMIT_FSIZE)
-    text = dataclasses.replace(right[2], prompt=1, sample=1)
+    text = dataclasses.replace(instance(Generation, right[2]), prompt=1, sample=1)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limit[1]))
         with pytest.raises(StorageError, match=r"texts.jsonl cannot be written: File too large; the same call resumes"):

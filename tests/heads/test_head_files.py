@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from helpers import medusa_files as files
 from helpers import toys
+from helpers.narrow import instance
 from jaxspec.checkpoints import hub
-from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch, UnknownName
+from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, ShapeMismatch, UnknownName
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.find import find_layout
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.quick
 CASES = ("v0.1", "legacy", "v1.0", "vllm", "vllm-single", "vllm-reduced")
 TARGET = toys.transformer()
 PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)))
+PROJECTION = instance(jax.Array, TARGET.unembedding(PARAMS))
 MODEL = jaxspec.Model(TARGET, PARAMS)
 
 
@@ -38,7 +41,7 @@ def by_hand(layout: str, held: dict, head: int, x: np.ndarray) -> np.ndarray:
         inner = held[block.format(head, j, "weight")] @ x + held[block.format(head, j, "bias")]
         x = x + inner / (1 + np.exp(-inner))
     names = (f"{head}.2.weight", f"lm_heads.{head}.weight", "lm_head.weight")
-    return next((held[name] for name in names if name in held), np.asarray(TARGET.unembedding(PARAMS), float)) @ x
+    return next((held[name] for name in names if name in held), np.asarray(PROJECTION, float)) @ x
 
 
 @pytest.mark.parametrize("layout", CASES)
@@ -66,7 +69,7 @@ def test_round_trips_to_the_bit(tmp_path, layout, dtype):
     heads = load_heads(files.write(tmp_path / "in", layout, held), dtype=None)
     again = load_heads(save_heads(heads, tmp_path / "ours"), dtype=None)
     assert again.config == heads.config
-    to = {"v1.0": "v0.1"}.get(layout, layout.partition("-")[0])
+    to = "v0.1" if layout == "v1.0" else layout.partition("-")[0]
     for i, one in enumerate((heads, again)):
         place = export_heads(one, tmp_path / str(i), to)
         (file,) = place.glob("*.safetensors")
@@ -79,8 +82,7 @@ def test_round_trips_to_the_bit(tmp_path, layout, dtype):
         back = load_heads(place, dtype=None)
         assert back.config == heads.config
         assert back.notes == ()
-        for a, b in zip(jax.tree.leaves(back.params), jax.tree.leaves(heads.params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(back.params, heads.params)
     single = load_heads(tmp_path / "in")
     assert {a.dtype for name, a in flatten(single.params).items() if name != "tokens"} == {np.dtype(np.float32)}
 
@@ -215,8 +217,7 @@ def test_reduced_vocabularies(tmp_path):
     for i, tensors in enumerate((turned, held | full)):
         heads = load_heads(files.write(tmp_path / f"{i + 1}", "vllm", tensors, files.settings("vllm", vocab_size=61)))
         assert heads.config == wanted.config
-        for a, b in zip(jax.tree.leaves(heads.params), jax.tree.leaves(wanted.params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(heads.params, wanted.params)
     first = {name: a for name, a in held.items() if name != "token_map"}
     told = files.settings("vllm", truncated_vocab_size=20)
     heads = load_heads(files.write(tmp_path / "first", "vllm", first, told))
@@ -242,8 +243,7 @@ def test_prefixes(tmp_path):
     held = {f"medusa_heads.{name}": a for name, a in files.tensors("vllm").items()}
     prefixed = load_heads(files.write(tmp_path / "b", "vllm", held))
     assert prefixed.config == plain.config
-    for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(prefixed.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(plain.params, prefixed.params)
 
 
 def test_a_layout_is_one_row(tmp_path, monkeypatch):
@@ -275,8 +275,7 @@ def test_a_layout_is_one_row(tmp_path, monkeypatch):
     back = load_heads(place, target=MODEL)
     assert back.config == heads.config
     assert back.notes == ("config.json says guesses 4, the tensors 3",)
-    for a, b in zip(jax.tree.leaves(back.params), jax.tree.leaves(heads.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(back.params, heads.params)
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
@@ -298,7 +297,7 @@ ODD_VALUES = (None, "x", "", -1, 0, 10**30, 1e308, True, False, [], [[1]], {}, {
 def test_every_value_of_our_manifest(tmp_path):
     """Each gives the heads, or an error that names the file; and at once."""
     config = HeadsConfig(64, 61, 2, projection="own", draft_vocab_size=20)
-    heads = DraftHeads(config, init_params(config, TARGET.unembedding(PARAMS), np.arange(20)), jaxspec.chain(2))
+    heads = DraftHeads(config, init_params(config, PROJECTION, np.arange(20)), jaxspec.chain(2))
     place = save_heads(heads, tmp_path / "ours")
     with pytest.raises(CheckpointError, match=r"has a heads\.json already"):
         save_heads(heads, place)
@@ -343,7 +342,7 @@ def test_projections_are_copied_where_a_layout_holds_them(tmp_path):
         assert back.config.projection == ("own" if many == 2 else "single")
         assert len(back.params["projections"]) == many
         for one in back.params["projections"].values():
-            np.testing.assert_array_equal(one, TARGET.unembedding(PARAMS))
+            np.testing.assert_array_equal(one, PROJECTION)
     told = json.loads((tmp_path / "v0.1" / "config.json").read_text())
     assert told["base_model_name_or_path"] == MODEL.name
     assert (told["medusa_num_heads"], told["medusa_num_layers"]) == (2, 1)
@@ -372,10 +371,10 @@ def test_recurrent_heads_go_through_files_to_the_bit(tmp_path):
 
 
 def test_what_a_layout_cannot_say(tmp_path):
-    def refused(said, layout="v0.1", error=InvalidConfig, **changes):
+    def refused(said, layout="v0.1", error: type[JaxspecError] = InvalidConfig, **changes):
         config = HeadsConfig(64, 61, 2, **changes)
         tokens = np.arange(20) if config.draft_vocab_size else None
-        heads = DraftHeads(config, init_params(config, TARGET.unembedding(PARAMS), tokens))
+        heads = DraftHeads(config, init_params(config, PROJECTION, tokens))
         with pytest.raises(error, match=said):
             export_heads(heads, tmp_path / "out", layout)
 
@@ -389,12 +388,12 @@ def test_what_a_layout_cannot_say(tmp_path):
     refused("unknown layout 'v2'", "v2", UnknownName)
     assert not (tmp_path / "out").exists()
     config = HeadsConfig(64, 61, 2, bias=False, projection="single", draft_vocab_size=20)
-    heads = DraftHeads(config, init_params(config, TARGET.unembedding(PARAMS), np.arange(1, 21)))
+    heads = DraftHeads(config, init_params(config, PROJECTION, np.arange(1, 21)))
     assert load_heads(export_heads(heads, tmp_path / "out", "vllm")).config == config
     with pytest.raises(CheckpointError, match=r"has a config\.json already"):
         export_heads(heads, tmp_path / "out", "vllm")
     other = toys.transformer(hidden_size=32)
-    other = jaxspec.Model(other, jax.eval_shape(other.init_params, jax.random.key(0)))
+    other = jaxspec.Model(other, other.init_params(jax.random.key(0)))
     with pytest.raises(ShapeMismatch, match="features of 64"):
         export_heads(heads, tmp_path / "more", "vllm", target=other)
     (tmp_path / "file").write_text("")
@@ -414,8 +413,7 @@ def test_a_model_that_holds_its_heads(tmp_path):
     write_hf(tmp_path / "bare", config, params)
     place = write_hf(tmp_path / "both", config, params, shards=3, tensors=files.tensors("v1.0"))
     target, bare = jaxspec.load(place), jaxspec.load(tmp_path / "bare")
-    for a, b in zip(jax.tree.leaves(target.params), jax.tree.leaves(bare.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(target.params, bare.params)
     heads = load_heads(place, target=target)
     assert heads.notes == (WHOLE_MODEL,)
     assert (heads.config.num_heads, heads.config.projection) == (3, "own")

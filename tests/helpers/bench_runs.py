@@ -1,5 +1,7 @@
 """Two models to measure, and a run of the benchmark whose figures were chosen by hand."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -24,7 +26,7 @@ TASKS = [
     Task("one", (Question("a", "x", ((1, 2),)), Question("b", "y", ((3, 4, 5),)))),
     Task("two", (Question("a", "z", ((6,), (2, 3))),)),
 ]
-SETTINGS = {"sampling": SAMPLING, "max_new_tokens": 12, "seed": 5}
+SETTINGS: dict[str, Any] = {"sampling": SAMPLING, "max_new_tokens": 12, "seed": 5}
 
 
 def row(method, id, tokens, log, decode_s, prefill_s=(1.0,), category="c", calls=1, difference=None) -> Row:

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,7 +17,7 @@ TYPES = gguf.GGMLQuantizationType
 
 def tiny_config(**changes) -> ModelConfig:
     """Two layers with grouped heads; every row is a multiple of 32, so that it can be quantised."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -117,7 +119,7 @@ def write_hf(
     dtype=np.float32,
     settings: dict | None = None,
     tensors: dict | None = None,
-    files: dict[str, object] | None = None,
+    files: dict[str, Any] | None = None,
 ) -> pathlib.Path:
     """Writes a Hugging Face directory and gives its path.
 
@@ -189,7 +191,7 @@ def write_gguf(
     *,
     kind: str = "F32",
     architecture: str = "llama",
-    metadata: dict[str, object] | None = None,
+    metadata: dict[str, Any] | None = None,
     tensors: dict | None = None,
 ) -> pathlib.Path:
     """Writes a GGUF file and gives its path; matrices are of type `kind`, norms of F32.
@@ -197,7 +199,7 @@ def write_gguf(
     `metadata` adds or replaces entries (int -> uint32, float -> float32, bool, str, list), or drops them
     where None; `tensors` does the same with tensors, under their GGUF names.
     """
-    entries: dict[str, object] = {
+    entries: dict[str, Any] = {
         "llama.context_length": config.max_position,
         "llama.embedding_length": config.hidden_size,
         "llama.block_count": config.num_layers,
@@ -214,14 +216,15 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": 2,
     }
     writer = gguf.GGUFWriter(path, architecture)
+    writers: list[tuple[type, Callable[[str, Any], None]]] = [
+        (bool, writer.add_bool),
+        (int, writer.add_uint32),
+        (float, writer.add_float32),
+        (str, writer.add_string),
+        (list, writer.add_array),
+    ]
     for key, value in (entries | (metadata or {})).items():
-        for python, add in (
-            (bool, writer.add_bool),
-            (int, writer.add_uint32),
-            (float, writer.add_float32),
-            (str, writer.add_string),
-            (list, writer.add_array),
-        ):
+        for python, add in writers:
             if isinstance(value, python):
                 add(key, value)
                 break

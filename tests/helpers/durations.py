@@ -29,12 +29,13 @@ class Cost(NamedTuple):
     programs: int
 
 
-_compiled: Counter = Counter()
+_compiled = {"seconds": 0.0, "programs": 0}
 
 
-def _on_duration(event: str, seconds: float, **_) -> None:
+def _on_duration(event: str, duration_secs: float, **_) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        _compiled.update(seconds=seconds, programs=1)
+        _compiled["seconds"] += duration_secs
+        _compiled["programs"] += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import jaxspec
+from helpers.narrow import instance, not_none
 from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
@@ -48,10 +49,10 @@ def texts(target, **more) -> tuple[list[list[int]], int]:
     return [row.tokens for row in out], out.stats.accepted
 
 
-def collectives(text: str) -> list[list[list[int]]]:
+def collectives(program: str) -> list[list[list[int]]]:
     """The groups of devices of every collective of a compiled program."""
     found = []
-    for line in text.splitlines():
+    for line in program.splitlines():
         if not re.search(rf"= .*\b({KINDS})(-start)?\(", line):
             continue
         groups = re.search(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[^ ]*|mesh\[[^]]*\] \{[^}]*\})", line)
@@ -59,31 +60,31 @@ def collectives(text: str) -> list[list[list[int]]]:
         assert groups or pairs, line
         if pairs:
             found.append([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{?(\d+,\d+)\}?", pairs[0])])
-        elif groups[1].startswith("{"):
-            found.append([[int(n) for n in some.split(",")] for some in re.findall(r"\{([\d,]+)\}", groups[1])])
-        elif groups[1].startswith("mesh"):
-            found.append(_of_axes(groups[1]))
+            continue
+        text = not_none(groups)[1]
+        if text.startswith("{"):
+            found.append([[int(n) for n in some.split(",")] for some in re.findall(r"\{([\d,]+)\}", text)])
         else:
-            found.append(_iota(groups[1]))
+            found.append(_of_axes(text) if text.startswith("mesh") else _iota(text))
     return found
 
 
 def _of_axes(text: str) -> list[list[int]]:
     """`mesh['axis_0'=4,'axis_1'=2] {'axis_1'}`."""
-    axes, over = re.fullmatch(r"mesh\[(.*)\] \{(.*)\}", text).groups()
+    axes, over = not_none(re.fullmatch(r"mesh\[(.*)\] \{(.*)\}", text)).groups()
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     over = [part.strip("'") for part in over.split(",")]
     assert set(over) <= sizes.keys(), text
     assert len(sizes) == axes.count("="), text
     order = [name for name in sizes if name not in over] + [name for name in sizes if name in over]
-    ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+    ids = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values()))
     ids = ids.transpose([list(sizes).index(name) for name in order])
     return ids.reshape(-1, int(np.prod([sizes[name] for name in over]))).tolist()
 
 
 def _iota(text: str) -> list[list[int]]:
     """`[2,4]<=[8]` or `[4,2]<=[2,4]T(1,0)`."""
-    shape, dims, turned = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    shape, dims, turned = not_none(re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)).groups()
     ids = np.arange(np.prod([int(n) for n in dims.split(",")])).reshape([int(n) for n in dims.split(",")])
     if turned:
         ids = ids.transpose([int(n) for n in turned.split(",")])
@@ -113,7 +114,7 @@ def loaded(target) -> dict:
 def others(target) -> dict:
     """Heads, the target's own layers, a rule with noise of its own and stop strings: of one device, and of 2 x 4."""
     config = HeadsConfig(LM.config.hidden_size, 64, 2, inputs="path")
-    heads = DraftHeads(config, init_params(config, LM.unembedding(PARAMS)))
+    heads = DraftHeads(config, init_params(config, instance(jax.Array, LM.unembedding(PARAMS))))
     target = dataclasses.replace(target, tokenizer=LETTERS)
     plain = {"drafter": "none", "draft": None, "tree": None}
     ways = {
@@ -123,7 +124,9 @@ def others(target) -> dict:
     }
     stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]
     mesh = jaxspec.make_mesh(2, 4)
-    found = {way: [texts(target, **more, mesh=where) for where in (None, mesh)] for way, more in ways.items()}
+    found: dict[str, list] = {
+        way: [texts(target, **more, mesh=where) for where in (None, mesh)] for way, more in ways.items()
+    }
     outs = [jaxspec.generate(target, PROMPTS, **OPTIONS, stop=stop, mesh=where) for where in (None, mesh)]
     found["stop"] = [[(row.tokens, row.text, row.finish_reason) for row in out] for out in outs]
     sessions.clear_executables()
@@ -164,7 +167,8 @@ def on_meshes(shapes) -> dict:
         split = jax.tree.leaves(param_shardings(PARAMS, mesh))
         assert any(sharding.spec != jax.P() for sharding in split) == (model > 1)
         tokens, accepted = texts(target, mesh=mesh)
-        programs = [compiled.as_text() for key, compiled in sessions._EXECUTABLES.items() if key[0] is Decoder.run]
+        runs = [compiled for key, compiled in sessions._EXECUTABLES.items() if key[0] is Decoder.run]
+        programs = [not_none(compiled.as_text()) for compiled in runs]
         groups = [one for program in programs for one in collectives(program)]
         assert len(programs) == 1
         found[f"{data}x{model}"] = {"tokens": tokens, "accepted": accepted, "groups": groups}

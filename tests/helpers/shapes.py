@@ -1,15 +1,37 @@
 """Executes the shapes in annotations: jaxtyping binds the sizes of a call, beartype checks the arrays.
 
-Annotations without an array's shape are pyright's: the library answers a wrong type with errors of its own, and tests
-hand it such.
+Annotations without an array's shape are left to pyright: the library answers a wrong type with errors of its own, which
+tests ask for.
 """
 
+import contextlib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 from beartype import beartype
-from jaxtyping import AbstractArray
+
+PACKAGES = (
+    "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.drafters", "jaxspec.decode", "jaxspec.models",
+    "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing", "jaxspec.bench.acceptance",
+)  # fmt: skip
+"""The packages and modules whose annotations have shapes."""
+
+
+def execute() -> None:
+    """Checks the shapes at every call of a function of `PACKAGES`; to be called before they are imported."""
+    jaxtyping.install_import_hook(PACKAGES, f"{__name__}.check")
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Leaves wrong shapes to the library, for tests of its own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def check(function: Callable) -> Callable:
@@ -23,4 +45,6 @@ def check(function: Callable) -> Callable:
 
 
 def _has_shape(hint: Any) -> bool:
-    return (isinstance(hint, type) and issubclass(hint, AbstractArray)) or any(map(_has_shape, typing.get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_has_shape, typing.get_args(hint)))

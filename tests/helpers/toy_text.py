@@ -1,6 +1,8 @@
 """A model of sixteen tokens whose every text is known beforehand, with a tokenizer and a chat template."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import jaxspec
 from helpers.checkpoints import tiny_config
 from jaxspec import Model, Sampling
 from jaxspec.core import noise
+from jaxspec.core.protocols import Drafter
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer
@@ -43,9 +46,9 @@ TEMPLATE = ChatTemplate("{% for m in messages %}{{ '.' if m.role == 'user' else 
 V = len(WORDS)
 
 
-def whole_characters(table: jax.Array) -> jax.Array:
+def whole_characters(logits: jax.Array) -> jax.Array:
     """The law of a table with every character begun also finished, and few ends of text."""
-    table = np.array(table)
+    table = np.array(logits)
     table[..., EOS] -= 3
     table[..., [8, 10]] += 1  # more of é and 😀
     for first, second in [E_ACUTE, *itertools.pairwise(GRIN)]:
@@ -69,7 +72,14 @@ HOT = Sampling(temperature=1.0)
 PROMPTS = [[1, 2, 3], [4, 1, 6, 7, 2]]
 
 
-def go(prompts=PROMPTS, drafter="none", key=KEY, target=TOY, call=jaxspec.generate, **options):
+def go(
+    prompts=PROMPTS,
+    drafter: str | Drafter = "none",
+    key: jax.Array | None = KEY,
+    target=TOY,
+    call: Callable[..., Any] = jaxspec.generate,
+    **options,
+) -> Any:
     options = {"sampling": HOT, "max_new_tokens": 24, "chat": False} | options
     if drafter == "model":
         options = {"draft": DRAFT} | options

@@ -70,7 +70,8 @@ def truncate(decoder, weights, state, length):
 
 
 def decoder(target, drafter, **options) -> Decoder:
-    return Decoder(target, drafter, Coupled(), **{"chunk": 4} | options)
+    defaults: dict[str, Any] = {"chunk": 4}
+    return Decoder(target, drafter, Coupled(), **defaults | options)
 
 
 def texts(result) -> list[list[int]]:
@@ -83,7 +84,15 @@ def texts(result) -> list[list[int]]:
 
 
 def request(
-    prompts, new_tokens=20, *, vocab: int, seed: int = 0, stops=(), size: int = 0, logprobs=None, **sampling
+    prompts,
+    new_tokens: Any = 20,
+    *,
+    vocab: int,
+    seed: int = 0,
+    stops=(),
+    size: int = 0,
+    logprobs=None,
+    **sampling,
 ) -> Request:
     """A batch of prompts (lists of ids); `sampling` as in `Sampling`, `stops` one list of ids per row."""
     batch = len(prompts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ SOURCE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LM = toys.transformer(vocab_size=len(WORDS), num_layers=2)
-TINY = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8, "batch": 4, "steps": 12, "warmup": 2}
+TINY: dict[str, Any] = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8, "batch": 4, "steps": 12, "warmup": 2}
 TINY |= {"held_out": 0.2, "log_every": 3, "eval_every": 6, "save_every": 3, "learning_rate": 3e-3}
 
 
@@ -39,7 +40,7 @@ def target() -> jaxspec.Model:
     return jaxspec.Model(LM, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
 
 
-SIZES = {"heads": 3}
+SIZES: dict[str, Any] = {"heads": 3}
 KIND = {field.name for field in dataclasses.fields(MedusaSettings)}
 
 

@@ -128,7 +128,8 @@ def world(shelf, tmp_path, monkeypatch):
 
     monkeypatch.setattr(download, "fetch", fetch)
     monkeypatch.setattr(headers, "SHIPPED", shelf)
-    (shelf / "smollm2-135m-instruct").exists() or (shelf / "smollm2-135m-instruct").symlink_to(shelf / "HEADS")
+    if not (link := shelf / "smollm2-135m-instruct").exists():
+        link.symlink_to(shelf / "HEADS")
     words = types.SimpleNamespace(create_dataset=lambda name, size, seed: [{"question": "How many?"}] * size)
     monkeypatch.setitem(sys.modules, "reasoning_gym", words)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))

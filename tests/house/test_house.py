@@ -123,7 +123,7 @@ def test_no_module_is_long():
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of what a function does, without those of its arguments and its documentation."""
     first = function.body[1 if ast.get_docstring(function) is not None and len(function.body) > 1 else 0]
-    return function.end_lineno - first.lineno + 1
+    return (function.end_lineno or 0) - first.lineno + 1
 
 
 def test_no_function_is_long():
@@ -156,7 +156,7 @@ def declared() -> set[str]:
         if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
             for part in node.body:
                 names |= {part.name} if isinstance(part, ast.FunctionDef) else set()
-                names |= {part.target.id} if isinstance(part, ast.AnnAssign) else set()
+                names |= {ast.unparse(part.target)} if isinstance(part, ast.AnnAssign) else set()
     return names - {"shape", "dtype"}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def params(seed: int = 0) -> dict:
 TARGET = jaxspec.Model(Network(), params(), name="own")
 
 
-def without(*names):
+def without(*names) -> Any:
     """The network without some methods."""
     kept = {name: value for name, value in vars(Network).items() if name not in names and not name.startswith("__")}
     return type("Lacking", (), kept)()

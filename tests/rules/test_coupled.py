@@ -1,5 +1,7 @@
 """Tests the coupled rule: the walk against one in Python, its match probability, and the law of emitted tokens."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,9 @@ def test_the_walk_equals_the_naive_one():
     temperature = np.where(rng.random(cases) < 0.3, 0.0, 1.0)
     trees = jax.vmap(lambda p: build(p, SHAPE))(jnp.asarray(parents))
     rows = Sampling(temperature=temperature).rows(cases, V)
-    verdict = jax.jit(jax.vmap(Coupled()))(jnp.asarray(scores), jnp.asarray(noise), rows, Proposal(tokens, trees))
+    verdict = jax.jit(jax.vmap(Coupled()))(
+        jnp.asarray(scores), jnp.asarray(noise), rows, Proposal(jnp.asarray(tokens), trees)
+    )
     depth_seen = set()
     for i in range(cases):
         expected = walk(parents[i], tokens[i], scores[i], noise[i] * (temperature[i] > 0))
@@ -149,7 +153,7 @@ def test_the_text_follows_the_exact_law_over_keys():
     params = jax.tree.map(np.asarray, lm.init_params(jax.random.key(0), 1.5))
     draft = lm.init_params(jax.random.key(1), 1.5)
     prompt = [3, 1]
-    cases = [
+    cases: list[tuple[ModelDraft, Any, dict[str, Any]]] = [
         (ModelDraft(lm, branching(2, 1)), draft, {"temperature": 1.0}),
         (ModelDraft(lm, chain(2)), draft, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05}),
     ]

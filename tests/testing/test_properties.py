@@ -88,7 +88,9 @@ class Impatient(Rejection):
 
 
 class Undeclared(Lenient):
-    lossless = True
+    @property
+    def lossless(self) -> bool:
+        return True
 
 
 class Modest(Rejection):
@@ -100,6 +102,21 @@ class AFactorForgotten(Block):
 
     def __call__(self, law, proposal):
         return StopLaw(Rejection()(law, proposal).node_probs, super().__call__(law, proposal).next_logits)
+
+
+class Single(Rejection):
+    """Has one weight for all tokens, which would be broadcast."""
+
+    def __call__(self, law, proposal):
+        return StopLaw(super().__call__(law, proposal).node_probs, lambda node: law[node, :1])
+
+
+class Columnar(Rejection):
+    """Has an axis too many."""
+
+    def __call__(self, law, proposal):
+        node_probs, next_logits = super().__call__(law, proposal)
+        return StopLaw(node_probs[:, None], next_logits)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +131,8 @@ class AFactorForgotten(Block):
         (Undeclared(), "not lossless: a round has a bias of"),
         (Modest(), "appears lossless"),
         (AFactorForgotten(), "not lossless"),
+        (Single(), "next_logits of another shape"),
+        (Columnar(), "node_probs of another shape"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import trainees
+from helpers.narrow import not_none
 from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.text import ChatTemplate
 from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
@@ -185,7 +186,7 @@ def test_only_the_assistants_tokens_are_learnt_from():
     messages = (*TURNS, {"role": "user", "content": "e"}, {"role": "assistant", "content": "fg"})
     (found,), bad = tokenized.texts_of(target, [Conversation(messages, None, "here")])
     assert not bad
-    pieces = [target.tokenizer.inner.id_to_token(i) for i in found.ids]
+    pieces = [not_none(target.tokenizer).inner.id_to_token(i) for i in found.ids]
     user, say, end = "<|user|>", "<|assistant|>", "<|end|>"
     assert pieces == [user, "a", "b", end, say, "c", "d", end, user, "e", end, say, "f", "g", end]
     assert np.flatnonzero(found.mask).tolist() == [5, 6, 7, 12, 13, 14]  # the end of a turn is the assistant's, too
@@ -222,7 +223,7 @@ def test_too_few_prompts_name_what_would_be_enough():
         words = r"too few to hold out a fraction of .*: use at least (\d+) or set held_out .* at least ([\d.]+)$"
         with pytest.raises(TrainingError, match=words) as error:
             tokenized.split(count, share)
-        needed, least = re.search(words, str(error.value)).groups()
+        needed, least = not_none(re.search(words, str(error.value))).groups()
         assert tokenized.split(int(needed), share)[1].size == 1
         with pytest.raises(TrainingError, match="too few"):
             tokenized.split(int(needed) - 1, share)

@@ -12,6 +12,9 @@ import sys
 import threading
 
 import jinja2
+import jinja2.ext
+import jinja2.filters
+import jinja2.tests
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 

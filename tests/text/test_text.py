@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from helpers.narrow import not_none
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
 from jaxspec.text import ChatTemplate, IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
 from jaxspec.text.tokenizer import _BYTE_OF, check_same_vocab
@@ -32,10 +34,10 @@ def spell(text: str) -> str:
     return "".join(SPELLING[b] for b in text.encode())
 
 
-def byte_level_metadata(**changes) -> dict[str, object]:
+def byte_level_metadata(**changes) -> dict[str, Any]:
     """A GGUF file's `tokenizer.*` keys: 256 bytes, some merges (one inside a character), special tokens."""
     merges = [(" ", "t"), ("h", "e"), (" t", "he"), ("1", "2"), ("i", "n"), ("e", "\n")]
-    merges = [(spell(a), spell(b)) for a, b in merges] + [tuple(map(SPELLING.get, b"\xe4\xbd"))]
+    merges = [(spell(a), spell(b)) for a, b in merges] + [(SPELLING[0xE4], SPELLING[0xBD])]
     tokens = ["<s>", "</s>", *(SPELLING[b] for b in range(256)), *(a + b for a, b in merges), "<tool é>"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -50,7 +52,7 @@ def byte_level_metadata(**changes) -> dict[str, object]:
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
 
 
-def sentence_piece_metadata(**changes) -> dict[str, object]:
+def sentence_piece_metadata(**changes) -> dict[str, Any]:
     """The same for a vocabulary with scores, spaces as U+2581 and bytes for what it does not know."""
     words = ["▁", "h", "e", "l", "o", "é", "你", "▁h", "▁he", "ll", "llo", "▁hello", "he"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
@@ -132,7 +134,7 @@ class TestTokenizer:
         assert BYTES.encode("the</s>") == [*BYTES.encode("the"), BYTES.eos_id]
         assert BYTES.decode([0, *BYTES.encode("the"), 1]) == "the"
         assert BYTES.decode([0, 1], skip_special=False) == "<s></s>"
-        tool = BYTES.id_of("<tool é>")
+        tool = not_none(BYTES.id_of("<tool é>"))
         assert BYTES.encode("<tool é>") == [tool]
         assert BYTES.decode([tool]) == "<tool é>"  # user-defined tokens are text
         assert BYTES.id_of("<no>") is None

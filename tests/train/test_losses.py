@@ -33,7 +33,7 @@ def rows():
     assert cut == 0
     assert packed.tokens.shape == (2, 16)
     features = rng.normal(size=(2, 16, E)).astype(np.float32)
-    return losses.Batch(*map(jnp.asarray, packed), jnp.asarray(features))
+    return losses.Batch(*map(jnp.asarray, (*packed, features)))
 
 
 def heads(inputs: str, reduced: bool):
@@ -81,7 +81,7 @@ def reference(kind: str, config: HeadsConfig, named: dict, reduced: bool, weight
             mix = np.exp(-3 * acceptance)
             if kind == "ce":
                 if tokens[b, at] in ids:
-                    values.append(-np.log(draft[list(ids).index(tokens[b, at])]))
+                    values.append(-np.log(draft[ids.tolist().index(int(tokens[b, at]))]))
                 continue
             values.append(
                 {
@@ -235,9 +235,7 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), params)
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     both = [
-        losses.sums(
-            Settings(), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, rows), jnp.asarray(a))
-        )
+        losses.sums(Settings(), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, (*rows, a))))
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]
     for name, all_rows, few_rows in zip(losses.Sums._fields, *both):

@@ -15,6 +15,7 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.narrow import not_none
 from helpers.trainees import train
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
@@ -90,7 +91,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     folder = tmp_path / "run" / "heads"
     heads = jaxspec.load_heads(folder)
     assert fingerprint(heads.params) == fingerprint(run[0].heads.params)
-    assert heads.tree.shape.nodes == 3
+    assert not_none(heads.tree).shape.nodes == 3
     measured = json.loads((folder / "evaluation.json").read_text())
     assert [tree["nodes"] for tree in measured["trees"]] == [1, 3]
     assert measured["trees"][0]["tokens_per_round"] == 1 < measured["trees"][1]["tokens_per_round"]
@@ -434,7 +435,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     assert store.steps() == [0]
     found, wrong = store.newest(begun)
     assert not wrong
-    assert fingerprint(found.state.params) == fingerprint(begun.params)
+    assert fingerprint(not_none(found).state.params) == fingerprint(begun.params)
     store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     assert store.steps() == [0, 1]
     assert not list(tmp_path.glob(".part-*"))

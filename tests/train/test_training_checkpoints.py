@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.damage import damaged
+from helpers.narrow import not_none
 from jaxspec.checkpoints import orbax
 from jaxspec.errors import TrainingError
 from jaxspec.train.checkpoints import SUMS, Checkpoint, Checkpoints, Damaged
@@ -42,7 +43,8 @@ def saved(folder: pathlib.Path, *steps: int) -> Checkpoints:
     return store
 
 
-def assert_is(found: Checkpoint, step: int) -> None:
+def assert_is(found: Checkpoint | None, step: int) -> None:
+    assert found is not None
     assert fingerprint(found.state) == fingerprint(state(step))
     assert (found.order, found.best) == ({"next_index": step, "of": [1, 2]}, (3, 1.4000000000000001))
 
@@ -158,7 +160,7 @@ def test_a_checkpoint_besides_the_regular_ones_gives_way_to_the_next(tmp_path):
     store.save(checkpoint(10), extra=True)
     assert_is(store.load(3, state(0)), 3)  # the best
     assert store.steps() == [3, 6, 9, 10]
-    assert int(store.newest(state(0))[0].state.step) == 10
+    assert int(not_none(store.newest(state(0))[0]).state.step) == 10
     store.save(checkpoint(11), extra=True)
     store.save(checkpoint(12, (3, 1.0)))
     assert names(tmp_path) == ["step-00000003", "step-00000009", "step-00000012"]
