@@ -1,93 +1,121 @@
-"""EAGLE-2's tree of a draft, level by level (Li et al. 2024, arXiv:2406.16858, section 4); see `Dynamic`.
+"""Drafting a dynamic tree, as EAGLE-2 does (Li et al. 2024, arXiv:2406.16858, section 4); see `grow` and `Dynamic`.
 
-A node is worth no more than its parent, which stands before it, and `top_k` takes the first among equals: so
-whatever is picked, its ancestors are.
+A node's worth is at most its parent's, the parent comes first in level order, and `top_k` takes the first of equal
+values. So the ancestors of every node that is picked are picked, too.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.draw import Draw
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Dynamic, build
+from jaxspec.drafters._level import Level, count_slots
 
 
-class Found(NamedTuple):
-    """All nodes that were found, level by level, the root first; F of them."""
+class DynamicState(NamedTuple):
+    """All F candidates so far, level by level, the root first; and the M that the next level expands, the best first.
+
+    Every level has room for the children of a whole beam.
+    """
 
     tokens: Int[Array, "B F"]
     worth: Float[Array, "B F"]  # logarithm of the product along the path
     parents: Int[Array, "B F"]
+    slots: Int[Array, "B F"]  # -1: not read
+    beam: Int[Array, "B M"]  # candidates; F and more for padding
+    beam_parents: Int[Array, "B M"]  # places in the beam above
+    beam_ancestors: Bool[Array, "B M S"]  # the slots of their ancestors
 
 
-class Beam(NamedTuple):
-    """The nodes of one level that are expanded, the best first."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class DynamicTree:
+    """Expands the best candidates of each level, and picks the best of all. Slots are numbered level by level.
 
-    nodes: Int[Array, "B M"]  # among those found; past their end for padding
-    parents: Int[Array, "B M"]  # places in the beam above
-
-
-def root_alone(topology: Dynamic, root: Int[Array, "B"]) -> tuple[Found, Beam]:
-    """What is found before the first level, and the beam that holds it."""
-    # Every level is written as if its whole beam had been expanded.
-    shape = root.shape[0], max(topology.found, 1 + topology.beam**2)
-    found = Found(
-        jnp.full(shape, -1, jnp.int32).at[:, 0].set(root),
-        jnp.full(shape, -jnp.inf).at[:, 0].set(0.0),
-        jnp.full(shape, -1, jnp.int32),
-    )
-    return found, padded(found, topology)._replace(nodes=jnp.full((shape[0], topology.beam), shape[1]).at[:, 0].set(0))
-
-
-def padded(found: Found, topology: Dynamic) -> Beam:
-    """A beam without nodes."""
-    shape = found.tokens.shape[0], topology.beam
-    return Beam(jnp.full(shape, found.tokens.shape[1], jnp.int32), jnp.zeros(shape, jnp.int32))
-
-
-def tokens_of(found: Found, beam: Beam) -> Int[Array, "B M"]:
-    """The beam's tokens; 0 for padding."""
-    own = jnp.take_along_axis(found.tokens, jnp.minimum(beam.nodes, found.tokens.shape[1] - 1), 1)
-    return jnp.maximum(own, 0)
-
-
-def expand(
-    topology: Dynamic,
-    found: Found,
-    nodes: Int[Array, "B m"],
-    tokens: Int[Array, "B m E"],
-    worth: Float[Array, "B m E"],
-    depth: Array | int,
-) -> tuple[Found, Beam]:
-    """With the children of the beam's first nodes, which stand at `depth`, and the beam they make.
-
-    `tokens` and `worth` are what `Draw.ranked` says of them.
+    Attributes:
+        topology: the sizes.
+        draw: draws the children.
+        ids: the tokens of the logits; None for the whole vocabulary.
+        first: depth of the first level that is read.
     """
-    width, (batch, room) = topology.beam, found.tokens.shape
-    worth = worth + jnp.take_along_axis(found.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
-    worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
-    start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # a padded root's are written over
 
-    def put(old: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice(old, new.reshape(batch, -1).astype(old.dtype), (0, start))
+    topology: Dynamic
+    draw: Draw
+    ids: Int[Array, "R"] | None
+    first: int
 
-    parents = jnp.broadcast_to(nodes[:, :, None], worth.shape)
-    found = Found(put(found.tokens, tokens), put(found.worth, worth), put(found.parents, parents))
-    best = lax.top_k(worth.reshape(batch, -1), width)[1]
-    return found, Beam(start + best, best // width)
+    def start(self, root: Int[Array, "B"]) -> DynamicState:
+        """Returns the tree with its root alone."""
+        batch, width = root.shape[0], self.topology.beam
+        room = max(self.topology.found, 1 + width**2)
+        return DynamicState(
+            jnp.full((batch, room), -1, jnp.int32).at[:, 0].set(root),
+            jnp.full((batch, room), -jnp.inf).at[:, 0].set(0.0),
+            jnp.full((batch, room), -1, jnp.int32),
+            jnp.full((batch, room), -1, jnp.int32),
+            jnp.full((batch, width), room, jnp.int32).at[:, 0].set(0),
+            jnp.zeros((batch, width), jnp.int32),
+            jnp.zeros((batch, width, count_slots(self.topology)), bool),
+        )
 
+    def wants(self, state: DynamicState, depth: Array | int) -> Bool[Array, ""]:
+        """Tells whether some row drafts children below nodes of this depth."""
+        return self.draw.below(depth).any()
 
-def harvest(topology: Dynamic, found: Found) -> tuple[Proposal, Int[Array, "B N"]]:
-    """The best of all nodes as a proposal, and which they are."""
-    batch, room = found.tokens.shape
-    best = lax.top_k(found.worth[:, 1 : topology.found], topology.nodes - 1)[1] + 1
-    kept = jnp.pad(jnp.sort(best, axis=1), ((0, 0), (1, 0)))  # in level order, with the root
-    ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)
-    new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(ids)
-    above = jnp.take_along_axis(found.parents, kept, 1)
-    parents = jnp.where(above >= 0, jnp.take_along_axis(new, jnp.maximum(above, 0), 1), -1)
-    tree = jax.vmap(lambda parents: build(parents, topology.shape))(parents)
-    return Proposal(jnp.take_along_axis(found.tokens, kept, 1), tree), kept
+    def level(self, state: DynamicState, depth: Array | int) -> Level:
+        """Returns the nodes of the beam; the root alone at depth 0, unless the depth is traced."""
+        width = 1 if isinstance(depth, int) and depth == 0 else self.topology.beam
+        nodes, room = state.beam[:, :width], state.tokens.shape[1]
+        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(nodes, room - 1), 1)
+        start = (depth - self.first) * self.topology.beam
+        return Level(
+            nodes,
+            jnp.maximum(tokens, 0),
+            depth,
+            jnp.maximum(start + jnp.arange(width), -1),
+            jnp.maximum(start - self.topology.beam + state.beam_parents[:, :width], 0),
+            state.beam_ancestors[:, :width],
+        )
+
+    def add(self, state: DynamicState, level: Level, logits: Float[Array, "B n R"]) -> DynamicState:
+        """Expands a level's nodes by their logits, or by the only ones, and picks the beam among their children."""
+        nodes, depth, width, (batch, room) = level.nodes, level.depth, self.topology.beam, state.tokens.shape
+        ranked = self.draw.ranked(logits, depth, width, self.ids)
+        tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
+        worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
+        worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
+        start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # overwrites the children of root padding
+
+        def put(old: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice(old, new.reshape(batch, -1).astype(old.dtype), (0, start))
+
+        best = lax.top_k(worth.reshape(batch, -1), width)[1]
+        own = jnp.arange(level.ancestors.shape[2]) == level.slots[:, None]
+        slots = jnp.broadcast_to(level.slots, nodes.shape)
+        return DynamicState(
+            put(state.tokens, tokens),
+            put(state.worth, worth),
+            put(state.parents, jnp.broadcast_to(nodes[:, :, None], worth.shape)),
+            state.slots.at[jnp.arange(batch)[:, None], nodes].set(slots, mode="drop"),
+            start + best,
+            best // width,
+            jnp.take_along_axis(level.ancestors | own, (best // width)[:, :, None], 1),
+        )
+
+    def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
+        """Returns the best candidates as a proposal, and the slot of every node; -1 for those that were not read."""
+        topology, (batch, room) = self.topology, state.tokens.shape
+        best = lax.top_k(state.worth[:, 1 : topology.found], topology.nodes - 1)[1] + 1
+        kept = jnp.pad(jnp.sort(best, axis=1), ((0, 0), (1, 0)))  # in level order, with the root
+        ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)
+        new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(ids)
+        above = jnp.take_along_axis(state.parents, kept, 1)
+        parents = jnp.where(above >= 0, jnp.take_along_axis(new, jnp.maximum(above, 0), 1), -1)
+        tree = jax.vmap(lambda parents: build(parents, topology.shape))(parents)
+        tokens, slots = (jnp.take_along_axis(a, kept, 1) for a in (state.tokens, state.slots))
+        return Proposal(tokens, tree), slots

@@ -15,7 +15,8 @@ from jaxspec.core.networks import LanguageModel, LayeredTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters._grow import buffer, check, grow
+from jaxspec.drafters._grow import grow
+from jaxspec.drafters._window import check_tree, empty_entries, model_reader
 from jaxspec.errors import InvalidConfig, shown
 
 
@@ -35,7 +36,7 @@ class EarlyExit:
     draws = True
 
     def __post_init__(self):
-        check(self.model, self.tree)
+        check_tree(self.tree, self.model.vocab)
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -66,5 +67,6 @@ class EarlyExit:
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        entries = buffer(self.model, root.shape[0], self.tree)
-        return grow(self.model, context.params, self.tree, context.cache, entries, root, draw).proposal, state
+        entries = empty_entries(self.model, root.shape[0], self.tree)
+        read = model_reader(self.model, context.params, context.cache, context.cache.length)
+        return grow(self.tree, root, draw, read, entries).proposal, state

@@ -7,12 +7,10 @@ arXiv:2403.09919) go level by level.
 """
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +19,8 @@ from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters._beam import Beam, Found, expand, harvest, padded, root_alone, tokens_of
+from jaxspec.drafters._grow import Read, grow
+from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.heads.network import HeadsConfig, check_target, module, normed
 from jaxspec.models.transformer import look_up, matmul
@@ -94,129 +93,68 @@ class Medusa:
         return MedusaState(jnp.where((advance.count > 0)[:, None], feature, state.feature))
 
     def propose(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> tuple[Proposal, MedusaState]:
-        apart = self._apart(params, state, context, draw) if not self.config.reads_words else None
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
-        if isinstance(self.tree, Dynamic):
-            return self._dynamic(self.tree, params, state, context, draw, root, apart), state
-        tree, spare = self.tree.tree, self.shape.nodes  # what a node has too many children of is written to `spare`
-        children = np.where(tree.children >= 0, tree.children, spare)
-        tokens = jnp.full((root.shape[0], spare + 1), -1, jnp.int32).at[:, :1].set(root)
-        law = draw.empty_law(spare + 1)
-        first = self._nothing_read(state)
-        read = jnp.zeros((root.shape[0], spare, first.shape[-1]), first.dtype)  # of its path, by every node
-
-        def level(
-            depth: int, nodes: np.ndarray, tokens: Array, law: Array | None, read: Array
-        ) -> tuple[Array, Array | None, Array]:
-            width = int((tree.children[nodes] >= 0).sum(-1).max())
-            if apart is None:
-                before = first if depth == 0 else read[:, tree.parents[nodes]]
-                logits, after = self._after(params, state, context, depth, before, tokens[:, nodes])
-                read = read.at[:, nodes].set(after)
-            else:
-                logits = apart[:, depth : depth + 1]
-                if law is not None:  # each node draws its own
-                    logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
-            which = jnp.asarray(nodes[: logits.shape[1]])
-            below, own = draw(logits, which, depth, width, params["heads"].get("tokens"))
-            tokens = tokens.at[:, children[nodes, :width]].set(below)
-            return tokens, None if law is None or own is None else law.at[:, nodes].set(own), read
-
-        for depth, nodes in enumerate(self.tree.parents_by_level):
-            # For no one nothing is computed or drawn.
-            filled = functools.partial(level, depth, nodes)
-            there = (draw.below(depth)[:, None] & (tokens[:, nodes] >= 0)).any()
-            tokens, law, read = lax.cond(there, filled, lambda *drawn: drawn, tokens, law, read)
-        return Proposal(tokens[:, :-1], tree, None if law is None else law[:, :-1]), state
-
-    def _dynamic(
-        self,
-        topology: Dynamic,
-        params: Params,
-        state: MedusaState,
-        context: Context,
-        draw: Draw,
-        root: Int[Array, "B 1"],
-        apart: Float[Array, "B D R"] | None,
-    ) -> Proposal:
-        """The best of the nodes that are found level by level."""
-        width, ids = topology.beam, params["heads"].get("tokens")
-
-        first = self._nothing_read(state)
-
-        def level(depth: int, found: Found, at: Beam, read: Array) -> tuple[Found, Beam, Array]:
-            nodes = at.nodes[:, : 1 if depth == 0 else width]
-            if apart is None:
-                before, words = (first, root) if depth == 0 else (read, tokens_of(found, at))
-                logits, read = self._after(params, state, context, depth, before, words)
-            else:
-                logits = apart[:, depth : depth + 1]
-            below = draw.ranked(logits, depth, width, ids)
-            tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in below)
-            found, at = expand(topology, found, nodes, tokens, worth, depth)
-            return found, at, read if apart is not None else jnp.take_along_axis(read, at.parents[:, :, None], 1)
-
-        found, at = root_alone(topology, root[:, 0])
-        read = jnp.zeros((root.shape[0], width, first.shape[-1]), first.dtype)  # of its path, by every slot's parent
-        for depth in range(topology.depth):
-            found, at, read = lax.cond(
-                draw.below(depth).any(),
-                functools.partial(level, depth),
-                lambda found, at, read: (found, padded(found, topology), read),
-                *(found, at, read),
-            )
-        return harvest(topology, found)[0]
-
-    def _apart(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Float[Array, "B D R"]:
-        """The logits of every level, by heads that know nothing of one another."""
-
-        def read() -> Array:
-            heads, hidden = module(self.config, params["heads"]), state.feature[:, None]
-            each = [heads.features(i, hidden) for i in range(self.shape.depth)]
-            if self.config.projection == "single":
-                return self._own(params, 0, jnp.concatenate(each, axis=1))
-            if self.config.projection == "own":
-                return jnp.concatenate([self._own(params, i, features) for i, features in enumerate(each)], axis=1)
-            return self._shared(params, context, jnp.concatenate(each, axis=1))
-
-        shape = (draw.roots.shape[0], self.shape.depth, self._width)
-        return lax.cond(draw.below(0).any(), read, lambda: jnp.zeros(shape, jnp.float32))
-
-    def _nothing_read(self, state: MedusaState) -> Array:
-        """Of a path before its root `[B, 1, *]`: no token, or the feature that recurrent heads go on from."""
-        if self.config.inputs == "recurrent":
-            return state.feature[:, None]
-        return jnp.zeros((state.feature.shape[0], 1, self.shape.depth), jnp.int32)
-
-    def _after(
-        self, params: Params, state: MedusaState, context: Context, depth: int, read: Array, tokens: Int[Array, "B n"]
-    ) -> tuple[Float[Array, "B n R"], Array]:
-        """The logits after nodes of a depth, of whose paths all before them was read; and what then is."""
-        heads = module(self.config, params["heads"])
-        table = self.target.embedding(context.params)  # pyright: ignore
-
-        def words(tokens: Int[Array, "B n"]) -> Float[Array, "B n E"]:
-            return normed(look_up(table, jnp.maximum(tokens, 0)))
-
-        if self.config.inputs == "recurrent":
-            read = features = heads.after(read, words(tokens))
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        if self.config.reads_words:
+            read, carry = self._path_reader(params, state, context)
         else:
-            read = read.at[:, :, depth].set(tokens)
+            read, carry = self._independent_reader(params, state, context, draw), ()
+        ids = params["heads"].get("tokens")
+        return grow(self.tree, root, draw, read, carry, ids=ids, unroll=True).proposal, state
+
+    def _independent_reader(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Read:
+        """Returns the `read` of heads that read no tokens: one pass computes the logits of all levels."""
+        config, depth = self.config, self.shape.depth
+
+        def compute() -> Float[Array, "B D R"]:
+            heads, hidden = module(config, params["heads"]), state.feature[:, None]
+            features = [heads.features(head, hidden) for head in range(depth)]
+            if config.projection == "own":
+                return jnp.concatenate([self._project(params, context, i, a) for i, a in enumerate(features)], axis=1)
+            return self._project(params, context, 0, jnp.concatenate(features, axis=1))
+
+        shape = (draw.roots.shape[0], depth, self._width)
+        logits = lax.cond(draw.below(0).any(), compute, lambda: jnp.zeros(shape, jnp.float32))
+
+        def read(level: Level, carry: tuple[()]) -> tuple[Float[Array, "B 1 R"], tuple[()]]:
+            return logits[:, level.depth : level.depth + 1], carry
+
+        return read
+
+    def _path_reader(self, params: Params, state: MedusaState, context: Context) -> tuple[Read, Array]:
+        """Returns the `read` of heads that read the tokens of the path, and its carry `[B, S, *]`.
+
+        The carry holds the tokens of each node's path, or the hidden state after it if the heads are recurrent.
+        """
+        batch, slots = state.feature.shape[0], count_slots(self.tree)
+        heads, table = module(self.config, params["heads"]), self.target.embedding(context.params)  # pyright: ignore
+
+        def embed(tokens: Int[Array, "B n"]) -> Float[Array, "B n E"]:
+            return normed(look_up(table, tokens))
+
+        def read_path(level: Level, paths: Int[Array, "B S D"]) -> tuple[Array, Array]:
+            depth, tokens = level.depth, level.tokens
+            path = level.of_parents(paths).at[:, :, depth].set(tokens)
             hidden = jnp.broadcast_to(state.feature[:, None], (*tokens.shape, state.feature.shape[-1]))
-            features = heads.features(depth, hidden, [words(read[:, :, j]) for j in range(depth + 1)])
+            features = heads.features(depth, hidden, [embed(path[:, :, i]) for i in range(depth + 1)])
+            return self._project(params, context, depth, features), level.put(paths, path)
+
+        def read_hidden(level: Level, states: Float[Array, "B S E"]) -> tuple[Array, Array]:
+            hidden = heads.after(level.of_parents(states), embed(level.tokens))
+            return self._project(params, context, level.depth, hidden), level.put(states, hidden)
+
+        if self.config.inputs == "recurrent":
+            return read_hidden, jnp.broadcast_to(state.feature[:, None], (batch, slots, state.feature.shape[1]))
+        return read_path, jnp.zeros((batch, slots, self.shape.depth), jnp.int32)
+
+    def _project(self, params: Params, context: Context, head: int, features: Float[Array, "B n E"]) -> Array:
+        """Returns the logits of a head, `[B, n, R]`."""
         if self.config.num_projections:
-            return self._own(params, depth, features), read
-        return self._shared(params, context, features), read
-
-    def _own(self, params: Params, head: int, features: Array) -> Array:
-        return module(self.config, params["heads"]).logits(head, features)[..., : self._width]
-
-    def _shared(self, params: Params, context: Context, features: Array) -> Array:
+            return module(self.config, params["heads"]).logits(head, features)[..., : self._width]
         if "rows" in params:
             return matmul(features, params["rows"], transposed=True)
         return self.target.head(context.params, features)
 
     @property
     def _width(self) -> int:
-        """R, of the logits: a padded vocabulary is cut, as the target cuts it."""
+        """R: a padded vocabulary is cut as the target's head cuts it."""
         return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows

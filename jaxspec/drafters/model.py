@@ -13,7 +13,8 @@ from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
-from jaxspec.drafters._grow import buffer, check, grow
+from jaxspec.drafters._grow import grow
+from jaxspec.drafters._window import check_tree, empty_entries, model_reader
 from jaxspec.errors import MissingDraft, VocabMismatch
 
 NEAR, FAR = 2, 16
@@ -45,7 +46,7 @@ class ModelDraft:
     draws = True
 
     def __post_init__(self):
-        check(self.model, self.tree)
+        check_tree(self.tree, self.model.vocab)
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -70,7 +71,8 @@ class ModelDraft:
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
         slots = jnp.full((batch, self.shape.nodes), -1, jnp.int32)
-        return ModelState(cache, buffer(self.model, batch, self.tree), slots, no_feature(self.model, params, cache))
+        entries = empty_entries(self.model, batch, self.tree)
+        return ModelState(cache, entries, slots, no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
         """Reads a chunk of a prompt; of what was drafted, commits the nodes that were read."""
@@ -116,5 +118,10 @@ class ModelDraft:
     def propose(self, params: Params, state: ModelState, context: Context, draw: Draw) -> tuple[Proposal, ModelState]:
         state = self.catch_up(params, state, context.tokens, jnp.where(draw.below(0), context.length, 0))
         root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        grown = grow(self.model, params, self.tree, state.cache, state.entries, root, draw, state.feature)
-        return grown.proposal, state._replace(entries=grown.entries, slots=grown.slots)
+        read = model_reader(self.model, params, state.cache, state.cache.length - 1)
+
+        def after_root() -> Float[Array, "B 1 V"]:
+            return self.model.head(params, state.feature[:, None])
+
+        grown = grow(self.tree, root, draw, read, state.entries, root_logits=after_root)
+        return grown.proposal, state._replace(entries=grown.carry, slots=grown.slots)

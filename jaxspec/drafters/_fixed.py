@@ -1,0 +1,119 @@
+"""Drafting a tree whose topology is known before tracing; see `grow`."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.draw import Draw
+from jaxspec.core.records import Proposal
+from jaxspec.core.tree import Topology
+from jaxspec.drafters._level import Level, count_slots
+
+
+class FixedState(NamedTuple):
+    """The nodes drafted so far. The last entry is for padding."""
+
+    tokens: Int[Array, "B S"]  # -1: not drafted
+    law: Float[Array, "B S V"] | None  # None unless the rule reads it
+    read: Int[Array, ""]  # levels read, the root's included
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FixedTree:
+    """Drafts the nodes of a topology. A node's slot is its id.
+
+    Attributes:
+        topology: the tree.
+        draw: draws the children.
+        ids: the tokens of the logits; None for the whole vocabulary.
+        first: depth of the first level that is read.
+    """
+
+    topology: Topology
+    draw: Draw
+    ids: Int[Array, "R"] | None
+    first: int
+
+    def start(self, root: Int[Array, "B"]) -> FixedState:
+        """Returns the tree with its root alone."""
+        slots = count_slots(self.topology)
+        tokens = jnp.full((root.shape[0], slots), -1, jnp.int32).at[:, 0].set(root)
+        return FixedState(tokens, self.draw.empty_law(slots), jnp.int32(self.first))
+
+    def wants(self, state: FixedState, depth: Array | int) -> Bool[Array, ""]:
+        """Tells whether some row drafts children below nodes of this depth."""
+        nodes = self._nodes(depth)
+        drafted = (state.tokens[:, nodes] >= 0) & (nodes < self.topology.shape.nodes)
+        return (drafted & self.draw.below(depth)[:, None]).any()
+
+    def level(self, state: FixedState, depth: Array | int) -> Level:
+        """Returns the nodes of a depth that have children. A traced depth pads them to the widest level's number."""
+        batch, nodes = state.tokens.shape[0], self._nodes(depth)
+        parents, ancestors = (jnp.asarray(table)[nodes] for table in self._above)
+        return Level(
+            nodes,
+            jnp.maximum(state.tokens[:, nodes], 0),
+            depth,
+            jnp.asarray(nodes),
+            jnp.broadcast_to(parents, (batch, *parents.shape)),
+            jnp.broadcast_to(ancestors, (batch, *ancestors.shape)),
+        )
+
+    def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"]) -> FixedState:
+        """Draws the children of a level's nodes from their logits, or from the only ones: then nodes share their
+        children, unless the rule reads the law, which takes a draw for each."""
+        nodes = level.nodes
+        if isinstance(nodes, np.ndarray):  # as many children as this level's nodes have
+            below = self._children[nodes]
+            below = below[:, : int((below < self.topology.shape.nodes).sum(-1).max())]
+        else:
+            below = jnp.asarray(self._children)[nodes]
+        if state.law is not None:
+            logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
+        drawn = jnp.asarray(nodes[: logits.shape[1]])
+        tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids)
+        return FixedState(
+            state.tokens.at[:, below].set(tokens),
+            None if state.law is None or law is None else state.law.at[:, nodes].set(law),
+            jnp.asarray(level.depth + 1, jnp.int32),
+        )
+
+    def finish(self, state: FixedState) -> tuple[Proposal, Int[Array, "B N"]]:
+        """Returns the proposal, and the slot of every node; -1 for those that were not read."""
+        tree, shape = self.topology.tree, self.topology.shape
+        inner = tree.children[:, :1].max(-1, initial=-1) >= 0
+        slots = jnp.where(jnp.asarray(inner) & (tree.depths < state.read), jnp.arange(shape.nodes), -1)
+        slots = jnp.broadcast_to(slots.astype(jnp.int32), (state.tokens.shape[0], shape.nodes))
+        law = None if state.law is None else state.law[:, :-1]
+        return Proposal(state.tokens[:, :-1], tree, law), slots
+
+    def _nodes(self, depth: Array | int) -> np.ndarray | Int[Array, "n"]:
+        if isinstance(depth, int):
+            return self.topology.parents_by_level[depth]
+        return jnp.asarray(self._padded)[jnp.minimum(depth - self.first, len(self._padded) - 1)]
+
+    @functools.cached_property
+    def _padded(self) -> np.ndarray:
+        """The nodes with children by depth, from `first` on."""
+        levels = self.topology.parents_by_level[self.first :]
+        widest, spare = max(map(len, levels)), self.topology.shape.nodes
+        return np.stack([np.pad(level, (0, widest - len(level)), constant_values=spare) for level in levels])
+
+    @functools.cached_property
+    def _children(self) -> np.ndarray:
+        """The children of every node, `[S, C]`; the spare entry's for those that do not exist."""
+        spare, children = self.topology.shape.nodes, self.topology.tree.children
+        return np.pad(np.where(children >= 0, children, spare), ((0, 1), (0, 0)), constant_values=spare)
+
+    @functools.cached_property
+    def _above(self) -> tuple[np.ndarray, np.ndarray]:
+        """The parent of every node `[S]`, and its ancestors that are read `[S, S]`."""
+        tree, spare = self.topology.tree, self.topology.shape.nodes
+        parents = np.append(np.where(tree.parents >= 0, tree.parents, spare), spare)
+        ancestors = np.pad(tree.ancestors & ~np.eye(spare, dtype=bool), (0, 1))
+        ancestors[:, : self.first] = False
+        return parents, ancestors
