@@ -185,9 +185,9 @@ def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
     ran = []
 
     class Noted(Medusa):
-        def _after(self, params, state, context, depth, read, tokens):
-            jax.debug.callback(lambda: ran.append(depth))
-            return super()._after(params, state, context, depth, read, tokens)
+        def _project(self, params, context, head, features):
+            jax.debug.callback(lambda: ran.append(head))
+            return super()._project(params, context, head, features)
 
     drafter, params = Noted.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(3), heads=heads("recurrent")))
     schedule = Confidence(threshold=threshold)
