@@ -1,7 +1,7 @@
-"""Early exit: the target's first layers, with its norm and head, as drafter (LayerSkip, arXiv:2404.16710).
+"""The drafter "early-exit": the target's first layers with its final norm and head (LayerSkip, arXiv:2404.16710).
 
-It reads the target's cache of those layers and keeps the drafted nodes' keys in a window of its own, so there
-is nothing to absorb. A target that was not trained for it accepts little.
+These layers read the target's own cache, and the keys and values of drafted nodes are dropped after each proposal, so
+the drafter has no state. A target that was not trained for early exit accepts few of its tokens.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class EarlyExit:
     """Draws from the target's distribution after its first layers (`exit_layers`).
 
     Attributes:
-        model: the target, told to stop early; it shares the target's parameters and cache.
-        tree: the topology, or how to choose one every round.
+        model: the target, limited to its first layers; it shares the target's parameters and cache.
+        tree: the topology, or the sizes of a dynamic tree.
     """
 
     model: LanguageModel
@@ -42,12 +42,17 @@ class EarlyExit:
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
         target = inputs.target.lm
         if not isinstance(target, LayeredTarget):
-            raise InvalidConfig(f"early-exit needs a target made of layers; {type(target).__name__} cannot stop early")
+            raise InvalidConfig(
+                f"early-exit needs a target made of layers; {type(target).__name__} has none that it can stop after"
+            )
         total = target.depth
         layers = inputs.options.get("exit_layers", max(1, total // 3))
         number = index(layers)
         if number is None or not 1 <= number < total:
-            raise InvalidConfig(f"early exit after {shown(layers)} layers; the target has {total}, so 1 to {total - 1}")
+            raise InvalidConfig(
+                f"exit_layers must be a whole number from 1 to {total - 1}, because the target has {total} layers; got "
+                f"{shown(layers)}"
+            )
         model: Any = dataclasses.replace(inputs.target.lm, layers=number)
         return cls(model, inputs.tree or chain(4)), None
 

@@ -1,9 +1,9 @@
-"""Medusa heads as drafter, on any tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
+"""The drafter "medusa": draft heads, on any tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
 
-All heads read the target's last known feature, which is that of the token before the root. Without a path the heads
-know nothing of one another: one pass gives every level's law, and every node of a level has the same children (the
-Cartesian tree, or what was pruned from it). Heads that read tokens of the path (Hydra, arXiv:2402.05109; ReDrafter,
-arXiv:2403.09919) go level by level.
+All heads read the target's feature at the token before the root, the last one computed. Heads that read no tokens are
+independent of each other: one pass computes the logits of all levels, and all nodes of a level have the same children,
+as in Medusa's Cartesian trees. Heads that read the tokens of the path (Hydra, arXiv:2402.05109; ReDrafter,
+arXiv:2403.09919) run level by level.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jaxspec.models.transformer import look_up, matmul
 
 
 class MedusaState(NamedTuple):
-    """All that the heads look at."""
+    """The input of the heads."""
 
-    feature: Float[Array, "B E"]  # the target's, at the token before the root
+    feature: Float[Array, "B E"]  # the target's feature at the token before the root
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,13 @@ class Medusa:
     """Draws from the distributions of Medusa, Hydra or ReDrafter heads on the target's last feature.
 
     Attributes:
-        config: the heads' sizes.
-        target: whose features they read, and whose projection and embedding they share.
-        tree: the topology, or how to choose one every round; no deeper than there are heads, unless they are one
-            network that may be run on (`HeadsConfig.max_depth`).
+        config: sizes of the heads.
+        target: the model whose features the heads read, and whose projection and embedding they share.
+        tree: the topology, or the sizes of a dynamic tree; at most `HeadsConfig.max_depth` deep.
+
+    Raises:
+        InvalidConfig: the tree is deeper than the heads can draft, has only its root, or has nodes with more children
+            than the heads have tokens.
     """
 
     config: HeadsConfig
@@ -55,9 +58,13 @@ class Medusa:
         width = self.tree.beam if isinstance(self.tree, Dynamic) else self.tree.shape.width
         most = self.config.max_depth
         if not 1 <= depth <= most:
-            raise InvalidConfig(f"{self.config.num_heads} heads draft trees 1 to {most} deep, this one is {depth}")
+            raise InvalidConfig(
+                f"{self.config.num_heads} heads draft trees of depth 1 to {most}, got a tree of depth {depth}"
+            )
         if width > self.config.rows:
-            raise InvalidConfig(f"the tree has nodes of {width} children, the heads a vocabulary of {self.config.rows}")
+            raise InvalidConfig(
+                f"a node of the tree has {width} children, and the heads have {self.config.rows} tokens"
+            )
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -67,10 +74,10 @@ class Medusa:
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm
-        dtype = target.dtype if isinstance(target, TypedTarget) else None  # that the target multiplies in
+        dtype = target.dtype if isinstance(target, TypedTarget) else None  # of the target's matrix products
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
-            # A copy of the rows that are guessed from: far fewer bytes a round than all of them.
+            # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
             params["rows"] = lm.unembedding(inputs.target.params)[heads.params["tokens"]]
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
@@ -81,7 +88,7 @@ class Medusa:
 
     @property
     def calls(self) -> int:
-        """None of a draft model; what heads cost is measured with the round they are part of."""
+        """Zero calls of a draft model; the cost of heads is measured as a part of the round."""
         return 0
 
     def init(self, params: Params, batch: int, capacity: int) -> MedusaState:
@@ -132,7 +139,7 @@ class Medusa:
             return normed(look_up(table, tokens))
 
         def read_path(level: Level, paths: Int[Array, "B S D"]) -> tuple[Array, Array]:
-            depth, tokens = level.depth, level.tokens
+            depth, tokens = int(level.depth), level.tokens
             path = level.of_parents(paths).at[:, :, depth].set(tokens)
             hidden = jnp.broadcast_to(state.feature[:, None], (*tokens.shape, state.feature.shape[-1]))
             features = heads.features(depth, hidden, [embed(path[:, :, i]) for i in range(depth + 1)])
@@ -140,7 +147,7 @@ class Medusa:
 
         def read_hidden(level: Level, states: Float[Array, "B S E"]) -> tuple[Array, Array]:
             hidden = heads.after(level.of_parents(states), embed(level.tokens))
-            return self._project(params, context, level.depth, hidden), level.put(states, hidden)
+            return self._project(params, context, int(level.depth), hidden), level.put(states, hidden)
 
         if self.config.inputs == "recurrent":
             return read_hidden, jnp.broadcast_to(state.feature[:, None], (batch, slots, state.feature.shape[1]))

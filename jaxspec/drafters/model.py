@@ -1,4 +1,4 @@
-"""A second, smaller language model as drafter, on any topology (Leviathan et al. 2023, arXiv:2211.17192)."""
+"""The drafter "model": a second, smaller language model, on any tree (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple, Self
@@ -18,16 +18,16 @@ from jaxspec.drafters._window import check_tree, empty_entries, model_reader
 from jaxspec.errors import MissingDraft, VocabMismatch
 
 NEAR, FAR = 2, 16
-"""Tokens read at once to catch up with the text, where no more than `NEAR` are missing and where more are."""
+"""Number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
 
 
 class ModelState(NamedTuple):
-    """The draft model has read the text as far as its cache goes; what is missing is read when it is to draft."""
+    """What the draft model has read of the text. It reads the rest before its next draft."""
 
     cache: Cache
-    entries: KV  # of what was read for the last proposal, [L, B, H, slots, K]
-    slots: Int[Array, "B N"]  # where its nodes' entries stand, -1: the node was not read
-    feature: Float[Array, "B E"]  # at the last token of the text, where the cache holds it
+    entries: KV  # keys and values of the last proposal's nodes, [L, B, H, S, K]
+    slots: Int[Array, "B N"]  # the slots of its nodes in `entries`; -1: the node was not read
+    feature: Float[Array, "B E"]  # at the last token in the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ModelDraft:
     """Draws from the distribution of a second, smaller language model with the same vocabulary.
 
     Attributes:
-        model: the draft model, of the target's vocabulary.
-        tree: the topology, or how to choose one every round.
+        model: the draft model.
+        tree: the topology, or the sizes of a dynamic tree.
     """
 
     model: LanguageModel
@@ -75,14 +75,15 @@ class ModelDraft:
         return ModelState(cache, entries, slots, no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
-        """Reads a chunk of a prompt; of what was drafted, commits the nodes that were read."""
+        """Reads a chunk of a prompt, or commits the accepted nodes that were read while drafting."""
         end = advance.start + advance.count
         if advance.nodes is None:
             size = advance.tokens.shape[1]
             return self._read(params, state, advance.text, jnp.where(advance.count > 0, end, 0), size)
         slots = jnp.take_along_axis(state.slots, jnp.maximum(advance.nodes, 0), axis=1)
-        slots = jnp.where(advance.nodes > 0, slots, -1)  # those read come first: no node is without its parent
-        # The last token must be read anew: its feature is where the next proposal starts.
+        # A node is read only after its parent, so the nodes that were read come first.
+        slots = jnp.where(advance.nodes > 0, slots, -1)
+        # The last token must be read again, because the next proposal starts from its feature.
         known = jnp.minimum((slots >= 0).sum(-1), jnp.maximum(advance.count - 1, 0))
         entries = caches.take(state.entries, slots)
         return state._replace(cache=caches.commit(state.cache, entries, known, advance.count))
@@ -90,8 +91,8 @@ class ModelDraft:
     def catch_up(
         self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
     ) -> ModelState:
-        """Reads what is missing of the first `length` tokens of the rows' texts; nothing where it is 0."""
-        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # so that it fits behind the text, as a window does
+        """Reads the first `length` tokens of each row's text, except those that the cache holds."""
+        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # the capacity has room for a window behind the text
         for size, near in ((far, NEAR), (NEAR, 0)):
 
             def behind(state: ModelState, near: int = near) -> Array:
@@ -104,7 +105,7 @@ class ModelDraft:
         return state
 
     def _read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
-        """The next `size` tokens at most, up to `length`."""
+        """Reads the next tokens of the text: at most `size`, and none from `length` on."""
         cache, steps = state.cache, jnp.arange(size)
         places = cache.length[:, None] + steps
         tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)

@@ -1,4 +1,4 @@
-"""No drafter: plain autoregression, or with a tree the width-matched reference of other drafters."""
+"""The drafter "none": plain decoding, or the width-matched reference of other drafters."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -15,8 +15,8 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 class NoDraft:
     """Proposes nothing: plain decoding.
 
-    With a tree, and a decoder that is `width_matched`, every target call has the width of that tree, so the text is
-    bit for bit that of any drafter on the same tree.
+    With a tree and a `width_matched` decoder, every target call has the width of the tree, and the text is
+    bit-identical to that of any other drafter on the same tree.
     """
 
     tree: Topology | Dynamic = chain(0)

@@ -1,7 +1,7 @@
-"""Prompt lookup: copies what followed the last place where the text ended the same way.
+"""The drafter "prompt-lookup": copies tokens from an earlier place of the row's own text.
 
-Prompt lookup decoding (Saxena 2023), on the device: of all earlier places the one whose ending matches the
-longest, among equals the latest.
+This is prompt lookup decoding (Saxena 2023), computed on the device. It chooses the earlier place whose preceding
+tokens match the end of the text for longest, the latest of equal ones.
 """
 
 import dataclasses
@@ -24,8 +24,11 @@ class PromptLookup:
 
     Attributes:
         tree: a chain.
-        min_match: tokens that must match before anything is drafted.
-        max_match: tokens that are compared at most.
+        min_match: least number of matching tokens; with fewer, nothing is drafted.
+        max_match: number of tokens that are compared.
+
+    Raises:
+        InvalidConfig: the tree is not a chain of at least one token, or the numbers are out of range.
     """
 
     tree: Topology | Dynamic = chain(15)
@@ -37,7 +40,9 @@ class PromptLookup:
 
     def __post_init__(self):
         if not self.tree.is_chain or self.tree.shape.depth < 1:
-            raise InvalidConfig("prompt-lookup drafts a chain of at least one token; give a draft length, no tree")
+            raise InvalidConfig(
+                "prompt-lookup drafts a chain of at least one token; set a draft length instead of a tree"
+            )
         if not 1 <= self.min_match <= self.max_match:
             raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
 
@@ -66,7 +71,7 @@ class PromptLookup:
         return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), None
 
     def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D"], Array]:
-        """The draft of one row, and how many tokens matched before it (0: no draft)."""
+        """Returns the draft of one row, and the number of tokens that match before it."""
         places = jnp.arange(tokens.size)
         padded = jnp.concatenate([jnp.full((self.max_match,), -1, tokens.dtype), tokens])
         match = jnp.zeros_like(places)
@@ -77,6 +82,6 @@ class PromptLookup:
             equal = equal & (before == ending)
             match = match + equal
         best = jnp.argmax(match * tokens.size + places * (match > 0))
-        # Past the end of the text the copy goes on copying itself: the text has a period there.
+        # A copy that reaches the end of the text repeats itself from there: the text is periodic.
         period = jnp.maximum(length - best, 1)
         return tokens[best + jnp.arange(self.shape.depth) % period], match[best]

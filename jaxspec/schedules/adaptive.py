@@ -118,7 +118,7 @@ class Adaptive:
         return extra + (state.behind * (self.resume / self.costs[0]))[:, None]
 
     def acceptance(self, state: AdaptiveState) -> Float[Array, "B D"]:
-        """Returns the estimated acceptance rate of each depth, given that the depth above was accepted."""
+        """Returns the estimated acceptance rate of each depth, conditional on acceptance at the depth above."""
 
         def deeper(above: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
             tested, accepted = counts

@@ -127,7 +127,8 @@ def smollm2() -> Iterator[tuple[str, Case]]:
     """Yields configurations of SmolLM2, with a name."""
     for dtype in ("float32", "bfloat16", "int8"):
         target = jaxspec.load(SMOLLM2, dtype=dtype)
-        shallow: Any = dataclasses.replace(target.lm, layers=4)
+        lm: Any = target.lm
+        shallow = dataclasses.replace(lm, layers=4)
         own: dict[str, dict] = {
             "early-exit": {"options": {"exit_layers": 10}},
             "model": {"draft": jaxspec.Model(shallow, target.params, target.tokenizer)},

@@ -238,16 +238,16 @@ def test_what_does_not_fit_is_refused():
         say()
     with pytest.raises(InvalidConfig, match="does not take heads"):
         jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)
-    with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
+    with pytest.raises(InvalidConfig, match="depth 1 to 3, got a tree of depth 4"):
         say(heads=made, tree=4)
     own = HeadsConfig(64, 61, 3, inputs="recurrent", projection="own")  # a fourth would have nothing to project by
-    with pytest.raises(InvalidConfig, match="1 to 3 deep, this one is 4"):
+    with pytest.raises(InvalidConfig, match="depth 1 to 3, got a tree of depth 4"):
         say(heads=DraftHeads(own, init_params(own, PROJECTION)), tree=4)
-    with pytest.raises(InvalidConfig, match="1 to inf deep, this one is 0"):
+    with pytest.raises(InvalidConfig, match="depth 1 to inf, got a tree of depth 0"):
         say(heads=heads("recurrent"), tree=from_paths([]))
-    with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
+    with pytest.raises(InvalidConfig, match="21 children, and the heads have 20 tokens"):
         say(heads=heads("path, reduced"), tree=dynamic(21, 2, 4))
-    with pytest.raises(InvalidConfig, match="21 children, the heads a vocabulary of 20"):
+    with pytest.raises(InvalidConfig, match="21 children, and the heads have 20 tokens"):
         say(heads=heads("path, reduced"), tree=branching(21))
     for name, other in (("features of 32", {"hidden_size": 32}), ("a vocabulary of 9", {"vocab_size": 9})):
         config = dataclasses.replace(made.config, **other)
