@@ -1,7 +1,7 @@
 """The command line: `jaxspec COMMAND ...`, one module per command.
 
-A command's module has `add_options(parser)` and `run(args) -> int`, the exit status. It imports what is heavy
-inside `run`, so that help and usage errors come at once.
+A command's module has `add_options(parser)` and `run(args) -> int`, the exit status. Heavy imports
+are inside `run`, so that help and usage errors come at once.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ COMMANDS = {
     "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
 }
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports for the signals SIGINT and SIGPIPE
+INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and gives its exit status.
+    """Runs a command and returns its exit status.
 
     0: done. 1: it failed, for a reason given in one line. 2: the command line is wrong. 130: interrupted.
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\njaxspec: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left. Python flushes once more at exit, which must not complain.
+        # The reader has closed the pipe. Python flushes stdout again at exit, which must not raise.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
@@ -81,7 +81,7 @@ def _run(words: list[str]) -> int:
     except SystemExit as leave:  # --help, --version
         return int(leave.code or 0)
     try:
-        with contextlib.nullcontext() if not args.quiet else _hushed():
+        with contextlib.nullcontext() if not args.quiet else _silenced():
             return command.run(args)
     except (UsageError, BrokenPipeError):
         raise
@@ -93,13 +93,13 @@ def _run(words: list[str]) -> int:
         return _fail(f"{kind}{error}", 1)
 
 
-def _hushed() -> contextlib.AbstractContextManager[None]:
+def _silenced() -> contextlib.AbstractContextManager[None]:
     from jaxspec.cli import show
 
-    return show.hushed()
+    return show.silenced()
 
 
 def _fail(message: str, status: int) -> int:
-    """Says why, on one line whatever the message holds."""
+    """Prints the message on one line, and returns the status."""
     print("jaxspec: error:", " ".join(message.split()), file=sys.stderr)
     return status

@@ -1,4 +1,4 @@
-"""Talks with a language model. The answers come as they are written; the rest is told on standard error.
+"""Talks with a language model. The answers come as they are written; statistics go to standard error.
 
 A line is a message. /reset begins a new conversation, /stats tells of this one, /exit or the end of the input
 leaves. Ctrl-C ends an answer, and the conversation goes on.
@@ -26,7 +26,7 @@ DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     options.add_models(parser)
     drafting.add_drafting(parser)
     options.add_sampling(parser)
@@ -39,7 +39,11 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers line by line; 1 if an answer ended in logits that are not finite."""
+    """Answers line by line until the input ends.
+
+    Raises:
+        ArithmeticError: if an answer ended because logits were not finite.
+    """
     tree = drafting.check_drafting(args)
 
     from jaxspec.cli import show
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     target, draft = drafting.load_models(args)
     heads = drafting.load_heads(args, target)
     chat = Chat(target, drafting.stream_options(args, draft, tree, heads), args.system, args.length)
-    commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.told(), answer=True)}
+    commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.statistics(), answer=True)}
     for line in lines():
         if line == "/exit":
             break
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, or sent to standard input, line by line; empty lines are passed over."""
+    """Yields the lines that are typed or sent to standard input; empty lines are skipped."""
     if sys.stdin is None:
         return
     typed = sys.stdin.isatty()
@@ -85,7 +89,7 @@ def lines() -> Iterator[str]:
 
 
 def answer(chat: "Chat", line: str, colour: bool) -> None:
-    """One turn: writes the answer as it comes, then what it cost."""
+    """Writes the answer to one message as it is decoded, then its statistics."""
     from jaxspec.cli import show
 
     with interruptible() as interrupted:
@@ -96,7 +100,7 @@ def answer(chat: "Chat", line: str, colour: bool) -> None:
                     lambda text, drafted: write(f"{_GREEN}{text}{_BACK}" if colour and drafted and text else text),
                     interrupted,
                 )
-        except KeyboardInterrupt:  # the second: nothing is known of the state
+        except KeyboardInterrupt:  # the second Ctrl-C: the state is unknown
             chat.forget()
             row = None
         except CapacityError as error:
@@ -119,7 +123,7 @@ def answer(chat: "Chat", line: str, colour: bool) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C is only noted, so that it never meets a step half done; the second is raised."""
+    """Defers the first Ctrl-C, so that no step is interrupted; the second is raised."""
     seen = False
 
     def note(*_: Any) -> None:
@@ -136,17 +140,17 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 class Chat:
-    """A conversation, and the decoder's state that has read it.
+    """A conversation, and the state of the decoder after it.
 
     Attributes:
-        messages: so far, as the chat template takes them.
+        messages: the conversation so far, as the chat template takes it.
         ids: the tokens of the decoder's state.
-        length: tokens there may be.
-        timing: of the last answer.
+        length: the most tokens of a conversation.
+        timing: the timing of the last answer.
     """
 
     def __init__(self, target: "Model", settings: dict[str, Any], system: str | None, length: int | None):
-        """`settings` are keywords of `jaxspec.stream`.
+        """Begins a conversation; `settings` are keywords of `jaxspec.stream`.
 
         Raises:
             MissingTokenizer: the target has no chat template.
@@ -165,7 +169,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """A new conversation."""
+        """Begins a new conversation."""
         from jaxspec.decode.session import Timing
         from jaxspec.decode.stats import Stats
 
@@ -177,21 +181,21 @@ class Chat:
     def forget(self) -> None:
         """Drops the decoder's state; the next turn reads the whole conversation."""
         self.ids: list[int] = []
-        self._text = ""  # of `ids`
+        self._text = ""  # the text of `ids`
         self._session: Session | None = None
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """The number of tokens that still fit."""
         return self.length - len(self.ids)
 
     def ask(self, line: str, write: Callable[[str, bool], object], interrupted: Callable[[], bool]) -> "Generation":
-        """The answer to a message.
+        """Answers a message, and returns the generation.
 
         Args:
             line: the message.
             write: called with each token's text, and whether the token was drafted.
-            interrupted: asked before every step; the answer ends where it says True.
+            interrupted: called before every step; the answer ends once it returns True.
 
         Raises:
             CapacityError: no room is left for an answer; the conversation is as it was.
@@ -222,7 +226,7 @@ class Chat:
         while chunk is not None:
             for piece, drafted in zip(pieces, chunk.drafted, strict=True):
                 write(piece, drafted)
-            write(chunk.text.removeprefix("".join(pieces)), False)  # what was held back, at the end
+            write(chunk.text.removeprefix("".join(pieces)), False)  # the text that was held back until the end
             pieces.clear()
             chunk = None if interrupted() else next(running, None)
 
@@ -230,30 +234,29 @@ class Chat:
         row = output[0]
         self._session, self.timing = output.session, output.timing
         self.ids += ids + row.tokens
-        self._text = text + self._spelt(row.tokens)
+        self._text = text + self._decoded(row.tokens)
         self.messages = [*messages, {"role": "assistant", "content": row.text or ""}]
         self.answers, self.read = self.answers + 1, self.read + len(ids)
         self.total, self.stats = self.total + output.timing, self.stats + row.stats
         return row
 
     def _after(self, text: str) -> list[int] | None:
-        """The ids by which `text` goes on from what the state has read; None where it does not go on from there.
+        """Returns the ids that continue the state to `text`, or None if `text` does not continue it.
 
-        The tokens of the text so far must also be those with which the tokens of all of it begin: no token may
-        reach across.
+        The tokens of the whole text must begin with the tokens of the text so far: no token may cross the boundary.
         """
         if self._session is None or not text.startswith(self._text):
             return None
         before, ids = self._target.encode(self._text), self._target.encode(text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
-    def _spelt(self, tokens: list[int]) -> str:
-        """The text of an answer with its special tokens; half a character becomes what no text begins with."""
+    def _decoded(self, tokens: list[int]) -> str:
+        """Returns the text of an answer with its special tokens; incomplete UTF-8 becomes surrogates."""
         pieces = self._target.tokenizer.pieces(tokens, skip_special=False)  # type: ignore[union-attr]
         return b"".join(pieces).decode("utf-8", "surrogateescape")
 
-    def told(self) -> str:
-        """The conversation's statistics, in one line."""
+    def statistics(self) -> str:
+        """Returns the statistics of the conversation, in one line."""
         from jaxspec.cli import show
 
         return (

@@ -30,7 +30,7 @@ NOTES = {
     "medusa": "heads trained for this model guess the tokens after the next one.",
     "model": "{draft} in int8 writes ahead, and the model checks it.",
 }
-"""Of the drafters that are shown; early-exit accepts little unless the model was trained for it."""
+"""The drafters that are shown. Early-exit accepts little unless the model was trained for it."""
 LEGEND = (
     "tokens/s is the speed of decoding alone, without compiling and reading the prompt. The cost of a round is its "
     "time divided by that of a plain round; times plain is tokens per round divided by the cost of a round."
@@ -38,14 +38,14 @@ LEGEND = (
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     parser.add_argument(
         "--target", default=TARGET, metavar="NAME_OR_PATH", help=f"the model that writes (default: {TARGET})"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows it; 1 if a drafter changed a text."""
+    """Runs the demo; returns 1 if a drafter changed a text."""
     import jax
     from rich.console import Console
 
@@ -134,7 +134,7 @@ class Bench:
         self._compiled.add(QUICK)
 
     def compare(self, names: list[str], prompt: str, count: int) -> dict[str, "Output"]:
-        """The fastest run of each drafter, greedily and by turns."""
+        """Returns the fastest run of each drafter; the drafters decode greedily, in turn."""
         runs: dict[str, list[Output]] = {name: [] for name in names}
         for _ in range(TURNS):
             for name in names:
@@ -142,7 +142,7 @@ class Bench:
         return {name: min(outputs, key=lambda output: output.timing.decode_s) for name, outputs in runs.items()}
 
     def decode(self, name: str, prompt: str, count: int, **options: Any) -> "Output":
-        """Decodes once. Where no terminal is watching, only what is compiled is worth a line."""
+        """Decodes once; without a terminal, progress is printed only if the drafter must be compiled."""
         import jaxspec
         from jaxspec.cli import show
 
@@ -154,7 +154,7 @@ class Bench:
 
 
 def as_table(title: str, outputs: Mapping[str, "Output"], speeds: Speeds) -> Table:
-    """One task: a row per drafter, plain decoding first."""
+    """Returns the table of a task: a row per drafter, plain decoding first."""
     plain, text = speeds[PLAIN], outputs[PLAIN][0].tokens
     headings = ("drafter", "tokens/s", "times plain", "tokens per round", "cost of a round", "same text")
     rows = [
@@ -172,7 +172,7 @@ def as_table(title: str, outputs: Mapping[str, "Output"], speeds: Speeds) -> Tab
 
 
 def verdict(same: bool) -> str:
-    """Whether drafts changed a text."""
+    """Returns a sentence that says if drafts changed a text."""
     if not same:
         return "A TEXT DIFFERS from that of plain decoding, which should not be: please report it."
     return (
@@ -182,7 +182,7 @@ def verdict(same: bool) -> str:
 
 
 def next_commands(target: str, draft: str, tasks: Mapping[str, Speeds]) -> list[list[str]]:
-    """What to type next, in words: the first with the drafter that was best on the first task."""
+    """Returns commands to try next, as words; the first uses the fastest drafter of the first task."""
     script = os.path.join(os.path.dirname(sys.executable), "jaxspec")
     program = [os.path.relpath(sys.executable), "-m", "jaxspec"]
     if os.path.exists(script):
@@ -202,7 +202,7 @@ def next_commands(target: str, draft: str, tasks: Mapping[str, Speeds]) -> list[
 
 
 def as_command(words: list[str], width: int) -> list[str]:
-    """The lines of a command, which a shell takes as one."""
+    """Returns a command in lines that end in backslashes, so that a shell joins them."""
     lines = [words[0]]
     for word in words[1:]:
         if len(f"{lines[-1]} {word} \\") > width:

@@ -1,4 +1,4 @@
-"""Options that say how to draft, and the models and the `Drafting` that they stand for. Imports JAX only when used."""
+"""The options of drafting, and the models and the `Drafting` that they select. Imports JAX only when used."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ TREE_GRAMMAR = (
 
 
 def add_heads(add: Callable) -> None:
-    """`--heads` and `--allow-pickle`."""
+    """Adds `--heads` and `--allow-pickle`."""
     add(
         "--heads",
         metavar="SOURCE",
@@ -36,7 +36,7 @@ def add_heads(add: Callable) -> None:
 
 
 def add_drafter_options(add: Callable) -> None:
-    """`--drafter-option`."""
+    """Adds `--drafter-option`."""
     add(
         "--drafter-option",
         action="append",
@@ -48,7 +48,7 @@ def add_drafter_options(add: Callable) -> None:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """An option's type: a name and a value, which is a number, true or false, or else a text."""
+    """Parses NAME=VALUE, where the value is a number, true or false, or else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, as in exit_layers=10, got {text!r}")
@@ -62,7 +62,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def add_drafting(parser: Parser) -> Callable:
-    """Drafter, tree and rule; `check_drafting` holds them against one another."""
+    """Adds the options of drafter, tree and rule, which `check_drafting` checks; returns the group's `add_argument`."""
     add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
     drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
     add(
@@ -89,10 +89,10 @@ def add_drafting(parser: Parser) -> Callable:
 
 
 def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None":
-    """The tree; what options say of one another is checked before anything is loaded.
+    """Checks the options against one another, before anything is loaded, and returns the tree.
 
     Raises:
-        UsageError: options that exclude, or need, one another.
+        UsageError: if options exclude one another, or one needs another that is missing.
     """
     tuned = None if args.tuned is None else take_tuned(args)
     if args.tree is not None and args.draft_length is not None:
@@ -118,7 +118,7 @@ def check_drafter_options(args: argparse.Namespace) -> None:
     """Refuses options that the drafter does not have.
 
     Raises:
-        UsageError: naming the first of them.
+        UsageError: if there are any; it names the first.
     """
     for name, _ in args.drafter_option:
         if name not in find("drafter", args.drafter).takes:
@@ -126,11 +126,11 @@ def check_drafter_options(args: argparse.Namespace) -> None:
 
 
 def take_tuned(args: argparse.Namespace) -> "Topology":
-    """Sets the options that `--tuned` stands for, and gives its tree.
+    """Sets the options that the file of `--tuned` selects, and returns its tree.
 
     Raises:
-        UsageError: they are given activation_dtype it.
-        TuningError: the file is none.
+        UsageError: if `--tuned` is combined with options that it sets.
+        TuningError: if the file is not a tuned file.
     """
     from jaxspec.core.tree import Topology
     from jaxspec.generation.drafting import Drafting
@@ -145,24 +145,24 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
 
 
 def own_draft(target: str) -> str | None:
-    """The preset that drafts for the target, where it is a preset that has one."""
+    """Returns the draft model of a preset, or None if the target is no preset or has none."""
     from jaxspec.checkpoints.presets import PRESETS
 
     return PRESETS[target].draft if target in PRESETS else None
 
 
 def own_heads(target: str) -> str | None:
-    """The target's name, where it is a preset whose heads come with jaxspec."""
+    """Returns the target if it is a preset whose heads come with jaxspec, or None."""
     from jaxspec.checkpoints.presets import PRESETS
 
     return target if target in PRESETS and PRESETS[target].heads else None
 
 
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
-    """Target and draft model, one and the same where the options say so.
+    """Loads the target and the draft model; they are one object if source and dtype agree.
 
     Raises:
-        UsageError: a dtype for a draft model that there is not.
+        UsageError: if `--draft-dtype` is used without a draft model.
     """
     if args.draft_dtype is not None and args.draft_model is None:
         raise UsageError("--draft-dtype is for the draft model of --drafter model, and there is none")
@@ -177,7 +177,7 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
 
 
 def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None":
-    """The heads that `--heads` names, if it names some; what one should know of them is told."""
+    """Loads the heads that `--heads` names, if any, and prints their notes."""
     if args.heads is None:
         return None
     from jaxspec.checkpoints.base import activation_dtype
@@ -196,7 +196,7 @@ def stream_options(
     tree: "Topology | Dynamic | int | None",
     heads: "DraftHeads | None" = None,
 ) -> dict[str, Any]:
-    """The keywords of `jaxspec.stream` that the options of drafting, sampling and ending stand for."""
+    """Returns keywords of `jaxspec.stream` from the options of drafting, sampling and ending."""
     import jax
 
     import jaxspec
@@ -214,10 +214,10 @@ def stream_options(
 
 
 def parse_tree(spec: str) -> "Topology | Dynamic":
-    """The topology that a `--tree` describes; see `TREE_GRAMMAR`.
+    """Parses the value of `--tree`; see `TREE_GRAMMAR`.
 
     Raises:
-        UsageError: saying how to write one.
+        UsageError: if it does not follow the grammar, or the tree is too large.
     """
     from jaxspec.core.tree import branching, dynamic, from_paths
     from jaxspec.core.tree_spec import NAMES, named_tree

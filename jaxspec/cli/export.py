@@ -12,7 +12,7 @@ from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     add = parser.add_argument
     layouts = (f"{name}: {LAYOUTS[name].summary} ({LAYOUTS[name].readers})" for name in EXPORTED)
     add("heads", metavar="HEADS", help="a directory, a file or a repository of the Hub, in any layout that is read")
@@ -32,14 +32,14 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exports them."""
+    """Exports the heads."""
     from jaxspec.cli import show
     from jaxspec.heads.export import export_heads
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.headers import open_heads
     from jaxspec.heads.serving import check_layout
 
-    # Before a target is loaded: it may be large.
+    # The layout is checked before the target, which may be large, is loaded.
     found = open_heads(args.heads, allow_pickle=args.allow_pickle)
     check_layout(found.config_of_any_vocabulary(), LAYOUTS[args.layout])
     target = None if args.target is None else show.load(args.target, args.dtype or DTYPES[0])

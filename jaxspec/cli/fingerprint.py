@@ -9,12 +9,12 @@ from jaxspec.errors import TrainingError
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR", help="of 'jaxspec train', or of heads")
 
 
 def run(args: argparse.Namespace) -> int:
-    """One line per tree: its sha256 and its name."""
+    """Prints a line per tree: its sha256 and its name."""
     lines = list(prints(args.folder))
     if not lines:
         raise TrainingError(f"{args.folder}: holds no run and no heads")
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prints(folder: pathlib.Path):
-    """(sha256, name) of the log, of every checkpoint's state and of the heads."""
+    """Yields (sha256, name) of the log, of the state of every checkpoint, and of the heads."""
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.find import MANIFEST
     from jaxspec.train.checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""Continues prompts. The text comes as it is written; what it cost is told on standard error."""
+"""Continues prompts. The text is printed as it is decoded; statistics go to standard error."""
 
 import argparse
 import itertools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
     )
@@ -57,7 +57,11 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates as told; 1 if a text ended in logits that are not finite."""
+    """Generates texts.
+
+    Raises:
+        ArithmeticError: if a text ended because logits were not finite.
+    """
     tree = drafting.check_drafting(args)
     if args.logprobs is not False and not (args.json or args.out):
         raise UsageError("--logprobs are written to the JSON; give --json, too")
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _into_file(target: "Model", prompts: list, path: str, options: dict[str, Any]) -> "Output":
-    """Writes every text as it ends, and shows how far it is."""
+    """Writes every text when it ends, and shows the progress."""
     import jaxspec
     from jaxspec.cli import show
     from jaxspec.decode.loop import FOREVER
@@ -122,7 +126,7 @@ def _into_file(target: "Model", prompts: list, path: str, options: dict[str, Any
 
 
 def _show(args: argparse.Namespace, prompts: list, chunks: Iterable["Chunk"]) -> None:
-    """The texts as they come, or how far they are."""
+    """Prints the texts as they are decoded or, with `--json`, shows the progress."""
     from jaxspec.cli import show
 
     rows = len(prompts) * args.samples
@@ -137,7 +141,7 @@ def _show(args: argparse.Namespace, prompts: list, chunks: Iterable["Chunk"]) ->
 
 
 def _prompts(path: str, split: str | None) -> list:
-    """Reads texts, and conversations up to their first answer, and says how many there are."""
+    """Reads texts, and conversations up to their first answer, and prints their number."""
     from jaxspec.cli import show
     from jaxspec.storage.prompt_files import SPLITS
     from jaxspec.text.conversations import read
@@ -151,7 +155,7 @@ def _prompts(path: str, split: str | None) -> list:
 
 
 def _standard_input() -> str:
-    """All of it, but for the line end that shells add."""
+    """Reads standard input, without the newline at its end."""
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no PROMPT given; write one, or send it to standard input")
     text = sys.stdin.read().removesuffix("\n")
@@ -161,7 +165,7 @@ def _standard_input() -> str:
 
 
 def as_records(output: "Output", prompts: list[str], seed: int) -> list[dict]:
-    """What `--json` writes, one record per text. All were decoded together: `timing` is of all `rows`."""
+    """Returns a record for JSON per text; `timing` is that of all `rows`, which were decoded together."""
     timing = output.timing.as_dict() | {"rows": len(output)}
     return [
         {
@@ -181,7 +185,7 @@ def as_records(output: "Output", prompts: list[str], seed: int) -> list[dict]:
 
 
 def logprobs_record(row: "Generation") -> dict:
-    """The log-probabilities of a text that has them; null where a lossy rule emitted what the law excludes."""
+    """Returns the log-probabilities of a text, if any; None for a token of probability 0, from a lossy rule."""
     record: dict[str, Any] = {}
     if row.logprobs is not None:
         record["logprobs"] = row.logprobs
@@ -193,7 +197,7 @@ def logprobs_record(row: "Generation") -> dict:
 
 
 def print_in_order(chunks: Iterable["Chunk"], headers: list[str]) -> None:
-    """Prints each row's text below its header: the first unfinished one as it comes, the others in turn."""
+    """Prints the text of each row below its header, in the order of the rows, as early as possible."""
     from jaxspec.cli import show
 
     waiting, ended, at = ["" for _ in headers], [False for _ in headers], 0

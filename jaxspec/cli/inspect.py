@@ -16,7 +16,7 @@ from jaxspec.storage.reading import check_path
 
 
 def add_options(parser: Parser) -> None:
-    """All but --debug, which every command has."""
+    """Adds the command's options."""
     add = parser.add_argument
     add("source", metavar="SOURCE", help=SOURCES)
     add("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
@@ -30,7 +30,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows it, then raises what would keep the model from being loaded, if anything would."""
+    """Prints the report, then raises the first error that would prevent loading, if any."""
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show
     from jaxspec.heads.find import find_layout, hub_files

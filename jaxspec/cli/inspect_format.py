@@ -1,4 +1,4 @@
-"""How `jaxspec inspect` says what it found: tensors by type and name, values in short, a report in lines."""
+"""The format of the report of `jaxspec inspect`: tensors by type and name, shortened values, lines."""
 
 import collections
 import math
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.base import StoredTensor
 
 AS_THEY_ARE = ("settings", "stored", "tensors", "head_tensors")
-"""Sections whose entries have names of the file."""
+"""Sections whose entries have names from the file."""
 SHOWN, LONGEST = 8, 88  # items of a list and characters of a text; the JSON has all of them
 
 
 def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
-    """How many tensors there are of each type, and their bytes; the largest share first."""
+    """Returns the number and the bytes of the tensors of each type, in descending order of bytes."""
     tensors, total = collections.Counter(), collections.Counter()
     for tensor in stored:
         tensors[tensor.type] += 1
@@ -26,7 +26,7 @@ def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
 
 
 def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
-    """The tensors, those of a kind together: the number of the layer stands as N."""
+    """Returns types and shapes by name; layers are grouped under one name, with N for their number."""
     kinds = collections.Counter(
         (re.sub(r"(^|\.)\d+(?=\.)", r"\1N", name), t.type, t.shape) for name, t in stored.items()
     )
@@ -36,17 +36,17 @@ def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
     return table
 
 
-def brief(value: Any) -> Any:
-    """A value of a file's settings for JSON: long lists by their length, and no number that JSON has not."""
+def shortened(value: Any) -> Any:
+    """Returns a setting for JSON: long lists become their length, and numbers that are not finite become text."""
     if isinstance(value, Mapping):
-        return {str(key): brief(item) for key, item in value.items()}
+        return {str(key): shortened(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [brief(item) for item in value] if len(value) <= SHOWN else f"{len(value)} items"
+        return [shortened(item) for item in value] if len(value) <= SHOWN else f"{len(value)} items"
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
-    """The report for reading: an entry per line, or more where it is wider than `width`; sections are indented."""
+    """Yields the lines of the report: entries are wrapped to `width`, and those of sections are indented."""
     for key, value in report.items():
         if isinstance(value, Mapping):
             label = _printable if key in AS_THEY_ARE else _label
@@ -60,7 +60,7 @@ def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _entry(label: str, value: str, column: int, width: int) -> Iterator[str]:
-    """A label with its value from `column` on, or below it where one of them is too wide; wrapped between words."""
+    """Yields a label and its wrapped value, at `column`, or below the label if either is too wide."""
     first, *more = wrap(value, width - column)
     if len(label) + 2 <= column and max(map(len, [first, *more])) <= width - column:
         yield f"{label:<{column}}{first}".rstrip()
@@ -91,5 +91,5 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """What a file says of itself must not steer the terminal."""
+    """Escapes characters that could control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,11 +1,11 @@
-"""What `jaxspec inspect` says of draft heads."""
+"""The sections of `jaxspec inspect` about draft heads."""
 
 import argparse
 import pathlib
 from typing import Any
 
 from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.cli.inspect_format import brief, by_name, by_type
+from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.errors import JaxspecError
 
 PROMPTS = (
@@ -15,13 +15,13 @@ PROMPTS = (
 )
 TOKENS = 32
 FLOOR = 0.1
-"""Less than this of a first head's guesses accepted: heads that work have three times as much and more."""
+"""The least acceptance rate of the first head; heads that work have at least three times as much."""
 
 
 def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
-    """The heads, whether they fit `--target`, and how much of what they draft it accepts.
+    """Returns the sections about heads and, with `--target`, their acceptance rates.
 
-    What would keep them from being loaded goes to `refused`.
+    Errors that would prevent loading are appended to `refused`.
     """
     from jaxspec.checkpoints.base import activation_dtype
     from jaxspec.cli import show
@@ -42,7 +42,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     heads = {"layout": found.layout, "read_by": readers} | dict(found.sizes)
     heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
     if isinstance(base := found.settings.get("base_model_name_or_path"), str):
-        heads["made_for"] = brief(base)
+        heads["made_for"] = shortened(base)
     heads["exported_to"] = ", ".join(layouts_for(found.config_of_any_vocabulary())) or "none: only jaxspec serves them"
     report["heads"] = heads
     if args.target is None:
@@ -57,7 +57,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 
 
 def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[str, Any]:
-    """Decodes prompts greedily with a chain of all heads: how much of what each head says is accepted."""
+    """Decodes prompts greedily with a chain of all heads, and returns the acceptance rate of each head."""
     import jaxspec
 
     texts = jaxspec.generate(
@@ -78,7 +78,7 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
 
 
 def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:
-    """The tensors of heads that are refused, as far as they can be seen."""
+    """Returns the tensors of heads that cannot be loaded, from the files that can be read."""
     from jaxspec.checkpoints import folder
 
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]

@@ -1,4 +1,4 @@
-"""What `jaxspec inspect` says of a model."""
+"""The sections of `jaxspec inspect` about a model."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import math
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli.inspect_format import brief, by_name, by_type
+from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.core import sizes
 from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
 
@@ -19,7 +19,7 @@ LENGTH = 2048
 
 
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
-    """What is to be said of a model. What would keep it from being loaded goes to `refused`."""
+    """Returns the sections about a model; errors that would prevent loading are appended to `refused`."""
     from jaxspec.checkpoints.source import open_checkpoint, read_headers
 
     report: dict[str, Any] = {}
@@ -30,9 +30,9 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         try:
             headers = read_headers(place)
         except CheckpointError:
-            pass  # nothing more to be seen
+            pass  # nothing more can be shown
         else:
-            report |= {"settings": {key: brief(value) for key, value in headers.settings.items()}}
+            report |= {"settings": {key: shortened(value) for key, value in headers.settings.items()}}
             report |= {"stored": by_type(headers.stored.values()), "tensors": by_name(headers.stored)}
     else:
         config = checkpoint.config
@@ -46,17 +46,17 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
 
 
 def model_section(config: "ModelConfig") -> dict[str, Any]:
-    """Every field of the config that has no default, or is not at it."""
-    given, plain = {}, dataclasses.asdict(config)
+    """Returns the fields of the config without a default or not at it, and the number of parameters."""
+    changed, plain = {}, dataclasses.asdict(config)
     for field in dataclasses.fields(config):
         value, factory = getattr(config, field.name), field.default_factory
         if value != (field.default if factory is dataclasses.MISSING else factory()):
-            given[field.name] = brief(plain[field.name])
-    return given | {"parameters": sum(map(math.prod, config.param_shapes().values()))}
+            changed[field.name] = shortened(plain[field.name])
+    return changed | {"parameters": sum(map(math.prod, config.param_shapes().values()))}
 
 
 def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[str, Any] | None:
-    """Tokenizer and chat template. What is wrong with them goes to `refused`."""
+    """Returns the section about tokenizer and chat template; their errors are appended to `refused`."""
     from jaxspec.text.chat import ChatTemplate
     from jaxspec.text.tokenizer import Tokenizer
 
@@ -72,9 +72,9 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
         section |= {"kind": tokenizer.kind, "tokens": tokenizer.vocab_size}
         section |= {"padding_of_the_vocabulary": max(rows - tokenizer.vocab_size, 0)}
         section |= {"tokens_without_a_row": max(tokenizer.vocab_size - rows, 0)}
-        section |= {"special": [spelt(tokenizer, token) for token in sorted(tokenizer.special_ids)]}
-        section |= {"stop": [spelt(tokenizer, token) for token in checkpoint.stop_ids]}
-        section |= {"begins_with": spelt(tokenizer, checkpoint.bos_id) if checkpoint.add_bos else None}
+        section |= {"special": [token_text(tokenizer, token) for token in sorted(tokenizer.special_ids)]}
+        section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.stop_ids]}
+        section |= {"begins_with": token_text(tokenizer, checkpoint.bos_id) if checkpoint.add_bos else None}
     template = checkpoint.chat_template
     if template is not None:
         try:
@@ -85,15 +85,15 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
     return section | {"chat_template": None if template is None else next(iter(lines), "")}
 
 
-def spelt(tokenizer: "Tokenizer", token: int | None) -> str | None:
-    """A token as text and number."""
+def token_text(tokenizer: "Tokenizer", token: int | None) -> str | None:
+    """Returns a token as text and number."""
     if token is None or token >= tokenizer.vocab_size:
         return None if token is None else str(token)
     return f"{tokenizer.token_bytes(token).decode(errors='replace')} ({token})"
 
 
 def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
-    """What decoding takes; the cache as for drafts of up to 64 tokens."""
+    """Returns the memory that decoding takes, with a cache for drafts of up to 64 tokens."""
     from jaxspec.checkpoints.base import DTYPES, activation_dtype
     from jaxspec.models.config import is_table
 

@@ -1,17 +1,14 @@
-"""What commands share: options, and what they stand for. Nothing here imports JAX before it is called for."""
+"""Options that several commands share. This module does not import JAX."""
 
 import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import UnknownName
 from jaxspec.storage.prompt_files import SPLITS
-
-if TYPE_CHECKING:
-    pass
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
 SOURCES = (
@@ -27,18 +24,18 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with the nearest name where one was misspelt."""
+    """An argument parser whose errors are one line, with the nearest name if one was misspelled."""
 
     def __init__(self, **settings):
         settings |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**settings)
-        self.set_defaults(quiet=False)  # where a command's options are parsed without those that all have
+        self.set_defaults(quiet=False)  # for tests that parse only the options of one command
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_options(self, words: list[str]) -> argparse.Namespace:
-        """The options; positional words may stand before, between and after them."""
+        """Parses the options; positional words may come before, between and after them."""
         args, unknown = self.parse_known_intermixed_args(self._ordered(words))
         args.words = [*self.prog.split(), *words]
         if unknown:
@@ -48,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _ordered(self, words: list[str]) -> list[str]:
-        """The words; one that is no number stands before an option whose value is a number that may be left out."""
+        """Moves a word that is no number from behind an option with an optional number to before it."""
         optional = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
         found: list[str] = []
         for word in words:
@@ -59,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
-    """An option's type: one of the names."""
+    """Returns the type of an option whose value is one of the names."""
     names = tuple(names)
 
     def check(name: str) -> str:
@@ -71,7 +68,7 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An option's type: a whole number within limits."""
+    """Returns the type of an option whose value is a whole number within limits."""
 
     def check(text: str) -> int:
         limits = f"from {least}" if most is None else f"from {least} to {most}"
@@ -86,12 +83,12 @@ DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(W
 
 
 def add_dtype(add: Callable) -> None:
-    """`--dtype`, to a parser's or a group's `add_argument`."""
+    """Adds `--dtype`; `add` is the `add_argument` of a parser or a group."""
     add("--dtype", default=WEIGHTS[0], **DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
 
 
 def add_split(add: Callable) -> None:
-    """How `.txt` files of prompts are split; see `jaxspec.storage.prompt_files`."""
+    """Adds `--split`, for `.txt` files of prompts; see `jaxspec.storage.prompt_files`."""
     add(
         "--split",
         type=one_of("split", SPLITS),
@@ -101,13 +98,13 @@ def add_split(add: Callable) -> None:
 
 
 def check_split(split: str | None, files: Iterable[str]) -> None:
-    """Refuses --split where no file is a `.txt` file."""
+    """Raises UsageError if there is a `--split` but no `.txt` file."""
     if split is not None and not any(file.lower().endswith(".txt") for file in files):
         raise UsageError("--split is for .txt files of prompts; leave it out, or name such a file")
 
 
 def add_models(parser: Parser) -> Callable:
-    """Target and draft model. Gives the group's `add_argument`, for what a command adds; so do the next three."""
+    """Adds the options of target and draft model; returns the group's `add_argument`, for further options."""
     add = parser.add_argument_group("models").add_argument
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
     add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
@@ -118,7 +115,7 @@ def add_models(parser: Parser) -> Callable:
 
 
 def add_chat(add: Callable) -> None:
-    """`--chat` and `--no-chat`."""
+    """Adds `--chat` and `--no-chat`."""
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -127,7 +124,7 @@ def add_chat(add: Callable) -> None:
 
 
 def add_sampling(parser: Parser) -> Callable:
-    """The law that is drawn from, and the seed."""
+    """Adds the options of sampling and the seed; returns the group's `add_argument`."""
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
     add_limits(add)
@@ -135,7 +132,7 @@ def add_sampling(parser: Parser) -> Callable:
 
 
 def add_limits(add: Callable) -> None:
-    """What may be drawn, beside the temperature, and the seed."""
+    """Adds the options of sampling other than the temperature, and the seed."""
     add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
     add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
@@ -143,7 +140,7 @@ def add_limits(add: Callable) -> None:
 
 
 def add_ending(parser: Parser, budget: int) -> Callable:
-    """What ends a text; `budget` is the default of `--max-new-tokens`."""
+    """Adds the options that end a text, with default `budget` for `--max-new-tokens`; returns `add_argument`."""
     add = parser.add_argument_group("ending").add_argument
     add("--max-new-tokens", type=whole(1), default=budget, metavar="N", help=f"default: {budget}")
     add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")

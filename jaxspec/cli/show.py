@@ -1,4 +1,4 @@
-"""What a command shows beside its result, on standard error: bars on a terminal, plain lines elsewhere."""
+"""The output of a command besides its result, on standard error: bars on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
 
-_hushed = False
+_silenced = False
 
 
 @contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Silences what is said of progress: no bars, and of the lines only those that answer the user."""
-    global _hushed
-    before, _hushed = _hushed, True
+def silenced() -> Iterator[None]:
+    """Silences progress: draws no bars, and prints only the lines that answer the user."""
+    global _silenced
+    before, _silenced = _silenced, True
     try:
         yield
     finally:
-        _hushed = before
+        _silenced = before
 
 
 def say(line: str, answer: bool = False) -> None:
     """Prints a line on standard error, wrapped between words on a terminal.
 
     Args:
-        line: what is said.
-        answer: the user asked for it, or must know; it is said also where progress is silenced.
+        line: the text to print.
+        answer: print it even if progress is silenced, since the user asked for it or must know it.
     """
-    if _hushed and not answer:
+    if _silenced and not answer:
         return
     console = Console(stderr=True)
     for part in wrap(line, console.width) if console.is_terminal else [line]:
@@ -54,7 +54,7 @@ def tell(line: str) -> None:
 
 @contextlib.contextmanager
 def writer() -> Iterator[Callable[[str], None]]:
-    """A function that prints a text piece by piece: on a terminal wrapped between words, elsewhere as it is."""
+    """Yields a function that prints a text piece by piece; on a terminal, it wraps between words."""
     wrapper = Wrapper() if sys.stdout.isatty() else None
 
     def write(piece: str) -> None:
@@ -68,7 +68,7 @@ def writer() -> Iterator[Callable[[str], None]]:
 
 
 def card(markdown: str) -> None:
-    """Prints a card for the terminal: its tables fit, and its paragraphs are wrapped between words."""
+    """Prints a card; tables fit the terminal, and paragraphs are wrapped between words."""
     console, rows = Console(), []
     for line in [*markdown.splitlines(), ""]:
         if line.startswith("|"):
@@ -83,7 +83,7 @@ def card(markdown: str) -> None:
 
 
 def once(line: Callable[[str], object]) -> Callable[[str], None]:
-    """The function, but no line is passed to it a second time."""
+    """Returns a function that passes each distinct line on only once."""
     seen = set()
 
     def first(text: str) -> None:
@@ -95,16 +95,16 @@ def once(line: Callable[[str], object]) -> Callable[[str], None]:
 
 
 def legend(*parts: str | tuple[str, str]) -> None:
-    """What colours mean: texts, some of them with their colour."""
-    if not _hushed:
+    """Prints a legend of texts, each with or without a colour."""
+    if not _silenced:
         Console(stderr=True).print(Text(", ").join(Text.assemble(part) for part in parts), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def busy(what: str, quiet: bool = False) -> Iterator[None]:
-    """Shows that something is under way whose end is not known; with `quiet` on terminals alone."""
+    """Shows activity of unknown length; with `quiet`, only on terminals."""
     console = Console(stderr=True)
-    if _hushed or not console.is_terminal:
+    if _silenced or not console.is_terminal:
         if not quiet:
             say(f"{what} ...")
         yield
@@ -114,13 +114,13 @@ def busy(what: str, quiet: bool = False) -> Iterator[None]:
 
 
 PARTS = 4
-"""Lines that say how far something is where no bar can be drawn."""
+"""The number of lines that report progress without a terminal."""
 
 
 class Bar:
-    """Shows how far something is: call it with `(done, total)`.
+    """Shows progress: call it with `(done, total)`.
 
-    Where no bar can be drawn, it says so in a line, and says how far it is in `parts` lines more.
+    Without a terminal it prints a line at the beginning, and `parts` more lines on the way.
     """
 
     def __init__(self, what: str, parts: int = 0):
@@ -129,19 +129,19 @@ class Bar:
         self._part = 0
 
     def __enter__(self) -> "Bar":
-        if _hushed or not self._console.is_terminal:
+        if _silenced or not self._console.is_terminal:
             say(f"{self._what} ...")
         return self
 
     def __call__(self, done: int, total: int, *_: object) -> None:
-        if _hushed or not self._console.is_terminal:
+        if _silenced or not self._console.is_terminal:
             part = done * self._parts // total
             if part > self._part:
                 self._part = part
                 say(f"{self._what}: {done} of {total}")
             return
         bar = self._progress
-        if bar is None:  # not before: what comes first may draw a bar of its own, as pip does
+        if bar is None:  # created late: earlier code may draw a bar of its own, as pip does
             columns = (
                 TextColumn("[dim]{task.description}"),
                 BarColumn(),
@@ -167,7 +167,7 @@ def load(source: str, dtype: str, context: int | None = None) -> "Model":
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:
-    """How fast a text came, in one line."""
+    """Returns the speed of decoding and its statistics, in one line."""
     drafts = f"{stats.acceptance_rate:.0%} of drafts accepted" if stats.drafted else "nothing drafted"
     return (
         f"{stats.committed} tokens, {timing.tokens_per_s:.1f} tokens/s of decoding alone, "

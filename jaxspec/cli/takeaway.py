@@ -1,4 +1,4 @@
-"""What the figures of the demo mean: where drafting pays, by how much, and why not elsewhere."""
+"""Explains the figures of the demo: where drafting pays, by how much, and why it does not elsewhere."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 PLAIN = "none"
 NOISE = 0.05
-"""Speeds that differ by less are called equal: of two short runs nothing finer can be said."""
+"""The relative difference below which speeds are called equal; short runs cannot resolve less."""
 ACCEPTED = 1.2
-"""With fewer tokens per round hardly any draft was accepted."""
+"""The tokens per round below which hardly any draft was accepted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast a text was decoded.
+    """The speed of decoding a text.
 
     Attributes:
-        tokens_per_s: of decoding alone.
-        tokens_per_round: on average.
-        round_s: seconds of a round, on average.
+        tokens_per_s: tokens per second of decoding, without compilation and prefill.
+        tokens_per_round: the mean number of tokens per round.
+        round_s: the mean seconds per round.
     """
 
     tokens_per_s: float
@@ -30,34 +30,34 @@ class Speed:
 
     @classmethod
     def of(cls, output: "Output") -> "Speed":
-        """The speed of a call with one prompt."""
+        """Returns the speed of a call with one prompt."""
         rounds = max(output.stats.rounds, 1)
         return cls(output.timing.tokens_per_s, output.stats.tokens_per_round, output.timing.decode_s / rounds)
 
     def times(self, plain: "Speed") -> float:
-        """The speedup over plain decoding."""
+        """Returns the speedup over plain decoding."""
         return self.tokens_per_s / plain.tokens_per_s
 
     def cost(self, plain: "Speed") -> float:
-        """The time of a round, in plain rounds."""
+        """Returns the time of a round, in plain rounds."""
         return self.round_s / plain.round_s
 
 
 Speeds = Mapping[str, Speed]
-"""By drafter; that of plain decoding is under `PLAIN`."""
+"""The speeds by drafter; that of plain decoding is under `PLAIN`."""
 
 
 def best(speeds: Speeds) -> str:
-    """The fastest drafter."""
+    """Returns the name of the fastest drafter."""
     return max((name for name in speeds if name != PLAIN), key=lambda name: speeds[name].tokens_per_s)
 
 
 def takeaway(tasks: Mapping[str, Speeds], platform: str) -> Iterator[str]:
-    """The paragraphs to take home.
+    """Yields paragraphs that explain the speeds.
 
     Args:
-        tasks: what was measured, by what was written.
-        platform: of the device, as JAX calls it.
+        tasks: the measured speeds by task.
+        platform: the platform of the device, as JAX names it.
     """
     for task, speeds in tasks.items():
         yield f"{task[:1].upper()}{task[1:]}: {_verdict(speeds)}"
@@ -90,7 +90,7 @@ def _verdict(speeds: Speeds) -> str:
 
 
 def _reason(speed: Speed, plain: Speed, name: str, task: str, platform: str) -> str:
-    """Why a drafter is slower: that of most tokens per round says it best."""
+    """Returns a paragraph that explains why a drafter is slower than plain decoding."""
     cost = f"{speed.tokens_per_round:.2f} tokens at the cost of {speed.cost(plain):.2f} plain rounds"
     said = (
         "Why a drafter can be slower: it pays only if a round brings more tokens than it costs plain rounds. "

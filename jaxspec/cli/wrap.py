@@ -1,4 +1,4 @@
-"""Wraps text between words, also text that comes piece by piece."""
+"""Wraps text between words, also text that arrives in pieces."""
 
 import re
 import shutil
@@ -7,37 +7,37 @@ from collections.abc import Callable
 
 from rich.cells import cell_len
 
-_PARTS = re.compile(r"(\x1b\[[0-9;]*[A-Za-z])|(\n)|([ \t]+)|(.)", re.DOTALL)  # a colour, a line's end, spaces, else
+_PARTS = re.compile(r"(\x1b\[[0-9;]*[A-Za-z])|(\n)|([ \t]+)|(.)", re.DOTALL)  # colour, newline, spaces, other
 _JOINER = "\u200d"
 _OPENING, _CLOSING = ("Ps", "Pi"), ("Pe", "Pf", "Po")
 _TAB = 8
 
 
 def columns() -> int:
-    """The width of the terminal."""
+    """Returns the width of the terminal."""
     return shutil.get_terminal_size().columns
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """The lines of a text. Words that are wider than a line are left whole, so that they can be copied."""
+    """Returns the lines of a text; words wider than a line stay whole, so that they can be copied."""
     wrapper = Wrapper(lambda: width)
     return (wrapper.feed(text) + wrapper.end()).split("\n")
 
 
 class Wrapper:
-    """Wraps a text that comes in pieces; `feed` and `end` return what can be written by now.
+    """Wraps a text that arrives in pieces; `feed` and `end` return the text that can be written.
 
-    A word is held back until it is known where it ends. Scripts of wide characters have no spaces: there a line may
-    end at any character, but not before closing punctuation. Colours take no room.
+    A word is held back until its end arrives. Scripts of wide characters have no spaces: a line may end after any
+    character, but not before closing punctuation. Colours have no width.
     """
 
     def __init__(self, width: Callable[[], int] = columns):
-        """`width` is called for every word, since the size of a terminal may change."""
+        """Begins a text; `width` is called for every word, since the size of a terminal may change."""
         self._width = width
         self._column, self._spaces, self._word, self._last = 0, "", "", ""
 
     def feed(self, piece: str) -> str:
-        """Takes the next piece of the text."""
+        """Takes the next piece of the text, and returns the text that can be written."""
         written = ""
         for colour, end, spaces, other in _PARTS.findall(piece):
             if end:
@@ -56,7 +56,7 @@ class Wrapper:
         return written
 
     def end(self) -> str:
-        """The text ends here, or is interrupted."""
+        """Ends the text or a line of it, and returns the rest."""
         written = self._put()
         spaces, self._spaces = self._spaces, ""
         if self._column + self._room(spaces) > self._width():
@@ -65,7 +65,7 @@ class Wrapper:
         return written + spaces
 
     def _put(self) -> str:
-        """The word that was held back, on this line or the next."""
+        """Returns the word that was held back, on this line or the next."""
         word, self._word = self._word, ""
         cells = cell_len(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", word))
         if not cells:
@@ -76,7 +76,7 @@ class Wrapper:
             spaces, self._column = "\n", cells
         else:
             self._column += self._room(spaces) + cells
-        self._column = (self._column - 1) % width + 1  # the terminal itself parts a word that is too wide
+        self._column = (self._column - 1) % width + 1  # the terminal itself breaks a word that is too wide
         return spaces + word
 
     def _room(self, spaces: str) -> int:
@@ -87,7 +87,7 @@ class Wrapper:
 
 
 def _may_part(before: str, after: str) -> bool:
-    """Whether a line may end between two characters that no space parts."""
+    """Returns whether a line may end between two adjacent characters."""
     if not before or before.isspace() or before == _JOINER or not cell_len(after):
         return False
     if unicodedata.category(before[-1]) in _OPENING or unicodedata.category(after) in _CLOSING:

@@ -24,7 +24,7 @@ class Instruction(NamedTuple):
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of every computation of a module, the entry's under "ENTRY"."""
+    """Returns the instructions of every computation of a module; the entry computation is under "ENTRY"."""
     found: dict[str, list[Instruction]] = {}
     here: list[Instruction] | None = None
     for line in text.splitlines():
@@ -40,7 +40,7 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 def _instruction(line: str) -> Instruction:
     name, rest = line.removeprefix("ROOT ").split(" = ", 1)
     end = rest.index(" ")
-    if rest.startswith("("):  # a tuple's type has spaces, and tuples in it
+    if rest.startswith("("):  # the type of a tuple has spaces, and may be nested
         depth = 0
         for end, character in enumerate(rest):
             depth += (character == "(") - (character == ")")
@@ -54,7 +54,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def size(type: str, anywhere: bool = False) -> int:
-    """Bytes of the arrays of a type that lie in HBM, or of all: others stand in a space of their own, `S(1)`."""
+    """Returns the bytes of the arrays of a type in HBM or, with `anywhere`, in every memory space, such as `S(1)`."""
     return sum(
         math.prod(map(int, filter(None, dims.split(",")))) * WIDTH.get(dtype, 4)
         for dtype, dims, layout in re.findall(ARRAY, type)
@@ -70,10 +70,10 @@ def called(instruction: Instruction, key: str) -> str:
 
 
 def moved(parts: dict[str, list[Instruction]], name: str) -> int:
-    """Bytes of HBM that a computation reads and writes, loops inside it counted once, of branches the costliest.
+    """Returns the bytes of HBM that a computation reads and writes.
 
-    What is sliced, gathered or updated in place counts by its part, and what was fetched into VMEM before counts where
-    it is fetched.
+    The body of a loop counts once, and a conditional counts as its costliest branch. Of an array that is sliced,
+    gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the copy.
     """
     types = {one.name: one.type for one in parts[name]}
     return sum(_moved(parts, types, one) for one in parts[name])
@@ -99,7 +99,7 @@ def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Inst
         return 2 * size(one.type)
     if one.op == "dynamic-update-slice":
         return 2 * size(operands[1])
-    if one.op == "copy-start":  # its type names source and destination
+    if one.op == "copy-start":  # its type contains both source and destination
         return size(one.type)
     if one.op == "slice-start":
         _, part = [array[0] for array in re.finditer(ARRAY, one.type)][:2]
@@ -116,7 +116,7 @@ def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Inst
 
 
 def _read(parts: dict[str, list[Instruction]], name: str, index: int, whole: int) -> int | None:
-    """How much of a fusion's parameter it reads; None where the parameter is itself what comes out."""
+    """Returns the bytes of a parameter that a fusion reads, or None if the fusion returns the parameter itself."""
     root = next(one.name for one in parts[name] if one.root)
 
     def of(value: str) -> int | None:
@@ -147,7 +147,7 @@ def _read(parts: dict[str, list[Instruction]], name: str, index: int, whole: int
 
 
 def _written(inside: list[Instruction], type: str) -> int:
-    """What a fusion writes: its result, or of a large one that is updated in place the part."""
+    """Returns the bytes that a fusion writes: its result, or only the part that it updates in place."""
     by_name = {one.name: one for one in inside}
     root = next(one for one in inside if one.root)
     while root.op == "bitcast":
