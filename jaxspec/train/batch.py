@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -30,7 +31,7 @@ class Frozen(NamedTuple):
     everything: Float[Array, "V E"] | None
     embed: Float[Array, "V E"] | None
     index: Int[Array, "V"] | None  # pyright: ignore[reportIncompatibleMethodOverride]
-    ids: Int[Array, "R"] | None = None
+    ids: Int[Array | np.ndarray, "R"] | None = None
 
 
 def ahead(values: Array, steps: int) -> Array:

@@ -80,7 +80,7 @@ class MedusaTrainee:
         """Returns the target's network: Medusa heads read its features."""
         return lm
 
-    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array, "R"] | None) -> Params:
+    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns heads that all predict what the target's own head does."""
         params = init_params(self.config, projection, ids)
         return {name: value for name, value in params.items() if name != "tokens"}
@@ -99,7 +99,7 @@ class MedusaTrainee:
             else:
                 yield matmul(features, frozen.rows, transposed=True)
 
-    def to_heads(self, params: Params, ids: Int[Array, "R"] | None, name: str) -> DraftHeads:
+    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
         """Returns the trained heads."""
         params = params if ids is None else params | {"tokens": ids}
         return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)

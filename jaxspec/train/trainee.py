@@ -8,6 +8,7 @@ losses, optimiser, checkpoints, evaluation and the card are shared.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
@@ -93,7 +94,7 @@ class Trainee(Protocol):
         """Returns the network whose features are read: the target's, or one whose features hold more."""
         ...
 
-    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array, "R"] | None) -> Params:
+    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns the parameters before training, float32.
 
         Args:
@@ -106,7 +107,7 @@ class Trainee(Protocol):
         """Yields the logits of each step at every position, with the text's own tokens as the drafted ones."""
         ...
 
-    def to_heads(self, params: Params, ids: Int[Array, "R"] | None, name: str) -> DraftHeads:
+    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
         """Returns trained parameters as heads that draft."""
         ...
 

@@ -546,7 +546,11 @@ ERRORS = {
     "rule": (UnknownName, {"rule": "coupld"}, ["rule 'coupld'", "mean 'coupled'?"]),
     "no draft": (MissingDraft, {"drafter": "model", "draft": None}, ["needs a draft model", "draft=..."]),
     "draft length 0": (InvalidConfig, {"drafter": "model", "tree": 0}, ["at least 1"]),
-    "lookup of a tree": (InvalidConfig, {"drafter": "prompt-lookup", "tree": branching(2, 1)}, ["no tree"]),
+    "lookup of a tree": (
+        InvalidConfig,
+        {"drafter": "prompt-lookup", "tree": branching(2, 1)},
+        ["a chain", "instead of a tree"],
+    ),
     "tree for an object": (
         InvalidConfig,
         {"drafter": NoDraft(), "tree": 2},
@@ -557,7 +561,7 @@ ERRORS = {
         f"exit after {value!r}": (
             InvalidConfig,
             {"drafter": "early-exit", "target": TINY, "drafter_options": {"exit_layers": value}},
-            [f"{value!r} layers", "has 2"],
+            [f"got {value!r}", "has 2 layers"],
         )
         for value in (0, -1, 2, 1.5, NAN)
     },
