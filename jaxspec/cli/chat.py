@@ -32,7 +32,7 @@ def add_options(parser: Parser) -> None:
     options.add_sampling(parser)
     options.add_ending(parser, 512)
     add = parser.add_argument_group("conversation").add_argument
-    add("--system", metavar="TEXT", help="what the model is told before the first message")
+    add("--system", metavar="TEXT", help="the system message, before the first message of the chat")
     length = f"tokens a conversation may have (default: {LENGTH}, or the target's context if less)"
     add("--length", type=whole(1), metavar="N", help=length)
     add("--colour", "--color", action="store_true", help=f"show in {DRAFTED} what was drafted and accepted")
@@ -113,7 +113,7 @@ def answer(chat: "Chat", line: str, colour: bool) -> None:
         raise ArithmeticError("the target's logits were not finite, which ended the answer early")
     elif row.finish_reason == "length":
         full = chat.room < 1
-        cut = "the conversation is full; /reset begins anew" if full else "cut at --max-new-tokens"
+        cut = "the conversation is full; /reset begins a new one" if full else "cut at --max-new-tokens"
         show.say(cut, answer=True)
     if row is not None:
         if colour:
@@ -208,7 +208,7 @@ class Chat:
         ids = self._after(text)
         if ids is None:
             if self._session is not None:
-                show.say("the conversation, as the chat template has it now, is not what was read; reading it anew")
+                show.say("the conversation, as the chat template has it now, is not what was read; reading it again")
             self.forget()
             ids = self._target.encode(text)
         budget = min(self._settings["max_new_tokens"], self.room - len(ids))

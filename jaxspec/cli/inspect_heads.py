@@ -15,7 +15,7 @@ PROMPTS = (
 )
 TOKENS = 32
 FLOOR = 0.1
-"""The least acceptance rate of the first head; heads that work have at least three times as much."""
+"""The least acceptance rate of a first head that works; those of trained heads are at least three times as high."""
 
 
 def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
