@@ -3,10 +3,11 @@
     python scripts/heads/evaluate.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE | --nodes N]
         [--json OUT]
 
-The target answers the first turn of every question greedily; each head's accuracy on those answers stands beside
-Medusa's published ones. Then tokens per round on the heads' own tree, the given one, or the best of N nodes for the
-acceptances that were measured after training, on other texts: greedily, where every text is compared with plain
-decoding, and at temperature 0.7 by several rules. `jaxspec bench --drafters medusa --heads HEADS` measures the time.
+The target answers the first turn of every question greedily. The script prints the accuracy of each head on these
+answers, beside the published accuracy of Medusa, and then tokens per round: greedily, with every text compared with
+plain decoding, and at temperature 0.7 with several rules. The tree is TREE, the best tree of N nodes by the acceptance
+that was measured after training on other texts, or else the tree of the heads. It measures no time;
+`jaxspec bench --drafters medusa --heads HEADS` does.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from jaxspec.train.evaluate import ranks
 from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
-"""Of Medusa on Vicuna 7B (the project's assets/medusa_acc.csv)."""
+"""The accuracy of Medusa's heads on Vicuna 7B (assets/medusa_acc.csv in Medusa's repository)."""
 RULES = ("coupled", "deterministic", "rejection", "traversal", "lossy-typical")
 
 
@@ -41,8 +42,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=384)
     trees = parser.add_mutually_exclusive_group()
-    trees.add_argument("--tree", type=parse_tree, help="such as 4x2x1 or mc_sim_7b_63")
-    trees.add_argument("--nodes", type=int, help="of a tree fitted to the figures beside the heads")
+    trees.add_argument("--tree", type=parse_tree, help="the tree, such as 4x2x1 or mc_sim_7b_63")
+    trees.add_argument("--nodes", type=int, help="nodes of a tree fitted to the acceptance saved with the heads")
     parser.add_argument("--rules", nargs="*", default=list(RULES))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json")

