@@ -58,12 +58,12 @@ class Ranks(NamedTuple):
 
     @property
     def top1(self) -> list[float]:
-        """How often the correct token is the most likely one, by drafted token."""
+        """The share of positions where the correct token is the most likely one, by drafted token."""
         return self._share(1)
 
     @property
     def top5(self) -> list[float]:
-        """How often the correct token is among the five most likely ones, by drafted token."""
+        """The share of positions where the correct token is among the five most likely ones, by drafted token."""
         return self._share(5)
 
     def _share(self, below: int) -> list[float]:

@@ -23,7 +23,7 @@ from jaxspec.train.settings import Settings
 from jaxspec.train.trainee import Trainee
 
 LEAST, MIX = 1e-5, 3.0
-"""Of the LK losses: the smallest acceptance whose logarithm is taken, and eta."""
+"""The smallest acceptance whose logarithm is taken, and eta, in the LK losses."""
 
 
 def freeze(

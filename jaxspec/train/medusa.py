@@ -57,7 +57,7 @@ class MedusaTrainee:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the heads read embeddings of tokens."""
+        """True if the heads read embeddings of tokens."""
         return self.config.reads_words
 
     @property

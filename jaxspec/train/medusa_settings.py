@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaSettings:
-    """The sizes of Medusa heads (Cai et al. 2024, arXiv:2401.10774), and whether the target is trained with them.
+    """The sizes of Medusa heads (Cai et al. 2024, arXiv:2401.10774), and the training of the target with them.
 
     Attributes:
         heads: number of heads, one per drafted token.
@@ -62,7 +62,7 @@ class MedusaSettings:
 
     @property
     def trains_target(self) -> bool:
-        """Whether the target is trained, too."""
+        """True if the target is trained, too."""
         return self.medusa2
 
     def check(self, settings: Settings) -> None:

@@ -20,7 +20,7 @@ from jaxspec.train.settings import Settings
 
 
 class Joint(NamedTuple):
-    """How the target is trained together with the heads.
+    """The settings of the target's training together with the heads.
 
     Attributes:
         warmup: steps before the target is trained, too.
@@ -47,7 +47,7 @@ class Trainee(Protocol):
 
     @property
     def drafted(self) -> int:
-        """The number of steps of `unroll`: tokens that are guessed from each position."""
+        """The number of steps of `unroll`, which is the number of tokens that are guessed from each position."""
         ...
 
     @property
@@ -57,12 +57,12 @@ class Trainee(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed."""
+        """True if `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed."""
         ...
 
     @property
     def reads_context(self) -> bool:
-        """Whether logits depend on earlier positions of the text; if not, only supervised spans are kept."""
+        """True if logits depend on earlier positions of the text; if not, only supervised spans are kept."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Trainee(Protocol):
 
     @property
     def joint(self) -> Joint | None:
-        """How the target is trained, too; None if it is frozen."""
+        """The settings of the target's training; None if the target is frozen."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class TraineeSettings(Protocol):
 
     @property
     def trains_target(self) -> bool:
-        """Whether the target is trained, too."""
+        """True if the target is trained, too."""
         ...
 
     def check(self, settings: Settings) -> None:
