@@ -1,4 +1,4 @@
-"""What comes with a preset: its draft model, and heads trained for it. Loaded once for each target."""
+"""The draft model and the heads that come with a preset. Each is loaded once for each target."""
 
 import dataclasses
 import weakref
@@ -19,7 +19,7 @@ _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDicti
 
 
 def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
-    """Adds what the drafter of this name needs and was not given, where the target's preset has it."""
+    """Adds the heads or the draft model that a drafter needs, if none are given and the target's preset has them."""
     preset = PRESETS.get(inputs.target.preset or "")
     if preset is None:
         return inputs
@@ -37,6 +37,6 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
 
 
 def _dtype(target: Model) -> str:
-    """The dtype that a model of this library was loaded in."""
+    """Returns the dtype that a model was loaded in."""
     rounded = any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(target.params))
     return "int8" if rounded else target.lm.dtype if isinstance(target.lm, TypedTarget) else "float32"

@@ -1,4 +1,4 @@
-"""Writes draft heads for other systems: see `jaxspec.heads.layouts` for the layouts and who reads them."""
+"""Writes draft heads for other systems. `jaxspec.heads.layouts` has the layouts and the systems that read them."""
 
 import dataclasses
 import os
@@ -26,26 +26,27 @@ def export_heads(
     target: Any = None,
     base: str | None = None,
 ) -> pathlib.Path:
-    """Writes heads in a layout that other systems read, in the dtype they have; `load_heads` reads it back.
+    """Writes heads, in their dtype, in a layout that other systems read; `load_heads` reads it, too.
 
-    No layout has a place for heads that read tokens (inputs "path" or "recurrent"): only `save_heads` keeps those.
-    Layouts "v0.1" and "vllm" hold projections: heads that share the target's are given a copy of it. Medusa's own
-    trainer keeps one block per head however many it says, so of its files with more only others read every block.
+    No layout has a place for heads that read tokens (inputs "path" or "recurrent"); `save_heads` saves those. The
+    layouts "v0.1" and "vllm" hold projections: if heads share the target's projection, a copy of it is written.
+    Medusa's own code has one block per head, whatever number config.json states, so only other systems read further
+    blocks.
 
     Args:
-        heads: what is written.
-        directory: must not hold heads yet.
+        heads: the heads to write.
+        directory: where the files are written; it must not hold heads yet.
         layout: "v0.1", "legacy" or "vllm".
-        target: the model they draft for; needed where its projection is to be copied.
-        base: the name by which others know the target; None: the target's own.
+        target: the model that the heads draft for; required if its projection must be copied.
+        base: the name that other systems have for the target; None: the name of `target`.
 
     Returns:
-        The directory's path.
+        The path of the directory.
 
     Raises:
-        UnknownName: another layout.
-        InvalidConfig: the layout cannot hold heads of this kind; the message names what can be exported where.
-        ShapeMismatch: they are not for this target.
+        UnknownName: there is no layout of this name.
+        InvalidConfig: the layout cannot hold these heads; the message says which layouts can.
+        ShapeMismatch: the heads do not fit the target.
         CheckpointError: the directory holds heads already, or cannot be written.
     """
     check_heads(heads)
@@ -73,7 +74,7 @@ def export_heads(
 def _with_projections(
     config: HeadsConfig, params: dict[str, Any], layout: Layout, target: Any
 ) -> tuple[HeadsConfig, dict[str, Any]]:
-    """Returns the heads with projections of a kind that the layout holds."""
+    """Returns the sizes and parameters of the heads, with projections of a kind that the layout holds."""
     if config.projection in layout.projections:
         return config, params
     if config.projection == "single":

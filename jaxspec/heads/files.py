@@ -1,7 +1,7 @@
-"""Draft heads in files: our own directory, and the layouts of other systems (`jaxspec.heads.layouts`).
+"""Loads and saves draft heads, in jaxspec's own layout or in those of other systems (`jaxspec.heads.layouts`).
 
-A directory of ours is `heads.json` (sizes, tree) beside `heads.safetensors`. Of other layouts the tensors decide what
-the heads are; where config.json says something else, that is noted and not believed.
+A directory in jaxspec's layout holds `heads.json` (sizes, tree) and `heads.safetensors`. In other layouts the sizes are
+those of the tensors; if config.json states others, a note says so.
 """
 
 import dataclasses
@@ -33,23 +33,23 @@ def load_heads(
     dtype: DTypeLike | None = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
-    """Loads draft heads: our own directory, or Medusa's in any of four layouts (`jaxspec.heads.layouts`).
+    """Loads draft heads in jaxspec's own layout, or Medusa heads in one of four others (`jaxspec.heads.layouts`).
 
-    Every tensor is accounted for. Blocks are independent here: files of Medusa's own trainer with two or more per head
-    hold one block so many times.
+    A missing tensor is an error, and so is one that the layout does not have. Each block has its own parameters; files
+    of Medusa's own trainer with two or more blocks per head hold copies of one block.
 
     Args:
         source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or the name of a
             preset whose heads come with this package.
-        target: the model they draft for; then what does not fit is refused at once. Needed where the files do not tell
-            the size of the vocabulary.
-        dtype: of the matrices, in which they are multiplied: "float32" or "bfloat16", or a type such as
-            `jnp.bfloat16`; None: as the file has them.
-        allow_pickle: also read `.pt` files. They are pickles; of one nothing is run, and all but tensors refused.
+        target: the model that the heads draft for; heads that do not fit it are refused. Required if the files do not
+            state the size of the vocabulary.
+        dtype: the dtype of the matrices and of their products: "float32" or "bfloat16", or a type such as
+            `jnp.bfloat16`; None: the dtype of the file.
+        allow_pickle: also read `.pt` files. They are pickles; no code in them is executed, and only tensors are read.
 
     Raises:
-        CheckpointError: no heads are there, or they do not fit together; naming file and tensor.
-        InvalidConfig, ShapeMismatch: they are not for this target.
+        CheckpointError: there are no heads, or the tensors do not fit together; the message names file and tensor.
+        InvalidConfig, ShapeMismatch: the heads do not fit the target.
     """
     allow_pickle = flag("allow_pickle", allow_pickle)
     if target is not None and not isinstance(target, Model):
@@ -68,7 +68,7 @@ def load_heads(
 
 
 def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
-    """Saves heads in our own layout, to be loaded from the directory. For other systems: `export_heads`.
+    """Saves heads in jaxspec's own layout, which `load_heads` reads; `export_heads` writes for other systems.
 
     Raises:
         CheckpointError: the directory holds heads already, or cannot be written.
@@ -82,7 +82,7 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
 def write(
     directory: str | os.PathLike, file: str, tensors: Mapping[str, Any], manifest: str, settings: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes tensors and then their settings, each beside its place first; gives the directory's path."""
+    """Writes the tensors, then the settings, each under a temporary name first; returns the directory's path."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 

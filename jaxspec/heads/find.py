@@ -8,16 +8,16 @@ from jaxspec.errors import CheckpointError
 from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, recognise
 
 OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
-"""Our own layout: its name and its two files."""
+"""The name and the two files of jaxspec's own layout."""
 PICKLE = "pickle"
-"""What `find_layout` returns for a file of torch, which it does not open."""
+"""The result of `find_layout` for a file of torch, which it does not open."""
 
 
 def find_layout(path: pathlib.Path) -> str | None:
     """Returns the name of the layout of the heads in a directory or a file.
 
-    `OURS` is our own, `PICKLE` that of a file of torch, which is not opened. None: there are no heads, or nothing can
-    be read.
+    The name is `OURS` for jaxspec's own layout, and `PICKLE` for a file of torch, which is not opened. It is None if
+    there are no heads, or if the file cannot be read.
     """
     if path.is_dir():
         if os.path.exists(path / MANIFEST):
@@ -38,5 +38,5 @@ def find_layout(path: pathlib.Path) -> str | None:
 
 
 def hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
-    """Lists the files with heads that are fetched from a repository of the Hub, besides those of a model."""
+    """Returns the names of files with heads that are fetched from a repository of the Hub, besides those of a model."""
     return (MANIFEST, TENSORS, *(name for name in FILES if allow_pickle or pathlib.Path(name).suffix not in PICKLES))

@@ -1,4 +1,4 @@
-"""Opens draft heads in files of any layout: headers are checked, no weight is read."""
+"""Opens draft heads in files of any layout: the headers are checked, and no weight is read."""
 
 import dataclasses
 import os
@@ -24,10 +24,10 @@ from jaxspec.heads.sizes import IDS, find_rows, infer_sizes, read_tokens
 from jaxspec.storage.reading import check_path
 
 VERSION = 1
-"""Of our own layout."""
+"""The version of jaxspec's own layout."""
 WHOLE_MODEL = (
-    "the heads lie in a model that was trained with them: they draft for that model, and keep its text, not the text "
-    "of the model it was made from"
+    "the heads are part of a model that was trained with them: they draft for that model, and the text is that "
+    "model's, not that of the model from which its training started"
 )
 
 
@@ -37,13 +37,14 @@ class HeadFile:
 
     Attributes:
         path: the file or directory.
-        layout: the name of a layout, "jaxspec" for our own.
-        sizes: keywords of `HeadsConfig`, without `vocab_size` where the files do not state it.
-        readers: a function that reads each parameter, under our name and in our layout, in the dtype of the file.
-        stored: the tensors of the heads, under the file's names.
-        settings: the content of config.json, or of our manifest.
+        layout: the name of the layout; "jaxspec" for jaxspec's own.
+        sizes: keywords of `HeadsConfig`, without `vocab_size` if the files do not state it.
+        readers: a function for each name of `HeadsConfig.param_shapes`, which reads that parameter in the dtype of the
+            file.
+        stored: the tensors of the heads, by their names in the file.
+        settings: the content of config.json, or of heads.json.
         tree: the topology that the heads draft best on, if it is known.
-        notes: anything a user should know about them, a sentence each.
+        notes: what users should know about the heads, one sentence each.
     """
 
     path: pathlib.Path
@@ -56,17 +57,17 @@ class HeadFile:
     notes: tuple[str, ...] = ()
 
     def config(self, target: Any = None) -> HeadsConfig:
-        """Returns the sizes; the vocabulary is the target's where the files do not state its size.
+        """Returns the sizes; the vocabulary is the target's if the files do not state its size.
 
         Raises:
-            InvalidConfig: neither the files nor a target tell the size of the vocabulary.
-            ShapeMismatch: the heads are not for this target.
+            InvalidConfig: the files do not state the size of the vocabulary, and there is no target.
+            ShapeMismatch: the heads do not fit the target.
         """
         sizes = dict(self.sizes)
         if "vocab_size" not in sizes:
             if target is None:
                 raise InvalidConfig(
-                    f"{self.path}: neither the tensors nor config.json tell the size of the vocabulary; give the "
+                    f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
                     "target (target=..., or --target)"
                 )
             sizes["vocab_size"] = vocabulary(target)
@@ -79,7 +80,7 @@ class HeadFile:
         return config
 
     def config_of_any_vocabulary(self) -> HeadsConfig:
-        """Returns the sizes without a target; a vocabulary of unknown size is taken to be as large as possible."""
+        """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
         sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(self.sizes)
         return HeadsConfig(**sizes)
 
@@ -87,7 +88,7 @@ class HeadFile:
 def open_heads(
     source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
 ) -> HeadFile:
-    """Finds heads and checks their headers; arguments and errors as those of `load_heads`."""
+    """Finds heads and checks their headers; arguments and errors are those of `load_heads`."""
     if isinstance(source, str) and source in PRESETS:
         if not PRESETS[source].heads:
             some = ", ".join(name for name, preset in PRESETS.items() if preset.heads)
@@ -102,13 +103,13 @@ def open_heads(
     layout = recognise(tensors)
     if layout is None:
         shown = ", ".join(sorted(tensors)[:3])
-        raise CheckpointError(f"{where}: no tensors of Medusa heads in a layout that is known; it has {shown} ...")
+        raise CheckpointError(f"{where}: no tensors of Medusa heads in a known layout; it has {shown} ...")
     settings = folder.read_json(directory, CONFIG) or {}
     return _open_theirs(path, where, layout, tensors, settings)
 
 
 def _file(directory: pathlib.Path) -> str:
-    """Returns the name of the file of a directory that holds its heads."""
+    """Returns the name of the file in a directory that holds the heads."""
     for name in FILES:
         if os.path.exists(directory / name):
             return name
@@ -120,13 +121,13 @@ def _file(directory: pathlib.Path) -> str:
 
 
 def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dict[str, LazyTensor]:
-    """Opens a file of tensors, whatever its format; of `model.safetensors` also the shards."""
+    """Opens a file of tensors in any format, and the shards of `model.safetensors`."""
     where = str(directory / name)
     if pathlib.Path(name).suffix in PICKLES:
         if not allow_pickle:
             raise CheckpointError(
                 f"{where}: is a pickle, as torch.save writes; allow_pickle=True (--allow-pickle) reads its tensors, "
-                "and runs nothing of it"
+                "and executes nothing in it"
             )
         path = folder.inside(directory, name)
         assert path is not None
@@ -147,8 +148,8 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
     known = {field.name for field in dataclasses.fields(HeadsConfig)}
     if not isinstance(sizes, dict) or not {"hidden_size", "vocab_size"} <= sizes.keys() <= known:
         raise CheckpointError(
-            f"{where}: config is {sizes!r:.80}, expected an object with hidden_size and vocab_size, and of "
-            f"{', '.join(sorted(known))} alone"
+            f"{where}: config is {sizes!r:.80}, expected an object with hidden_size, vocab_size and no "
+            f"keys but {', '.join(sorted(known))}"
         )
     if "tree" not in manifest:
         raise CheckpointError(f"{where}: tree is missing, expected a list of parents or null")
@@ -158,7 +159,7 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
     tensors = folder.open_shard(path, TENSORS)
-    if config.num_heads * max(config.num_layers, 1) > max(len(tensors), 64):  # before anything is made per block
+    if config.num_heads * max(config.num_layers, 1) > max(len(tensors), 64):  # before work for each block begins
         raise CheckpointError(f"{where}: {config.num_heads} heads and only {len(tensors)} tensors")
     _check(str(path / TENSORS), config.param_shapes(), tensors, "tokens")
     if (
@@ -181,7 +182,7 @@ def _open_theirs(
         sizes = infer_sizes(layout, where, stored, settings)
         if layout.num_layers not in (None, sizes["num_layers"]):
             raise CheckpointError(
-                f"{where}: heads that share the target's projection have one block each in this layout, these have "
+                f"{where}: heads that share the target's projection have one block each in this layout; these have "
                 f"{sizes['num_layers']}; are projections such as 0.{sizes['num_layers']}.weight missing?"
             )
         vocab, rows = find_rows(layout, tensors, sizes.pop("rows"), settings)
@@ -196,7 +197,7 @@ def _open_theirs(
     if rows.tokens is not None and layout.tokens not in tensors:
         del names["tokens"]
     if config.projection == "single" and names["projections.0"] not in tensors:
-        first = layout.tensor(dataclasses.replace(config, projection="own"), "projections.0")  # vLLM takes it, too
+        first = layout.tensor(dataclasses.replace(config, projection="own"), "projections.0")  # vLLM reads it, too
         names["projections.0"] = first if first in tensors else names["projections.0"]
     expected = {}
     for ours, theirs in names.items():

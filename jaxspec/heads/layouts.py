@@ -1,10 +1,10 @@
 """The layouts in which other systems store draft heads: one row of `LAYOUTS` each. Nothing here imports JAX.
 
-A row is all that this library knows of a layout. Reading, telling layouts apart, exporting, inspecting, the choices of
-`jaxspec export` and the files fetched from the Hub all come from it, so a new layout is a new row.
+A row is all that jaxspec knows about a layout: recognition, reading, export, inspection, the choices of
+`jaxspec export` and the files to fetch from the Hub depend on it alone. So a new layout is a new row.
 
-All of them store linear maps as torch does, [out, in]; a `kernel` of ours is [in, out]. Projections are [rows, E] in
-both.
+Other systems store linear maps as torch does, [out, in]; a `kernel` of jaxspec is [in, out]. Projections are [rows, E]
+in both.
 """
 
 import dataclasses
@@ -35,30 +35,30 @@ _MEDUSA_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How another system stores heads.
+    """A layout in which another system stores heads.
 
-    In `names` a field in braces stands for a number of up to four digits.
+    In `names`, a field in braces stands for a number of up to four digits.
 
     Attributes:
         name: the name that users write.
         summary: one line for the help of `jaxspec export`.
-        readers: the systems that read it.
+        readers: the systems that read the layout.
         files: the names that its file of tensors may have; `export_heads` writes the first.
         mark: a regular expression for the names, after the prefix, of the tensors that identify the layout.
-        names: the name of a tensor for each of our parameters (`HeadsConfig.param_shapes`); `{num_layers}` is that of
-            the sizes.
+        names: the name of the tensor for each parameter of `HeadsConfig.param_shapes`; `{num_layers}` is
+            `HeadsConfig.num_layers`.
         settings: the attribute of `HeadsConfig` that each key of config.json states.
-        projections: the kinds of projection (`HeadsConfig.projection`) that it holds; heads that have another are
+        projections: the kinds of projection (`HeadsConfig.projection`) that it holds; heads with another kind are
             exported with the first.
-        prefix: what precedes every name.
+        prefix: the beginning of every name.
         other_prefixes: prefixes that files may have instead.
-        single: the name of the only projection, where all heads share one.
-        requires_bias: every block has a bias.
-        num_layers: the blocks of every head; None: any number.
+        single: the name of the projection that all heads share.
+        requires_bias: True if every block must have a bias.
+        num_layers: the number of blocks of every head; None: any number.
         aliases: a key of `settings` by a regular expression for the keys that mean the same.
         constants: further entries of config.json, written but not read.
-        in_model: the tensors lie among those of the target, which was trained with the heads.
-        exported: `export_heads` writes it.
+        in_model: True if the tensors are among those of the target, which was trained with the heads.
+        exported: True if `export_heads` writes the layout.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Layout:
 
     @property
     def tokens(self) -> str | None:
-        """The tensor with the ids of a reduced vocabulary; None: the layout has no place for one."""
+        """The name of the tensor with the ids of a reduced vocabulary; None if the layout has no place for one."""
         return self.prefix + self.names["tokens"] if "tokens" in self.names else None
 
     def tensor(self, config: HeadsConfig, parameter: str) -> str:
-        """Names the tensor that holds a parameter of ours."""
+        """Returns the name of the tensor that holds a parameter of `HeadsConfig.param_shapes`."""
         if parameter.startswith("projections.") and config.projection == "single":
             return self.prefix + self.single
         for ours, theirs in self.names.items():
@@ -94,23 +94,23 @@ class Layout:
         raise KeyError(f"the layout {self.name} has no place for {parameter}")
 
     def parameter(self, tensor: str) -> str | None:
-        """Names our parameter that a tensor holds; None if its name is not one of the layout's."""
+        """Returns the name of the parameter that a tensor holds; None if the layout has no such tensor."""
         for ours, theirs in self.names.items():
             if match := _match(theirs, tensor.removeprefix(self.prefix)):
                 return ours.format(**match.groupdict())
         return None
 
     def key(self, attribute: str) -> str | None:
-        """Names the key of config.json that states an attribute of `HeadsConfig`, if one does."""
+        """Returns the key of config.json that states an attribute of `HeadsConfig`, or None."""
         return next((key for key, stated in self.settings.items() if stated == attribute), None)
 
     def config_json(self, config: HeadsConfig, base: str | None) -> dict[str, Any]:
-        """Returns the config.json of heads for a target called `base`."""
+        """Returns the content of config.json for heads whose target is named `base`."""
         named = {} if base is None else {"base_model_name_or_path": base}
         return {**self.constants, **self._stated(config), **named}
 
     def differences(self, settings: Mapping[str, Any], config: HeadsConfig) -> list[str]:
-        """Lists what config.json says differently from the tensors, a sentence each."""
+        """Returns the differences between config.json and the tensors, one sentence each."""
         said = {self._canonical(key): (key, value) for key, value in settings.items()}
         return [
             f"{CONFIG} says {said[key][0]} {said[key][1]!r:.40}, the tensors {value}"
@@ -192,15 +192,15 @@ LAYOUTS = {
         ),
     )
 }
-"""The layouts by name. Of the layouts that a file could have, it has the first."""
+"""The layouts by name. If several match a file, the first is its layout."""
 EXPORTED = tuple(name for name, layout in LAYOUTS.items() if layout.exported)
 """The layouts that `export_heads` writes; the first is the default."""
 FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.files if name != WHOLE))
-"""The file names by which a directory is known to hold heads."""
+"""The names of files that hold heads and nothing else."""
 
 
 def recognise(names: Iterable[str]) -> Layout | None:
-    """Returns the layout of a file with tensors of these names, with its prefix; None: it holds no heads."""
+    """Returns the layout of a file with tensors of these names, with its prefix; None if it holds no heads."""
     names = list(names)
     for layout in LAYOUTS.values():
         for prefix in (*layout.other_prefixes, layout.prefix):
@@ -211,7 +211,7 @@ def recognise(names: Iterable[str]) -> Layout | None:
 
 
 def is_transposed(parameter: str) -> bool:
-    """Tells whether other systems store a parameter of ours transposed."""
+    """Returns True if other systems store the transpose of a parameter."""
     return parameter.endswith("kernel")
 
 

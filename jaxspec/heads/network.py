@@ -1,10 +1,10 @@
-"""Medusa heads in Flax NNX: small networks that read a target's last feature and guess the tokens after the next.
+"""Medusa heads in Flax NNX: small networks that guess the tokens after the next one from a feature of the target.
 
-Head i predicts token t + 2 + i from the target's feature at token t, whose own head predicts t + 1 (Cai et al. 2024,
-arXiv:2401.10774, section 2.1). With `inputs="path"` a head also reads the embeddings of the tokens t + 1 to t + 1 + i,
-as Hydra does (Ankner et al. 2024, arXiv:2402.05109): its guess then depends on the path to the node it stands at. With
-`inputs="recurrent"` all heads are one network that reads what it made of the path so far and the path's last token, as
-ReDrafter's (Cheng et al. 2024, arXiv:2403.09919, section 3): so every head learns from the guesses of all.
+Head i predicts token t + 2 + i from the target's feature at token t; the target itself predicts token t + 1 (Cai et al.
+2024, arXiv:2401.10774, section 2.1). With `inputs="path"`, a head also reads the embeddings of the tokens t + 1 to
+t + 1 + i, as in Hydra (Ankner et al. 2024, arXiv:2402.05109), so its guess depends on the path to the node. With
+`inputs="recurrent"`, all heads are one network, as in ReDrafter (Cheng et al. 2024, arXiv:2403.09919, section 3). It
+reads its previous output and the last token of the path, and the losses of all heads train it.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from jaxspec.models.transformer import matmul
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DraftHeads:
-    """Loaded or trained heads: what the drafter "medusa" takes.
+    """Loaded or trained heads, for the drafter "medusa".
 
     Attributes:
-        config: their sizes.
-        params: arrays, named as `HeadsConfig.param_shapes` names them, nested.
-        tree: the topology they draft best on, if it is known.
-        name: for tables.
-        notes: what the files they come from say that one should know.
+        config: sizes of the heads.
+        params: nested arrays; their paths are the names of `HeadsConfig.param_shapes`.
+        tree: the topology that the heads draft best on, if it is known.
+        name: the name of the heads in tables.
+        notes: what users should know about the heads, one sentence each.
     """
 
     config: HeadsConfig
@@ -47,7 +47,7 @@ class DraftHeads:
 
     @property
     def bytes(self) -> int:
-        """Memory of the parameters."""
+        """Memory of the parameters, in bytes."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class DraftHeads:
 
 
 class ResBlock(nnx.Module):
-    """`residual + SiLU(x W + b)`, at first the identity."""
+    """A residual block, `residual + SiLU(x W + b)`. W and b are zero at first, so it starts as the identity."""
 
     def __init__(self, inputs: int, width: int, bias: bool):
         self.kernel = nnx.Param(jnp.zeros((inputs, width), jnp.float32))
@@ -68,7 +68,10 @@ class ResBlock(nnx.Module):
 
 
 class InnerBlock(nnx.Module):
-    """`residual + SiLU(x U + b) D`, at first the identity, for D is zero; U is random, the same every time."""
+    """A residual block with an inner layer, `residual + SiLU(x U + b) D`.
+
+    D is zero at first, so it starts as the identity. U is drawn from `seed`.
+    """
 
     def __init__(self, inputs: int, width: int, bias: bool, seed: int):
         inner = INNER * width
@@ -82,11 +85,14 @@ class InnerBlock(nnx.Module):
 
 
 class Frozen(nnx.Variable):
-    """What no training touches."""
+    """A variable that is not trained."""
 
 
 class Heads(nnx.Module):
-    """All heads. A head's blocks are its own, unless all are one network, and so is its projection unless shared."""
+    """All heads of a `HeadsConfig`.
+
+    Each head has its own blocks unless the heads are recurrent, and its own projection unless it shares one.
+    """
 
     def __init__(self, config: HeadsConfig):
         c = config
@@ -101,15 +107,16 @@ class Heads(nnx.Module):
         )
         own = range(c.num_projections)
         self.projections = nnx.List(nnx.Param(jnp.zeros((c.rows, c.hidden_size), jnp.float32)) for _ in own)
-        # Ids of the tokens that are guessed from, ascending; row r of a projection is of token tokens[r].
+        # Ids of the tokens that can be guessed, ascending; row r of a projection belongs to token tokens[r].
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
     def features(
         self, head: int, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]] = ()
     ) -> Float[Array, "B T E"]:
-        """What a head's projection reads, unless all are one network (`after`).
+        """Returns the input of a head's projection; recurrent heads use `after`.
 
-        `words`: normed embeddings of the head + 1 tokens after the feature's, for heads that read them.
+        `words` are the normed embeddings of the head + 1 tokens after the token of `hidden`; empty if `inputs` is
+        "hidden".
         """
         x, read = hidden, jnp.concatenate([hidden, *words], axis=-1)
         for layer, block in enumerate(self.blocks[head]):
@@ -117,7 +124,11 @@ class Heads(nnx.Module):
         return x
 
     def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """What is projected after one more word by recurrent heads, which go on from it; at first from `hidden`."""
+        """Returns the input of the projection of recurrent heads after one more token.
+
+        `state` is the result for the token before, and the target's feature at first; `word` is the token's normed
+        embedding.
+        """
         x, read = state, jnp.concatenate([state, word], axis=-1)
         for layer, block in enumerate(self.network):
             x = block(read if layer == 0 else x, x)
@@ -126,7 +137,7 @@ class Heads(nnx.Module):
     def every(
         self, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]]
     ) -> Iterator[Float[Array, "B T E"]]:
-        """The features of head after head. `words`: as many as the last head reads; none where none are read."""
+        """Yields the input of each head's projection. `words` are those that the last head reads."""
         state = hidden
         for head in range(self.config.num_heads):
             if self.config.inputs == "recurrent":
@@ -134,13 +145,13 @@ class Heads(nnx.Module):
             yield state if self.config.inputs == "recurrent" else self.features(head, hidden, words[: head + 1])
 
     def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-        """By an own projection, or the single one."""
+        """Returns the logits of a head by its own projection, or by the single one."""
         which = min(head, self.config.num_projections - 1)
         return matmul(features, self.projections[which][...], transposed=True)
 
 
 def normed(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-    """Embeddings as heads read them: of unit mean square, since models differ in their scale."""
+    """Scales embeddings to a mean square of 1, because their scale differs between models."""
     embeddings = embeddings.astype(jnp.float32)
     return embeddings * jax.lax.rsqrt(jnp.mean(jnp.square(embeddings), axis=-1, keepdims=True) + 1e-12)
 
@@ -151,7 +162,7 @@ def _graph(config: HeadsConfig) -> nnx.GraphDef:
 
 
 def module(config: HeadsConfig, params: Params) -> Heads:
-    """The module with these parameters, the pure dict of its state."""
+    """Returns the module with these parameters, which are the pure dict of its state."""
     return nnx.merge(_graph(config), nnx.State(params))
 
 
@@ -160,25 +171,25 @@ def init_params(
     projection: Float[Array | np.ndarray, "V E"] | None = None,
     tokens: Int[Array | np.ndarray, "R"] | None = None,
 ) -> Params:
-    """Heads that all predict what the target's own head does, before training: a pure dict of float32 arrays.
+    """Returns parameters before training, a pure dict of float32 arrays: heads that predict what the target predicts.
 
     Args:
-        config: the sizes.
-        projection: the target's, which own projections start from.
-        tokens: of a reduced vocabulary, the ids that are guessed from, ascending.
+        config: sizes of the heads.
+        projection: the target's projection, with which those of the heads start; required unless they share it.
+        tokens: the ids of a reduced vocabulary, ascending; required if there is one.
 
     Raises:
-        InvalidConfig: a projection or tokens are missing, or do not fit the sizes.
+        InvalidConfig: the projection or the tokens are missing, or do not fit the sizes.
     """
     params = nnx.to_pure_dict(nnx.state(Heads(config)))
     if (tokens is None) != (config.draft_vocab_size is None):
-        raise InvalidConfig("tokens are given with a reduced draft vocabulary, and only then")
+        raise InvalidConfig("tokens must be given if the draft vocabulary is reduced, and only then")
     if tokens is not None:
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
-            raise InvalidConfig(f"expected {config.rows} token ids, ascending, got shape {tokens.shape}")
+            raise InvalidConfig(f"expected {config.rows} ascending token ids, got shape {tokens.shape}")
         if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
-            raise InvalidConfig(f"token ids go from 0 to {config.vocab_size - 1}")
+            raise InvalidConfig(f"token ids must be from 0 to {config.vocab_size - 1}")
         params["tokens"] = tokens
     if config.num_projections:
         if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
@@ -192,10 +203,10 @@ def init_params(
 
 
 def check_heads(heads: Any) -> None:
-    """Refuses what is no `DraftHeads`.
+    """Refuses anything but `DraftHeads`.
 
     Raises:
-        InvalidConfig: saying how to load some.
+        InvalidConfig: `heads` is something else; the message says how to load heads.
     """
     if not isinstance(heads, DraftHeads):
         raise InvalidConfig(f"heads must be DraftHeads, as jaxspec.load_heads returns them; got {shown(heads)}")
@@ -206,7 +217,7 @@ def check_target(config: HeadsConfig, target: Any) -> None:
 
     Raises:
         ShapeMismatch: its features or its vocabulary have another size.
-        InvalidConfig: it does not give what the heads read.
+        InvalidConfig: the target lacks an embedding or a projection that the heads read.
     """
     lm = target.lm
     tables = ["embedding"] * config.reads_words
@@ -217,22 +228,22 @@ def check_target(config: HeadsConfig, target: Any) -> None:
     for name, own, other in sizes:
         if own != other:
             raise ShapeMismatch(
-                f"the heads are for {name} of {own}, {target.name} has {other}; they are another target's"
+                f"the heads are for {name} of {own}, {target.name} has {other}; they belong to another target"
             )
 
 
 def vocabulary(target: Any) -> int:
-    """Rows of the target's projection, those of padding included: the V of heads for it."""
+    """Returns V for heads of this target, the number of rows of its projection with padding."""
     lm = target.lm
     return lm.unembedding(target.params).shape[0] if isinstance(lm, ProjectedTarget) else lm.vocab
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """The parameters by name, as `HeadsConfig.param_shapes` names them."""
+    """Returns the parameters by the names of `HeadsConfig.param_shapes`."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.traversals.flatten_mapping(params).items()}
 
 
 def unflatten(named: dict[str, Any]) -> Params:
-    """The inverse of `flatten`."""
+    """Returns nested parameters from `flatten`'s dict."""
     paths = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): a for name, a in named.items()}
     return dict(nnx.traversals.unflatten_mapping(paths))

@@ -1,4 +1,4 @@
-"""Which systems can serve draft heads, and which layouts hold them. Nothing here imports JAX."""
+"""Finds the systems that can serve draft heads, and the layouts that hold them. Nothing here imports JAX."""
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.config import HeadsConfig
@@ -6,13 +6,13 @@ from jaxspec.heads.layouts import EXPORTED, LAYOUTS, Layout
 
 
 def obstacle(config: HeadsConfig, layout: Layout) -> str | None:
-    """Says why a layout cannot hold heads of these sizes; None if it can."""
+    """Returns the reason why a layout cannot hold heads of these sizes; None if it can."""
     if config.reads_words:
         return f"the layout {layout.name} has no place for heads that read the path (inputs {config.inputs!r})"
     if config.draft_vocab_size is not None and layout.tokens is None:
         return f"the layout {layout.name} has no place for a reduced vocabulary"
     if not config.bias and layout.requires_bias:
-        return f"the layout {layout.name} has a bias in every block, these heads have none"
+        return f"the layout {layout.name} has a bias in every block; these heads have none"
     if config.projection != "shared" and layout.projections == ("shared",):
         return f"the layout {layout.name} shares the target's projection, these heads have their own"
     if layout.num_layers not in (None, config.num_layers):
@@ -24,7 +24,7 @@ def check_layout(config: HeadsConfig, layout: Layout) -> None:
     """Refuses a layout that cannot hold heads of these sizes.
 
     Raises:
-        InvalidConfig: naming the layouts that can, or the kind of heads that can be exported.
+        InvalidConfig: the layout cannot; the message names the layouts that can, or the heads that can be exported.
     """
     if (why := obstacle(config, layout)) is None:
         return
@@ -38,11 +38,11 @@ def check_layout(config: HeadsConfig, layout: Layout) -> None:
 
 
 def served_by(config: HeadsConfig, own_target: bool = False) -> str:
-    """Says in one sentence which systems can serve heads of these sizes.
+    """Returns a sentence that says which systems can serve heads of these sizes.
 
     Args:
-        config: the sizes.
-        own_target: the target was trained with the heads (Medusa-2), and is saved in jaxspec's own format.
+        config: sizes of the heads.
+        own_target: True if the target was trained with the heads (Medusa-2), and is saved in jaxspec's own format.
     """
     if config.reads_words:
         return (
@@ -55,7 +55,7 @@ def served_by(config: HeadsConfig, own_target: bool = False) -> str:
 
 
 def layouts_for(config: HeadsConfig) -> list[str]:
-    """Names the layouts that heads of these sizes can be exported to."""
+    """Returns the names of the layouts that heads of these sizes can be exported to."""
     return [name for name in EXPORTED if obstacle(config, LAYOUTS[name]) is None]
 
 

@@ -1,4 +1,4 @@
-"""Infers the sizes of draft heads from the tensors of a file. No weight is read but the ids of a reduced vocabulary."""
+"""Infers the sizes of draft heads from the tensors of a file. Only the ids of a reduced vocabulary are read."""
 
 import collections
 import math
@@ -36,17 +36,17 @@ def infer_sizes(
 ) -> dict[str, Any]:
     """Returns keywords of `HeadsConfig` without the vocabulary, and the number of `rows` of a projection.
 
-    Where tensors disagree, the size that most of them have counts. Names that the layout does not have are skipped
-    here: comparing the file's tensors with the expected ones reports them.
+    If tensors disagree, the most frequent size is returned. Names that the layout does not have are skipped here; they
+    are reported when the file's tensors are compared with the expected ones.
 
     Args:
         layout: the layout of the file, with its prefix.
         where: the file, for messages.
-        stored: the file's tensors.
-        settings: what config.json holds.
+        stored: the tensors of the file.
+        settings: the content of config.json.
 
     Raises:
-        CheckpointError: the number of a head or a block is too high for so few tensors.
+        CheckpointError: a head or a block has a higher number than there are tensors.
     """
     blocks, projections = set(), set()
     widths, rows = collections.Counter(), collections.Counter()
@@ -81,13 +81,13 @@ def infer_sizes(
 def find_rows(
     layout: Layout, tensors: Mapping[str, LazyTensor], stored: int, settings: Mapping[str, Any]
 ) -> tuple[int | None, Rows]:
-    """Returns the size of the vocabulary, None if the file does not tell it, and the rows of a projection.
+    """Returns the size of the vocabulary, None if the file does not state it, and the rows of a projection.
 
     Args:
         layout: the layout of the file, with its prefix.
-        tensors: the file's tensors.
-        stored: the number of rows of a projection in the file; 0: it has none.
-        settings: what config.json holds.
+        tensors: the tensors of the file.
+        stored: the number of rows of a projection in the file; 0: there is none.
+        settings: the content of config.json.
 
     Raises:
         CheckpointError: the ids of a reduced vocabulary are malformed.
@@ -99,7 +99,7 @@ def find_rows(
     if layout.tokens is None:
         return stored, Rows(stored)
     if layout.tokens not in tensors:
-        # vLLM takes the first ids where config.json alone says that the vocabulary is reduced.
+        # vLLM takes the first ids if only config.json says that the vocabulary is reduced.
         if stated is not None and stored < stated and settings.get(layout.key("rows") or "") == stored:
             return stated, Rows(stored, None, np.arange(stored))
         return stored, Rows(stored)
@@ -115,7 +115,7 @@ def read_tokens(name: str, held: LazyTensor, vocab: int | None) -> np.ndarray:
     """Reads the ids of a reduced vocabulary, in the file's order.
 
     Raises:
-        CheckpointError: they are not distinct ids below `vocab`.
+        CheckpointError: the tensor does not hold distinct ids below `vocab`.
     """
     if held.stored.type not in IDS or len(held.stored.shape) != 1:
         raise CheckpointError(
@@ -130,8 +130,8 @@ def read_tokens(name: str, held: LazyTensor, vocab: int | None) -> np.ndarray:
 
 
 def _projection(layout: Layout, has_single: bool, numbers: set[int], settings: Mapping[str, Any]) -> str:
-    """Returns `HeadsConfig.projection`, of heads with projections of these numbers."""
-    # vLLM also takes the first head's projection for the only one where config.json says so.
+    """Returns `HeadsConfig.projection` for a file; `numbers` are the numbers of its projections."""
+    # vLLM also takes the first head's projection as the single one if config.json says so.
     stated = layout.key("has_single_projection")
     if has_single or (numbers <= {0} and stated is not None and settings.get(stated)):
         return "single"
