@@ -5,6 +5,7 @@ end of the run says so.
 """
 
 import gc
+import importlib.util
 import os
 
 import jax
@@ -19,6 +20,9 @@ from helpers import compiling  # noqa: E402
 from jaxspec.checkpoints import presets  # noqa: E402
 from jaxspec.decode.session import clear_executables  # noqa: E402
 from jaxspec.errors import FetchError  # noqa: E402
+
+if importlib.util.find_spec("libtpu"):  # only one process may open it: the one that compiles for TPUs
+    jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are not for the user's cache
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start
