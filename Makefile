@@ -14,7 +14,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test slow tpu mutants test-all notebooks figures docs site lint format clean
+.PHONY: help demo quick test slow tpu mutants sanitize test-all notebooks figures docs site lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +43,10 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
 	$(RUN) scripts/prove/mutants.py $(ARGS)
 
-test-all: test slow tpu mutants ## run all of these
+sanitize: $(VENV)/dev.stamp ## run the tests of the C++ kernels under AddressSanitizer and UBSan
+	$(RUN) -m scripts.prove.sanitize $(ARGS)
+
+test-all: test slow tpu mutants sanitize ## run all of these
 
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)

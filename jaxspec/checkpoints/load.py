@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxspec.backend.cpu import default_weight_layout
 from jaxspec.checkpoints.base import (
     DTYPES,
     WEIGHTS,
@@ -25,15 +24,15 @@ from jaxspec.checkpoints.source import open_source
 from jaxspec.core.checks import named, one_of
 from jaxspec.core.mesh import MODEL, check
 from jaxspec.errors import in_source
+from jaxspec.kernels.library import use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import OutMajor
+from jaxspec.models.packed import pack_param
+from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
-
-WEIGHT_LAYOUTS = ("out_in", "in_out")
 
 
 @named()
@@ -44,7 +43,7 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
-    weight_layout: str | None = None,
+    kernels: bool | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -54,14 +53,14 @@ def load(
         source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
         dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
             quantizes the weights and keeps everything else in float32: a different model, a quarter of the size; see
-            `jaxspec.models.out_major`.
+            `jaxspec.models.quantized`.
         context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
             LongRoPE depend on it, see `jaxspec.checkpoints.source.open_source`.
         revision: branch, tag or commit of a Hub repository.
         mesh: devices to place the model on, see `jaxspec.make_mesh`. Each parameter is placed as soon as it is read,
             and each device receives only its part. None for the default device.
-        weight_layout: layout of floating-point matrices: "out_in", "in_out", or None for the fastest on this backend.
-            The model is the same.
+        kernels: use jaxspec's CPU kernels (docs/kernels.md); None if this machine has them and the model is placed on
+            CPU devices that share no layer.
         report: called with a line of text on each step of a download.
         progress: called with (parameters read, total parameters, name of the parameter).
 
@@ -75,8 +74,6 @@ def load(
         InvalidConfig: an argument is invalid.
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
-    if weight_layout is not None:
-        one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
@@ -87,24 +84,28 @@ def load(
     known = None if tokenizer is None else min(tokenizer.vocab_size, size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    layout = weight_layout or (default_weight_layout(dtype) if platform == "cpu" else "in_out")
-
-    def put(part: str, array: Any) -> Any:
-        if layout == "out_in" and isinstance(array, np.ndarray) and array.ndim > 1 and not is_table(part):
-            array = OutMajor(np.ascontiguousarray(array.T))
-        if mesh is None:
-            return jax.tree.map(jnp.asarray, array)
-        return sharding.place_param(part, array, checkpoint.config, mesh)
-
     if mesh is not None:
         check(mesh)
         sharding.check_divisible(checkpoint.config, mesh, name)
+    packed = use_kernels(kernels, sharding.suits_kernels(mesh))
+
+    def put(part: str, array: Any) -> Any:
+        array = pack_param(part, array) if packed else array
+        return (
+            jax.tree.map(jnp.asarray, array)
+            if mesh is None
+            else sharding.place_param(part, array, checkpoint.config, mesh)
+        )
+
     params = read_params(checkpoint, dtype, progress, put)
     params["layers"] = dict(enumerate(params["layers"]))
     return Model(
         lm=TransformerLM(
-            checkpoint.config, activation_dtype(dtype), known=known, shards=1 if mesh is None else mesh.shape[MODEL]
+            checkpoint.config,
+            activation_dtype(dtype),
+            known=known,
+            shards=1 if mesh is None else mesh.shape[MODEL],
+            kernels=packed,
         ),
         params=params,
         tokenizer=tokenizer,
@@ -125,11 +126,11 @@ def read_params(
 
     Args:
         checkpoint: an open checkpoint.
-        dtype: dtype of the matrices: "float32", "bfloat16" or "int8" (see `jaxspec.models.out_major`). Norms and biases
+        dtype: dtype of the matrices: "float32", "bfloat16" or "int8" (see `jaxspec.models.quantized`). Norms and biases
             are always float32.
         progress: called as `progress(done, total, name)` after each parameter.
         put: called as `put(name, array)` on each parameter as soon as it is read, with the last part of its name, to
-            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `OutMajor`.
+            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `Quantized`.
 
     Returns:
         A tree of the results of `put`, NumPy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
@@ -150,7 +151,7 @@ def read_params(
         *layer, leaf = name.split(".")
         array = check_finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
-            array = OutMajor.quantize(array, is_table(leaf))
+            array = Quantized.quantize(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)
         if progress is not None:
             progress(done, len(shapes), name)

@@ -55,11 +55,10 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         InvalidConfig: the network is not a `TransformerLM`, or its weights are quantized.
         CheckpointError: the directory exists, or cannot be written.
     """
-    import jax
 
     from jaxspec.checkpoints import orbax
     from jaxspec.models.model import Model
-    from jaxspec.models.out_major import to_in_out
+    from jaxspec.models.packed import is_quantized, unpack
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model, Model):
@@ -68,7 +67,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         raise InvalidConfig(
             f"only a TransformerLM can be saved, got {type(model.lm).__name__}; save its parameters with Orbax"
         )
-    if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(model.params)):
+    if is_quantized(model.params):
         raise InvalidConfig("int8 weights cannot be saved, as they are quantized on loading; save the original model")
     place = check_path(directory, "the directory to save to").absolute()
     if place.exists():
@@ -88,7 +87,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         try:
             if tokenizer is not None:
                 tokenizer.save(part)
-            orbax.write(part / PARAMS, _as_tree(to_in_out(model.params)))
+            orbax.write(part / PARAMS, _as_tree(unpack(model.params)))
             manifest["sha256"] = {name: _sha256(file) for name, file in _files(part / PARAMS).items()}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             os.replace(part, place)

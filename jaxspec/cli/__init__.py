@@ -4,12 +4,14 @@ A command's module has `add_options(parser)` and `run(args) -> int`, the exit st
 are inside `run`, so that help and usage errors come at once.
 """
 
+import argparse
 import contextlib
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import jaxspec
 from jaxspec.cli.options import Parser, UsageError
@@ -55,6 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
+class Version(argparse.Action):
+    """Prints the version of jaxspec and JAX, and which CPU kernels are in use."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import jax
+
+        from jaxspec.kernels.library import describe
+
+        print(f"jaxspec {jaxspec.__version__}\nJAX {jax.__version__}\nCPU kernels: {describe()}")
+        parser.exit()
+
+
 def _run(words: list[str]) -> int:
     parser = Parser(
         prog="jaxspec",
@@ -64,7 +78,7 @@ def _run(words: list[str]) -> int:
         + "".join(f"  {name:<12}{line}\n" for name, line in COMMANDS.items())
         + "\n'jaxspec COMMAND --help' tells more.",
     )
-    parser.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version, and the CPU kernels in use")
     try:
         if not words or words[0].startswith("-"):
             parser.parse_options(words)

@@ -158,12 +158,12 @@ class Bar:
             self._progress.stop()
 
 
-def load(source: str, dtype: str, context: int | None = None) -> "Model":
-    """Loads a model, with a bar."""
+def load(source: str, dtype: str, context: int | None = None, kernels: bool | None = None) -> "Model":
+    """Loads a model, with a bar; arguments as those of `jaxspec.load`."""
     from jaxspec.checkpoints.load import load as read
 
     with Bar(f"loading {source} in {dtype}") as bar:
-        return read(source, dtype=dtype, context=context, report=say, progress=bar)
+        return read(source, dtype=dtype, context=context, kernels=kernels, report=say, progress=bar)
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             "the target is trained, too: text will be lossless against the new one, not against the original",
             answer=True,
         )
-    target = show.load(args.target, args.dtype)
+    target = show.load(args.target, args.dtype, kernels=False)
     try:
         with Monitor(out, args.log_to) as monitor:
             trained = train_heads(

@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.laws import first_highest, highest, log_law, scores, tempered
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.sampling import GREEDY, Sampling
 
@@ -161,7 +160,7 @@ class Draw:
 def _highest(scores: Float[Array, "B n V"], width: int) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
     """Returns the tokens of the highest scores, the lowest id first among equal scores, and the scores."""
     if width == 1:
-        tokens = scores.argmax(-1, keepdims=True)
+        tokens = first_highest(scores)[..., None]
         return tokens, jnp.take_along_axis(scores, tokens, -1)
-    best, tokens = lax.top_k(scores, width)
+    best, tokens = highest(scores, width)
     return tokens, best

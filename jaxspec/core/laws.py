@@ -84,12 +84,25 @@ def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b 
     if blocks < 2 * count:
         best, index = lax.top_k(values, count)
         return best, index
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, blocks * _BLOCK - size)]
-    split = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*values.shape[:-1], blocks, _BLOCK)
+    split = _in_blocks(values)
     chosen = jnp.sort(lax.top_k(split.max(-1), count)[1], -1)
     candidates = jnp.take_along_axis(split, chosen[..., None], -2)
     best, index = lax.top_k(candidates.reshape(*values.shape[:-1], -1), count)
     return best, jnp.take_along_axis(chosen, index // _BLOCK, -1) * _BLOCK + index % _BLOCK
+
+
+def first_highest(values: Float[Array, "*b V"]) -> Int[Array, "*b"]:
+    """Computes `argmax`, several times faster on a CPU for large V: of the blocks' maxima, then in that block."""
+    split = _in_blocks(values)
+    block = split.max(-1).argmax(-1)
+    inside = jnp.take_along_axis(split, block[..., None, None], -2)[..., 0, :]
+    return (block * _BLOCK + inside.argmax(-1)).astype(jnp.int32)
+
+
+def _in_blocks(values: Float[Array, "*b V"]) -> Float[Array, "*b K W"]:
+    """Returns the values in blocks, the last one padded with -inf."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % _BLOCK)]
+    return jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, _BLOCK)
 
 
 def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N V"]:
@@ -137,22 +150,24 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
     and another is drawn. The result equals that of truncating first, and most draws need one check, while sorting a
     large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
     """
-    noise = jnp.where(sampling.temperature < GREEDY, 0.0, noise)
-    top = scores.max(-1)
-    weights = jnp.exp(scores - top[:, None])
-    budget = jnp.where(sampling.top_p < 1, sampling.top_p * weights.sum(-1), jnp.inf)
-    floor = top + jnp.log(sampling.min_p)
+    perturbed = jnp.where(sampling.temperature < GREEDY, scores, scores + noise)
 
-    def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        excluded, token, done = state
-        drawn = jnp.where(scores > excluded[:, None], scores + noise, -jnp.inf)
-        new = drawn.argmax(-1).astype(jnp.int32)
-        score = jnp.take_along_axis(scores, new[:, None], -1)[:, 0]
+    def check(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # With the barrier XLA does not compute in every call what only truncated laws need.
+        scores, perturbed, (excluded, token, done) = lax.optimization_barrier((*laws, state))
+        top = scores.max(-1)
+        weights = jnp.exp(scores - top[:, None])
+        score = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
         above = jnp.where(scores > score[:, None], weights, 0.0).sum(-1)
+        budget = jnp.where(sampling.top_p < 1, sampling.top_p * weights.sum(-1), jnp.inf)
+        kept = (above < budget) & (score >= top + jnp.log(sampling.min_p))
         # Scores that are not finite are drawn from once; the loop's health check then ends the row.
-        kept = ((above < budget) & (score >= floor)) | ~jnp.isfinite(top) | jnp.isnan(score)
-        token = jnp.where(done, token, new)
-        return jnp.where(done, excluded, score), token, done | kept
+        done |= kept | ~jnp.isfinite(top) | jnp.isnan(score)
+        excluded = jnp.where(done, excluded, score)
+        drawn = first_highest(jnp.where(scores > excluded[:, None], perturbed, -jnp.inf))
+        return excluded, jnp.where(done, token, drawn), done
 
-    start = (jnp.full(top.shape, -jnp.inf), jnp.zeros(top.shape, jnp.int32), jnp.zeros(top.shape, bool))
-    return lax.while_loop(lambda state: ~state[2].all(), draw, draw(start))[1]
+    laws = scores, perturbed
+    whole = (sampling.top_p >= 1) & (sampling.min_p <= 0)
+    start = (jnp.full(scores.shape[:1], -jnp.inf), first_highest(perturbed), jnp.full(scores.shape[:1], whole))
+    return lax.while_loop(lambda state: ~state[2].all(), check, start)[1]

@@ -1,5 +1,6 @@
 """Protocols of networks: what every target and draft model does, and what some do besides."""
 
+import functools
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -124,5 +125,10 @@ def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Arra
     """Returns the feature before the first token: zeros of the width of the model's features."""
     token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
     window = Window(token, token, jnp.ones((*token.shape, 1), bool))
-    feature = jax.eval_shape(model.apply, params, window, cache)[0]
+    feature = _apply.eval_shape(model, params, window, cache)[0]
     return jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that JAX remembers its shapes
+def _apply(model: LanguageModel, params: Params, window: Window, cache: Cache) -> tuple[Array, KV]:
+    return model.apply(params, window, cache)

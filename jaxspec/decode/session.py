@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.backend import cpu
 from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.core.mesh import groups, place, to_host
 from jaxspec.core.records import Status
@@ -143,7 +142,7 @@ class Session:
         counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
         arguments = (self.weights, self.state, jnp.int32(max_rounds), counts, jnp.int32(max_depth))
         static = (self.decoder,)
-        compiled, arguments = self._compiled(Decoder.run, static, arguments, donate=(1,), options=self._options)
+        compiled, arguments = self._compiled(Decoder.run, static, arguments, donate=(1,))
         self.notice.end()
         self.state, seconds = _timed(compiled, arguments)
         self.timing.decode_s += seconds
@@ -171,14 +170,6 @@ class Session:
     def running(self) -> bool:
         return bool((to_host(self.state.status) == Status.RUNNING).any())
 
-    def _options(self) -> dict[str, Any] | None:
-        """Returns the compiler options of the decoding loop; None for the defaults."""
-        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
-        if platform != "cpu":
-            return None
-        rows = self.state.length.size // groups(self.mesh) * self.decoder.drafter.shape.nodes
-        return cpu.decode_options(rows, {str(leaf.dtype) for leaf in jax.tree.leaves(self.weights)})
-
     @functools.cached_property
     def _row_axes(self) -> State:
         """The axes of the state's rows; see `lifecycle.row_axes`."""
@@ -202,7 +193,6 @@ class Session:
         static: tuple,
         arguments: tuple,
         donate: tuple[int, ...] = (),
-        options: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> tuple[Callable, tuple]:
         """Returns `function(*static, ...)` compiled for these arguments, and the arguments on the mesh.
 
@@ -211,7 +201,6 @@ class Session:
             static: the first arguments, hashable.
             arguments: the others, pytrees of arrays.
             donate: indices of arguments whose buffers are donated.
-            options: returns the compiler options; called if something is compiled.
         """
         if self._partition is not None:
             arguments = self._partition.put(arguments)
@@ -228,7 +217,7 @@ class Session:
 
             called = call if self._partition is None else self._partition.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
-            _EXECUTABLES[key] = _compile(lowered, options())
+            _EXECUTABLES[key] = lowered.compile()
             seconds = time.perf_counter() - start
             self.timing.compile_s += seconds
             self.notice.took(seconds)
@@ -247,12 +236,3 @@ def _timed(compiled: Callable, arguments: tuple) -> tuple[Any, float]:
     start = time.perf_counter()
     result = jax.block_until_ready(compiled(*arguments))
     return result, time.perf_counter() - start
-
-
-def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> jax.stages.Compiled:
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError as error:
-        if not options or "compile option" not in str(error):
-            raise
-        return lowered.compile()  # this XLA does not know the option

@@ -23,7 +23,9 @@ from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.heads.network import HeadsConfig, check_target, module, normed
-from jaxspec.models.transformer import look_up, matmul
+from jaxspec.models.layers import look_up, matmul
+from jaxspec.models.packed import Packed
+from jaxspec.models.transformer import TransformerLM
 
 
 class MedusaState(NamedTuple):
@@ -79,6 +81,9 @@ class Medusa:
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
             params["rows"] = lm.unembedding(inputs.target.params)[heads.params["tokens"]]
+        if isinstance(target, TransformerLM) and target.kernels:
+            params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
+            params |= {"rows": Packed.pack(params["rows"])} if "rows" in params else {}
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
 
@@ -165,3 +170,10 @@ class Medusa:
     def _width(self) -> int:
         """R: a padded vocabulary is cut as the target's head cuts it."""
         return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows
+
+
+def _packed(path: tuple, leaf: Array) -> Any:
+    """Packs a matrix of the heads; projections are `[O, I]`, other matrices `[I, O]`."""
+    if leaf.ndim < 2:
+        return leaf
+    return Packed.pack(leaf if path[0].key == "projections" else leaf.T)

@@ -13,7 +13,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.backend.cpu import INT8_NODE_COST
 from jaxspec.core.protocols import Drafter, DrafterInputs, Rule, Schedule
 from jaxspec.core.records import Params
 from jaxspec.core.schedule import Constant
@@ -164,7 +163,7 @@ class Drafting:
         check_law(rule, drafter, target.lm.vocab)
         if schedule is None:
             copies = drafter.shape.depth > 0 and not drafter.draws
-            schedule = default_lookup_schedule(drafter.shape.nodes, cost_per_node(target)) if copies else Constant()
+            schedule = default_lookup_schedule(drafter.shape.nodes) if copies else Constant()
         else:
             schedule = make_schedule(schedule)
         return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
@@ -269,13 +268,7 @@ def resolve_drafting(drafting: Any, keywords: Drafting) -> Drafting:
     return dataclasses.replace(drafting, rule=rule, draft=draft, heads=heads)
 
 
-def cost_per_node(target: Model) -> float:
-    """Returns the assumed cost of one drafted token in a target call, in units of a call with one token."""
-    quantized = any(getattr(leaf, "dtype", None) == np.int8 for leaf in jax.tree.leaves(target.params))
-    return INT8_NODE_COST if quantized and jax.default_backend() == "cpu" else NODE_COST
-
-
-def default_lookup_schedule(nodes: int, node_cost: float = NODE_COST) -> Adaptive:
+def default_lookup_schedule(nodes: int) -> Adaptive:
     """Returns the default schedule of prompt lookup, which drafts only while drafting pays.
 
     A round reads either one token or a whole window. The prior acceptance is high, since copied text is mostly right,
@@ -283,9 +276,8 @@ def default_lookup_schedule(nodes: int, node_cost: float = NODE_COST) -> Adaptiv
 
     Args:
         nodes: tokens of a whole window.
-        node_cost: cost of each of its tokens but the first, in units of a call with one token.
     """
-    more = node_cost * (nodes - 1)
+    more = NODE_COST * (nodes - 1)
     return Adaptive(
         costs=(1.0, 1 + more, 1 + more),
         prior_acceptance=0.9,

@@ -23,7 +23,7 @@ from jax import lax
 from jaxspec.core import noise
 from jaxspec.core.draw import Noise
 from jaxspec.generation.job import Job
-from jaxspec.models.out_major import OutMajor
+from jaxspec.models.packed import is_packed, unpack_param
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def static(value: Any, depth: int = 0) -> Any:
     if depth > _DEPTH:
         return _name(type(value))
     if isinstance(value, TransformerLM):
-        value = dataclasses.replace(value, known=value.vocab)  # None means the whole vocabulary
+        value = dataclasses.replace(value, known=value.vocab, kernels=False)  # None means the whole vocabulary
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -134,28 +134,22 @@ def _tokens(tokenizer: Tokenizer) -> str:
 
 
 def weights(params: Any) -> list[list]:
-    """Returns the name, shape, dtype and checksum of every array of a pytree.
-
-    The checksum of a floating-point matrix does not depend on its layout.
-    """
-
-    def transposed(leaf: Any) -> bool:
-        return isinstance(leaf, OutMajor) and leaf.scale is None
-
+    """Returns the name, shape, dtype and checksum of every array of a pytree; packed matrices count as unpacked."""
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=transposed):
-        array = jnp.asarray(leaf.values if transposed(leaf) else leaf)
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
-        sums = [f"{int(part):08x}" for part in _checksum(array, transposed(leaf))]
-        shape = array.shape[::-1] if transposed(leaf) else array.shape
-        found.append([jax.tree_util.keystr(path), list(shape), str(array.dtype), "".join(sums)])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):
+        held = unpack_param(path[-1].key, leaf) if is_packed(leaf) else leaf
+        for inner, array in jax.tree_util.tree_leaves_with_path(held):
+            array = jnp.asarray(array)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                array = jax.random.key_data(array)
+            sums = "".join(f"{int(part):08x}" for part in _checksum(array))
+            found.append([jax.tree_util.keystr((*path, *inner)), list(array.shape), str(array.dtype), sums])
     return found
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _checksum(array: jax.Array, transpose: bool) -> tuple[jax.Array, jax.Array]:
-    """Computes two sums modulo 2^32 of each number's bits mixed with its index; those of the transpose if `transpose`.
+@jax.jit
+def _checksum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes two sums modulo 2^32 of each number's bits mixed with its index.
 
     Integer sums are exact in any order, hence the same on every device and mesh, and cost one pass over the weights on
     the device.
@@ -170,7 +164,7 @@ def _checksum(array: jax.Array, transpose: bool) -> tuple[jax.Array, jax.Array]:
     else:
         bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
     index, step = jnp.zeros(bits.shape, jnp.uint32), 1
-    for axis in range(bits.ndim) if transpose else reversed(range(bits.ndim)):
+    for axis in reversed(range(bits.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(step % 2**32)
         step *= bits.shape[axis]
 

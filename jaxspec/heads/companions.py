@@ -4,9 +4,6 @@ import dataclasses
 import weakref
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.networks import TypedTarget
@@ -14,6 +11,7 @@ from jaxspec.core.protocols import DrafterInputs
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
+from jaxspec.models.packed import is_quantized
 
 _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -38,5 +36,5 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
 
 def _dtype(target: Model) -> str:
     """Returns the dtype that a model was loaded in."""
-    rounded = any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(target.params))
+    rounded = is_quantized(target.params)
     return "int8" if rounded else target.lm.dtype if isinstance(target.lm, TypedTarget) else "float32"

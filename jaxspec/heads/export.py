@@ -15,7 +15,8 @@ from jaxspec.heads.layouts import CONFIG, EXPORTED, LAYOUTS, Layout, is_transpos
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
 from jaxspec.heads.serving import check_layout
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import OutMajor
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized
 
 
 def export_heads(
@@ -89,6 +90,6 @@ def _with_projections(
         need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
         one = target.lm.unembedding(target.params)
         one = one if config.draft_vocab_size is None else one[params["tokens"]]
-        one = one.astype(np.float32) if isinstance(one, OutMajor) else one
+        one = one.astype(np.float32) if isinstance(one, (Quantized, Packed)) else one
     config = dataclasses.replace(config, projection=layout.projections[0])
     return config, params | {f"projections.{i}": one for i in range(config.num_projections)}

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import KV
+from jaxspec.kernels import calls
 
 
 def attend(
@@ -20,6 +21,7 @@ def attend(
     paths: Int[Array, "B T D1"] | None = None,
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
+    kernels: bool = False,
 ) -> Float[Array, "B H G T K"]:
     """Computes softmax attention of each query to the row's cached tokens and to the window's tokens that it sees.
 
@@ -48,10 +50,37 @@ def attend(
         scale: factor of the scores, `K ** -0.5` in most models.
         first_seen: for sliding-window attention, the first position that each query sees; None for all. Blocks that no
             query sees are not read. The caller applies it to `mask`.
+        kernels: use the CPU kernel where the program runs on one and the cache has slots. It sums in the order of
+            positions, so that the bits do not depend on which tokens are cached; `paths` has no effect then.
 
     Returns:
         The attention outputs, in float32.
     """
+    if not kernels or not prefix.keys.shape[3]:
+        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen)
+
+    def kernel(queries, prefix, length, window, mask, paths, first_seen):
+        return calls.attend(queries, prefix, layer, length, window, mask, scale, first_seen)
+
+    def other(queries, prefix, length, window, mask, paths, first_seen):
+        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen)
+
+    arrays = (queries, prefix, length, tuple(window), mask, paths, first_seen)
+    return lax.platform_dependent(*arrays, cpu=kernel, default=other)
+
+
+def _with_xla(
+    queries: Array,
+    prefix: KV,
+    layer: int,
+    length: Array,
+    window: tuple[Array, Array],
+    mask: Array,
+    paths: Array | None,
+    scale: float,
+    first_seen: Array | None,
+) -> Array:
+    """Computes `attend` with XLA's own operations."""
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)

@@ -8,6 +8,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,8 +17,10 @@ from jaxspec.core.mesh import MODEL, check, place, replicate
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig, is_table
-from jaxspec.models.out_major import OutMajor
-from jaxspec.models.transformer import TransformerLM, group_by_shard
+from jaxspec.models.kernels import without_kernels
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
@@ -29,17 +33,18 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     """Places a model on a mesh: matrices are split over the axis "model", everything else is replicated.
 
     `generate` does this on every call with a mesh; call it once to generate repeatedly. The parameters of a network
-    other than `TransformerLM` are replicated.
+    other than `TransformerLM` are replicated. The CPU kernels are used on CPU devices that share no layer.
 
     Raises:
         InvalidConfig: the number of devices does not divide the model's heads or MLP units, or the model is already
             split over another number of devices.
     """
     check(mesh)
-    lm, params = model.lm, model.params
-    if not isinstance(lm, TransformerLM):
+    if not suits_kernels(mesh):
+        model = without_kernels(model)
+    lm, params, size = model.lm, model.params, mesh.shape[MODEL]
+    if not isinstance(lm, TransformerLM) or lm.kernels:
         return dataclasses.replace(model, params=replicate(params, mesh))
-    size = mesh.shape[MODEL]
     check_divisible(lm.config, mesh, model.name)
     if lm.shards not in (1, size):
         raise InvalidConfig(f"{model.name} is split over {lm.shards} devices; this mesh has {size} on its axis 'model'")
@@ -47,8 +52,15 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     def put(path: tuple, leaf: Any) -> Any:
         return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.shards)
 
-    params = jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_out_major)
+    params = jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_quantized)
     return dataclasses.replace(model, lm=dataclasses.replace(lm, shards=size), params=params)
+
+
+def suits_kernels(mesh: Mesh | None) -> bool:
+    """Returns True if each device of the mesh, or the default device, is a CPU that runs whole layers."""
+    if mesh is None:
+        return jax.default_backend() == "cpu"
+    return mesh.shape[MODEL] == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
@@ -65,14 +77,16 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
 
     Args:
         name: last part of the parameter's name, which decides the split.
-        leaf: the array, or an `OutMajor`.
+        leaf: the array, a `Quantized` or a `Packed`.
         config: the model's configuration.
         mesh: the devices.
         shards: number of parts that the columns of a fused matrix are grouped in; see `group_by_shard`.
     """
     size = mesh.shape[MODEL]
+    if isinstance(leaf, Packed):
+        return replicate(leaf, mesh)
     if name in _FUSED and shards != size:
-        if isinstance(leaf, OutMajor):
+        if isinstance(leaf, Quantized):
             leaf = jax.tree.map(lambda array: group_by_shard(name, array.T, config, size).T, leaf)
         else:
             leaf = group_by_shard(name, leaf, config, size)
@@ -87,7 +101,7 @@ def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
         whole = size == 1 or axis is None or array.shape[axis] % size
         return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
 
-    if isinstance(leaf, OutMajor):
+    if isinstance(leaf, Quantized):
         outputs = name in _FUSED or is_table(name)
         return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
     return split(leaf, leaf.ndim - 1 if name in _FUSED else 0 if name in _BY_ROW else None)
@@ -99,8 +113,22 @@ def param_shardings(params: Params, mesh: Mesh) -> Params:
     def sharding(path: tuple, leaf: Any) -> Any:
         return _shardings(str(getattr(path[-1], "key", "")), leaf, mesh)
 
-    return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=_is_out_major)
+    return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=_is_quantized)
 
 
-def _is_out_major(leaf: Any) -> bool:
-    return isinstance(leaf, OutMajor)
+def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
+    """Reorders the columns of a fused matrix (or bias) into `shards` parts, each with a share of every projection.
+
+    Each device of a layer thereby has whole heads, and both gate and up projections of its MLP units. NumPy arrays
+    stay NumPy arrays.
+    """
+    xp = np if isinstance(leaf, np.ndarray) else jnp
+    sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
+    share = sizes[name.removesuffix("_bias")]
+    unit = leaf.shape[-1] // sum(share)
+    parts = xp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
+    return xp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized)

@@ -7,11 +7,9 @@ caches are arguments.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -21,60 +19,12 @@ from jaxspec.backend.layout import row_major
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import available
 from jaxspec.models.attention import attend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.out_major import OutMajor
-from jaxspec.models.rope import Rope
-
-
-def matmul(x: Float[Array, "B T I"], weight: Array | OutMajor, transposed: bool = False) -> Float[Array, "B T O"]:
-    """Returns `x @ weight` in the weight's dtype, accumulated in float32.
-
-    A `transposed` array and an `OutMajor` are `[O, I]`; other weights are `[I, O]`.
-    """
-    batch, tokens, width = x.shape
-    if transposed and not isinstance(weight, OutMajor):
-        weight = OutMajor(weight)
-    if isinstance(weight, OutMajor):
-        return weight.product(x.reshape(batch * tokens, width)).reshape(batch, tokens, -1)
-    rows = x.astype(weight.dtype).reshape(batch * tokens, width)
-    count = rows.shape[0]
-    if count == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU's naive loop for one row takes 8 times as long as two
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    out = lax.dot_general(
-        rows,
-        weight,
-        (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return out[:count].reshape(batch, tokens, -1)
-
-
-def look_up(table: Float[Array, "V E"] | OutMajor, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Returns the embeddings of the tokens, in float32.
-
-    XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies
-    the table on every call. With the barrier the table depends on the tokens, and only the gathered rows are converted.
-    """
-    table, tokens = lax.optimization_barrier((table, tokens))
-    return table[tokens].astype(jnp.float32)
-
-
-def rotate(x: Float[Array, "B H T K"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B H T K"]:
-    """Applies rotary position embeddings, in the half-split form of Hugging Face checkpoints."""
-    frequencies = rope.frequencies(x.shape[-1])
-    half = frequencies.size
-    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
-    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
-
-
-def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
-    """Applies RMSNorm over the last axis."""
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
+from jaxspec.models.layers import look_up, matmul, rms_norm, rotate, rotation
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized
 
 
 def project(x: Float[Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
@@ -110,36 +60,45 @@ class Block(nnx.Module):
         self.q_norm, self.k_norm = vector("q_norm", 1), vector("k_norm", 1)
         self.post_attn_norm, self.post_mlp_norm = vector("post_attn_norm", 1), vector("post_mlp_norm", 1)
 
-    def _norm(self, x: Array, scale: nnx.Param | None) -> Array:
-        return x if scale is None else rms_norm(x, scale[...], self.config.norm_eps)
-
     def __call__(
-        self, x: Float[Array, "B T E"], layer: int, window: Window, cache: Cache, past: KV | None, shards: int
+        self,
+        x: Float[Array, "B T E"],
+        layer: int,
+        rotation: tuple[Array, Array],
+        window: Window,
+        cache: Cache,
+        past: KV | None,
+        shards: int,
+        kernels: bool,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         c = self.config
         batch, tokens, _ = x.shape
-        projected = row_major(project(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias))
+
+        def norm(x: Array, scale: nnx.Param | None) -> Array:
+            return x if scale is None else rms_norm(x, scale[...], c.norm_eps, kernels)
+
+        projected = row_major(project(norm(x, self.attn_norm), self.qkv, self.qkv_bias))
         heads = projected.reshape(batch, tokens, shards, -1, c.head_dim)
         borders = c.num_heads // shards, (c.num_heads + c.num_kv_heads) // shards
         parts = jnp.split(heads, borders, axis=3)
-        queries, keys, values = (a.reshape(batch, tokens, -1, c.head_dim).swapaxes(1, 2) for a in parts)
-        queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
-        dtype, rope = caches.value_dtype(cache.kv.keys.dtype), c.rope_of(layer)
-        queries = rotate(queries, window.positions, rope).astype(dtype)
-        new = KV(rotate(keys, window.positions, rope).astype(dtype), values.astype(dtype))
+        queries, keys, values = (a.reshape(batch, tokens, -1, c.head_dim) for a in parts)
+        queries, keys = norm(queries, self.q_norm), norm(keys, self.k_norm)
+        dtype = caches.value_dtype(cache.kv.keys.dtype)
+        queries, keys = (rotate(a, rotation, kernels).astype(dtype) for a in (queries, keys))
+        new = KV(keys, values.swapaxes(1, 2).astype(dtype))
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         queries = queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim)
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen)
+        mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, kernels)
         mixed = mixed.reshape(batch, c.num_heads, tokens, c.head_dim).swapaxes(1, 2)
         mixed = project(mixed.reshape(batch, tokens, -1), self.out, self.out_bias)
-        x = x + self._norm(mixed, self.post_attn_norm)
-        both = project(self._norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
+        x = x + norm(mixed, self.post_attn_norm)
+        both = project(norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
         gate, up = (a.reshape(batch, tokens, -1) for a in jnp.split(both.reshape(batch, tokens, shards, -1), 2, axis=3))
         gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return x + self._norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
+        return x + norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
 
 
 def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
@@ -185,34 +144,27 @@ class Transformer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, window: Window, cache: Cache, past: KV | None = None, layers: int | None = None, shards: int = 1
+        self,
+        window: Window,
+        cache: Cache,
+        past: KV | None = None,
+        layers: int | None = None,
+        shards: int = 1,
+        kernels: bool = False,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the features after the final norm, and the window's keys and values in the first `layers` layers."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
-        entries = []
+        entries, c = [], self.config
+        rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):
-            x, new = block(x, i, window, cache, past, shards)
+            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past, shards, kernels)
             entries.append(new)
-        return rms_norm(x, self.norm[...], self.config.norm_eps), KV(*(jnp.stack(a) for a in zip(*entries)))
+        return rms_norm(x, self.norm[...], self.config.norm_eps, kernels), KV(*(jnp.stack(a) for a in zip(*entries)))
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Applies the output head."""
         table = self.embed if self.head is None else self.head
         return matmul(features, table[...], transposed=True)
-
-
-def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
-    """Reorders the columns of a fused matrix (or bias) into `shards` parts, each with a share of every projection.
-
-    Each device of a layer thereby has whole heads, and both gate and up projections of its MLP units. NumPy arrays
-    stay NumPy arrays.
-    """
-    xp = np if isinstance(leaf, np.ndarray) else jnp
-    sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
-    share = sizes[name.removesuffix("_bias")]
-    unit = leaf.shape[-1] // sum(share)
-    parts = xp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
-    return xp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
 
 
 @functools.lru_cache
@@ -231,7 +183,8 @@ class TransformerLM:
         layers: number of layers before the final norm and the head, for early exit; None for all.
         known: number of ids at the start of the vocabulary that stand for tokens, the rest being padding; None for all.
         shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
-            `group_by_shard`.
+            `jaxspec.models.sharding.group_by_shard`.
+        kernels: use the CPU kernels for attention and norms; packed matrices (`jaxspec.models.packed`) always do.
     """
 
     config: ModelConfig
@@ -239,6 +192,7 @@ class TransformerLM:
     layers: int | None = None
     known: int | None = None
     shards: int = 1
+    kernels: bool = False
 
     @property
     def vocab(self) -> int:
@@ -267,7 +221,8 @@ class TransformerLM:
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
     ) -> tuple[Float[Array, "B T E"], KV]:
-        return self._module(params)(window, cache, past, self.layers, self.shards)
+        kernels = self.kernels and available()
+        return self._module(params)(window, cache, past, self.layers, self.shards, kernels)
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features)
@@ -275,10 +230,10 @@ class TransformerLM:
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 
-    def embedding(self, params: Params) -> Float[Array, "V E"] | OutMajor:
+    def embedding(self, params: Params) -> Float[Array, "V E"] | Quantized | Packed:
         """Returns the table of token embeddings, unscaled."""
         return params["embed"]
 
-    def unembedding(self, params: Params) -> Float[Array, "V E"] | OutMajor:
+    def unembedding(self, params: Params) -> Float[Array, "V E"] | Quantized | Packed:
         """Returns the output head's table; it includes padded ids."""
         return params["embed"] if self.config.tie_embeddings else params["head"]

@@ -27,6 +27,13 @@ def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, A
         "top1": found.top1,
         "top5": found.top5,
         "acceptance_by_rank": np.round(found.acceptance(), 5).tolist(),
+        **tree_figures(trees, dtype),
+    }
+
+
+def tree_figures(trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
+    """Returns the measurements of trees, with the target in `dtype`."""
+    return {
         "trees": [
             {
                 "nodes": one.tree.shape.nodes,
@@ -85,15 +92,26 @@ def write(
         "",
         f"On {measured['positions']} positions.",
     ]
+    lines += tree_table(measured)
+    lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
+    if trained.trainee.joint is not None:
+        lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]
+    lines += [f"sha256 of the parameters: `{fingerprint(heads.params)}`.", ""]
+    write_whole(folder / CARD, lambda file: file.write("\n".join(lines).encode()))
+
+
+def tree_table(measured: dict[str, Any]) -> list[str]:
+    """Returns the lines of a card about trees; none if no tree was measured."""
     trees = measured["trees"]
-    if trees:
-        lines += [
-            "",
-            f"Trees, on {measured['device']} with JAX {measured['jax']}, target in {measured['dtype']}, greedily:",
-            "",
-            "| nodes | expected tokens per round | decoded | ms per round | times plain |",
-            "|---|---|---|---|---|",
-        ]
+    if not trees:
+        return []
+    lines = [
+        "",
+        f"Trees, on {measured['device']} with JAX {measured['jax']}, target in {measured['dtype']}, greedily:",
+        "",
+        "| nodes | expected tokens per round | decoded | ms per round | times plain |",
+        "|---|---|---|---|---|",
+    ]
     plain = next((t for t in trees if t["nodes"] == 1), None)
     for tree in trees:
         ratio = ""
@@ -103,8 +121,4 @@ def write(
             f"| {tree['nodes']} | {tree['expected_tokens']:.2f} | {tree['tokens_per_round']:.2f} | "
             f"{tree['round_s'] * 1e3:.1f} | {ratio} |"
         )
-    lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
-    if trained.trainee.joint is not None:
-        lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]
-    lines += [f"sha256 of the parameters: `{fingerprint(heads.params)}`.", ""]
-    write_whole(folder / CARD, lambda file: file.write("\n".join(lines).encode()))
+    return lines

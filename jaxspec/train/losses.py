@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Params
-from jaxspec.models.transformer import matmul
+from jaxspec.models.layers import matmul
 from jaxspec.train.batch import Batch as Batch
 from jaxspec.train.batch import Frozen as Frozen
 from jaxspec.train.batch import ahead as ahead

@@ -14,9 +14,10 @@ from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params, module, normed, vocabulary
 from jaxspec.heads.serving import served_by
+from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import OutMajor
-from jaxspec.models.transformer import TransformerLM, matmul
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, ahead
 from jaxspec.train.trainee import Joint
 
@@ -130,7 +131,7 @@ def make_trainee(
     if not isinstance(lm, TransformerLM):
         _check_projection(target, no_text)
     assert isinstance(lm, ProjectedTarget)
-    if joint is not None and isinstance(lm.unembedding(params), OutMajor):
+    if joint is not None and isinstance(lm.unembedding(params), Quantized):
         raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
     config = HeadsConfig(
         hidden_size=width,

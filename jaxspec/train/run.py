@@ -17,8 +17,8 @@ from jaxspec.core.checks import named
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
-from jaxspec.models.out_major import to_in_out
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
 from jaxspec.text.conversations import BadRow, Conversation
@@ -171,6 +171,7 @@ def train_heads(
         max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every, save_every=save_every,
     )  # fmt: skip
     check_model("target", target)
+    target = without_kernels(target)  # they have no gradient, and training multiplies many rows
     if not isinstance(kind, TraineeSettings):
         raise InvalidConfig(f"kind must be settings such as jaxspec.MedusaSettings(), got {shown(kind)}")
     if not isinstance(watch, Watch | None):
@@ -184,7 +185,7 @@ def train_heads(
     watch.say(trainee.served_by)
     need_grain()
     read = _read(prompts, settings, watch)
-    target_print = fingerprint(to_in_out(target.params))
+    target_print = fingerprint(target.params)
     used = _prepare(target, target_print, read, place, kind, settings, watch)
     setup = _set_up(target, target_print, used, place, trainee, settings, watch)
     loop = Loop(setup, folder, _begin(target, used, trainee, settings), watch)

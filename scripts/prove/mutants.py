@@ -267,6 +267,54 @@ MUTANTS = (
         "window = Window(jnp.maximum(proposal.tokens, 0), positions, jnp.tril(jnp.ones_like(tree.ancestors)), paths)",
         ("tests/decode/test_identity.py::test_toy_text_is_that_of_plain_decoding",),
     ),
+    Mutant(
+        "sums-by-the-number-of-rows",
+        "from five rows on, a product rounds before it adds: other bits than one row alone",
+        "kernels/src/products.h",
+        "sum[b][r] = Kind::add(sum[b][r], w[b], value);",
+        "if constexpr (R > 4 && std::is_same_v<Kind, Float32>) sum[b][r] = Lanes{w[b]} * Lanes{value} + sum[b][r]; else sum[b][r] = Kind::add(sum[b][r], w[b], value);",
+        ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "a-lane-too-many",
+        "the last block of outputs is written whole",
+        "kernels/src/products.h",
+        "b == B - 1 ? last : kLanes",
+        "kLanes",
+        ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "a-mask-off-by-one",
+        "attention reads the mask of the token before",
+        "kernels/src/attention.h",
+        "if (masks[q][w]) line[end++] = seen[q][w];",
+        "if (w == 0 ? masks[q][w] : masks[q][w - 1]) line[end++] = seen[q][w];",
+        ("tests/kernels/test_kernels.py::test_attention_is_that_of_xla",),
+    ),
+    Mutant(
+        "drafted-tokens-in-lanes-of-their-own",
+        "exponentials of drafted tokens are summed in other lanes than those of cached ones",
+        "kernels/src/attention.h",
+        "sum = sum + weight;",
+        "sum = i > length ? sum + splat(total(weight) / 16) : sum + weight;",
+        ("tests/kernels/test_kernels.py::test_bits_of_attention_do_not_depend_on_what_is_cached",),
+    ),
+    Mutant(
+        "norms-by-the-place-of-a-row",
+        "rows of odd places are summed backwards",
+        "kernels/src/rows.h",
+        "for (long i = 0; i < whole; i += kLanes) sum = fma(load(x + i), load(x + i), sum);",
+        "for (long i = 0; i < whole; i += kLanes) { const long j = row % 2 ? whole - kLanes - i : i; sum = fma(load(x + j), load(x + j), sum); }",
+        ("tests/kernels/test_kernels.py::test_norms_are_those_of_xla_and_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "rotation-of-the-first-token",
+        "all tokens are rotated by the first one's angles",
+        "kernels/src/ffi.cpp",
+        "kernels()->rotate(from, cosines.typed_data() + place * half, sines.typed_data() + place * half, to, half, width);",
+        "kernels()->rotate(from, cosines.typed_data(), sines.typed_data(), to, half, width);",
+        ("tests/kernels/test_kernels.py::test_rotation_equals_xlas",),
+    ),
 )
 
 
@@ -274,7 +322,8 @@ def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
     """A copy of what the tests need, with the mutant's line changed."""
     for part in ("jaxspec", "scripts", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, folder)
     if mutant is not None:
         path = folder / "jaxspec" / mutant.file
         text = path.read_text()
@@ -283,7 +332,20 @@ def prepared(mutant: Mutant | None, folder: pathlib.Path) -> pathlib.Path:
                 f"{mutant.name}: its line stands {text.count(mutant.old)} times in {mutant.file}, not once"
             )
         path.write_text(text.replace(mutant.old, mutant.new))
+        if path.suffix != ".py":
+            build(folder)
     return folder
+
+
+def build(folder: pathlib.Path, flags: str = "") -> None:
+    """Builds the kernels of a copy of the package."""
+    for old in (folder / "jaxspec/kernels").glob("_kernels*"):
+        old.unlink()
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = os.environ | {"CFLAGS": flags, "CXXFLAGS": flags, "LDFLAGS": flags}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if not list((folder / "jaxspec/kernels").glob("_kernels*")):
+        raise SystemExit(f"the kernels cannot be built:\n{done.stdout}{done.stderr}")
 
 
 def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None) -> tuple[int, list[str], str]:

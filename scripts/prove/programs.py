@@ -31,7 +31,7 @@ from jaxspec.registry import DRAFTERS, RULES, SCHEDULES
 
 try:
     from jaxspec.heads.network import init_params
-    from jaxspec.models.out_major import quantize
+    from jaxspec.models.quantized import quantize
 
     OPTIONS = "drafter_options"
 except ImportError:  # an old checkout

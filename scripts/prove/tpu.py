@@ -40,7 +40,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.heads.network import HeadsConfig
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.out_major import quantize
+from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled

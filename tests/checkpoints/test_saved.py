@@ -1,6 +1,7 @@
 """Tests jaxspec's own checkpoints: `load` reads exactly what `save` writes."""
 
 import errno
+import gc
 import json
 import os
 import resource
@@ -42,12 +43,12 @@ def assert_same(got, expected):
 def test_a_model_comes_back(tmp_path):
     model = Model(LM, LM.init_params(jax.random.key(0)), stop_ids=(3, 5))
     path = save(model, tmp_path / "model")
-    back = load(path, dtype="bfloat16", weight_layout="in_out")
+    back = load(path, dtype="bfloat16", kernels=False)
     assert back.lm == LM
     assert back.stop_ids == (3, 5)
     assert_same(back.params, model.params)
-    fast = load(path, dtype="bfloat16")  # whatever way round the matrices stand, it is the same model
-    assert_same(load(save(fast, tmp_path / "fast"), dtype="bfloat16", weight_layout="in_out").params, model.params)
+    fast = load(path, dtype="bfloat16")  # packed for the kernels, where there are any
+    assert_same(load(save(fast, tmp_path / "fast"), dtype="bfloat16", kernels=False).params, model.params)
 
 
 def test_text_comes_back(tmp_path):
@@ -73,9 +74,10 @@ def test_relative_places_are_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = Model(LM, LM.init_params(jax.random.key(0)))
     save(model, "model")
-    assert_same(load("model", dtype="bfloat16", weight_layout="in_out").params, model.params)
+    assert_same(load("model", dtype="bfloat16", kernels=False).params, model.params)
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # of Orbax, which gives up
 def test_a_full_disk_is_an_error_in_one_line(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
@@ -84,6 +86,7 @@ def test_a_full_disk_is_an_error_in_one_line(tmp_path):
             save(Model(LM, LM.init_params(jax.random.key(0))), tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()  # what Orbax left warns now, not in another test
     assert not list(tmp_path.iterdir())
 
 
@@ -93,7 +96,7 @@ def assert_mutants_end_in_a_line(folder, mutants):
     place, refused = save(model, folder / "model"), []
     for what in damaged(place, mutants, seed=0):
         try:
-            load(place, dtype="bfloat16", weight_layout="in_out")
+            load(place, dtype="bfloat16", kernels=False)
         except JaxspecError as error:
             refused.append(f"{what}: {error}")
     assert len(refused) > mutants // 4

@@ -23,6 +23,7 @@ from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.generation.output import Chunk
+from jaxspec.kernels.library import describe
 from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)
@@ -338,7 +339,9 @@ def test_help_comes_at_once():
 def test_module_and_closed_pipe():
     command = [sys.executable, "-m", "jaxspec", "--version"]
     ran = subprocess.run(command, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout) == (0, f"jaxspec {jaxspec.__version__}\n")
+    lines = ran.stdout.splitlines()
+    assert (ran.returncode, lines[0], lines[1].split()[0]) == (0, f"jaxspec {jaxspec.__version__}", "JAX")
+    assert lines[2] == f"CPU kernels: {describe()}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     left = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered)
     not_none(left.stdout).close()  # nobody reads

@@ -139,7 +139,7 @@ def test_export(call, target, heads, tmp_path):
     assert (status, "--target" in err) == (1, True)
     assert call("export", shared, "--out", tmp_path / "own", "--target", target)[0] == 0
     written = load_file(tmp_path / "own" / "medusa_lm_head.safetensors")
-    np.testing.assert_array_equal(written["2.1.weight"], jaxspec.load(target).params["embed"])
+    np.testing.assert_array_equal(written["2.1.weight"], jaxspec.load(target, kernels=False).params["embed"])
     assert call("export", heads, "--layout", "v2", "--out", tmp_path / "x")[0] == 2
 
 

@@ -13,7 +13,6 @@ import pytest
 from helpers.narrow import not_none
 from helpers.toys import decoder, request, texts, transformer
 from jaxspec.core.tree import Topology, branching, chain, dynamic
-from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
@@ -193,42 +192,6 @@ def test_a_round_copies_no_cache(real, tree):
     memory = not_none(compiled.memory_analysis())
     assert memory.temp_size_in_bytes < nbytes(state.cache.kv) / 10
     assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
-
-
-def test_small_float32_matmuls_use_eigen_without_avx512(monkeypatch):
-    """In the decoding loop alone, and unless `XLA_FLAGS` says otherwise."""
-    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: False)
-    seen: list[dict | None] = []
-    compiled = sessions._compile
-    monkeypatch.setattr(
-        sessions, "_compile", lambda lowered, options: seen.append(options) or compiled(lowered, options)
-    )
-    lm = transformer()
-    weights = Weights(lm.init_params(jax.random.key(0)))
-    session = Session(decoder(lm, NoDraft(chain(7))), weights, request([[1, 2, 3]] * 8, 4, vocab=lm.vocab), 256)
-    session.run()
-    option = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-    assert seen == [None, None, option]
-    state = session.state
-    session.state = state._replace(length=jnp.zeros(9, jnp.int32))
-    assert session._options() is None
-    session.state = state
-    session.weights = Weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights.target))
-    assert session._options() is None
-    session.weights = weights
-    assert session._options() == option
-    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: True)
-    assert session._options() is None
-    monkeypatch.setattr("jaxspec.backend.cpu.has_avx512", lambda: False)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT")
-    assert session._options() is None
-
-
-def test_an_option_that_xla_does_not_know_is_left_out():
-    lowered = jax.jit(lambda x: x + 1).lower(1)
-    assert sessions._compile(lowered, {"xla_cpu_is_not_an_option": ""})(1) == 2
-    with pytest.raises(jax.errors.JaxRuntimeError, match="enum"):
-        sessions._compile(lowered, {"xla_cpu_experimental_ynn_fusion_type": "wrong"})
 
 
 def test_vmapped_generate_copies_no_cache(real):

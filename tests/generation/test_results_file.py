@@ -27,7 +27,7 @@ from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.generation import fingerprint, results_file
 from jaxspec.generation.output import Generation
 from jaxspec.generation.results_file import ResultsFile
-from jaxspec.models.out_major import OutMajor
+from jaxspec.models.packed import pack_param
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.storage import writing
@@ -253,8 +253,8 @@ def test_one_number_among_many_is_seen(dtype):
         assert fingerprint.weights({"a": array.at[place].set(array[place] == 0)}) != [one]
     assert dtype == "bool" or fingerprint.weights({"a": array[::-1]}) != [one]
     if dtype in ("float32", "bfloat16"):
-        assert fingerprint.weights({"a": OutMajor(array.T)}) == [one]
-        assert fingerprint.weights({"a": OutMajor(array.T[::-1])}) != [one]
+        assert fingerprint.weights({"a": pack_param("a", array)}) == [one]
+        assert fingerprint.weights({"a": pack_param("a", array[::-1])}) != [one]
 
 
 # Damage.

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import re
 import tempfile
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +15,11 @@ from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
 from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
-from jaxspec.models.out_major import quantize
+from jaxspec.kernels.library import available
+from jaxspec.models.kernels import with_kernels
+from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.text import Tokenizer
 
 LM = transformer(num_heads=8, num_kv_heads=8, vocab_size=64)
@@ -96,18 +100,15 @@ def loaded(target) -> dict:
     mesh = jaxspec.make_mesh(2, 4)
     with tempfile.TemporaryDirectory() as folder:
         path = jaxspec.save(target, pathlib.Path(folder) / "model")
-        read = jaxspec.load(path, mesh=mesh, weight_layout="in_out")
-        turned = jaxspec.load(path, mesh=mesh, weight_layout="out_in")
+        read = jaxspec.load(path, mesh=mesh)
     one, other = jaxspec.shard(target, mesh), jaxspec.shard(read, mesh)
     pairs = list(zip(jax.tree.leaves(one.params), jax.tree.leaves(read.params), strict=True))
-    held = turned.params["layers"][0]
-    arrays = [read.params["layers"][0]["qkv"], held["qkv"].values, held["down"].values]
+    arrays = [read.params["layers"][0][name] for name in ("qkv", "down")]
     return {
         "same": all(a.sharding == b.sharding and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs),
         "whole": all(a is b for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(other.params))),
         "lm": read.lm == one.lm,
         "shares": [max(s.data.nbytes for s in a.addressable_shards) / a.nbytes for a in arrays],
-        "turned": texts(turned, mesh=mesh)[0],
     }
 
 
@@ -140,6 +141,7 @@ def on_eight() -> dict:
     target = jaxspec.Model(LM, PARAMS)
     found = on_meshes([(8, 1), (2, 4)])
     found["others"] = others(target)
+    found["kernels"] = kernels(target)
     found["loaded"] = loaded(target)
     rounded = jaxspec.Model(LM, quantize(PARAMS))
     plain = OPTIONS | {"drafter": "none", "draft": None, "tree": None}
@@ -155,6 +157,19 @@ def on_eight() -> dict:
     except jaxspec.JaxspecError as error:
         found["refused"] = str(error)
     return found
+
+
+def kernels(target) -> list | None:
+    """Tokens and log-probabilities of one device and of eight that share no layer; None without kernels."""
+    if not available():
+        return None
+    packed, mesh = with_kernels(target), jaxspec.make_mesh(8, 1)
+    drafting = {"drafter": "early-exit", "draft": None, "drafter_options": {"exit_layers": 1}, "tree": 3}
+    options: dict[str, Any] = {**OPTIONS, **drafting, "logprobs": True}
+    outs = [jaxspec.generate(packed, PROMPTS, **options, mesh=where) for where in (None, mesh)]
+    assert instance(TransformerLM, jaxspec.shard(packed, mesh).lm).kernels
+    assert not instance(TransformerLM, jaxspec.shard(packed, jaxspec.make_mesh(2, 4)).lm).kernels
+    return [[(row.tokens, row.logprobs) for row in out] for out in outs]
 
 
 def on_meshes(shapes) -> dict:

@@ -13,8 +13,9 @@ import jaxtyping
 from beartype import beartype
 
 PACKAGES = (
-    "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.drafters", "jaxspec.decode", "jaxspec.models",
-    "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing", "jaxspec.bench.acceptance",
+    "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.drafters", "jaxspec.decode", "jaxspec.kernels",
+    "jaxspec.models", "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing",
+    "jaxspec.bench.acceptance",
 )  # fmt: skip
 """The packages and modules whose annotations have shapes."""
 

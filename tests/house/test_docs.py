@@ -207,6 +207,8 @@ def test_commands_in_sentences_are_taken_by_the_command_line():
         text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
         for span in re.findall(r"`(jaxspec\s[^`]+)`", text):
             _, name, *words = shlex.split(" ".join(span.split()))
+            if name == "--version":
+                continue
             assert name in COMMANDS, f"{page}: {span}"
             if not words or "--help" in words:
                 continue

@@ -21,7 +21,7 @@ FLOORS = (
     {"registry", "storage"},
     {"backend"},
     {"core"},
-    {"rules", "schedules", "decode", "analysis", "text"},
+    {"rules", "schedules", "decode", "analysis", "text", "kernels"},
     {"models"},
     {"checkpoints"},
     {"heads"},

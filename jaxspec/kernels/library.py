@@ -1,0 +1,81 @@
+"""Finds the compiled kernels and registers them with XLA.
+
+They are an optional extension: without a compiler at installation, or on a processor without AVX2, XLA's own operations
+serve. `JAXSPEC_KERNELS=0` turns them off; `JAXSPEC_KERNELS=AVX2` runs those of older processors.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+import pathlib
+import warnings
+
+import jax
+
+from jaxspec.core.checks import flag
+from jaxspec.errors import InvalidConfig
+
+VARIABLE = "JAXSPEC_KERNELS"
+TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """Loads the library and registers its functions; returns the reason if that is not possible."""
+    folder = pathlib.Path(__file__).parent
+    file = folder / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if not file.exists():
+        return "they were not built, as there was no C++ compiler at installation"
+    try:
+        library = ctypes.CDLL(str(file))
+        library.jaxspec_processor.restype = ctypes.c_char_p
+        if library.jaxspec_processor() is None:
+            return "they need an x86-64 processor with AVX2 and FMA"
+        for name in TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    except (OSError, AttributeError, RuntimeError, jax.errors.JaxRuntimeError) as error:
+        return f"{file.name} cannot be used: {str(error).splitlines()[0]}"
+    return library
+
+
+def available() -> bool:
+    """Returns True if programs for this CPU can call the kernels and no variable turns them off."""
+    return not _switched_off() and not isinstance(_library(), str)
+
+
+def describe() -> str:
+    """Returns the processors that the kernels in use are for, or the reason why there are none."""
+    if _switched_off():
+        return f"none ({VARIABLE}=0)"
+    library = _library()
+    return f"none ({library})" if isinstance(library, str) else library.jaxspec_processor().decode()
+
+
+def use_kernels(wanted: bool | None, suited: bool = True) -> bool:
+    """Returns `wanted`, by default whether the kernels are available; warns once if they are not.
+
+    Args:
+        wanted: the user's choice.
+        suited: whether the model is placed on CPU devices that run whole layers.
+
+    Raises:
+        InvalidConfig: they are wanted and cannot be used; the message says why.
+    """
+    if wanted is not None and flag("kernels", wanted):
+        if not suited:
+            raise InvalidConfig("the CPU kernels need whole layers on each CPU device; leave out kernels=True")
+        if not available():
+            raise InvalidConfig(f"the CPU kernels are not available: {describe()}; leave out kernels=True")
+    if wanted is None and suited and not available() and not _switched_off():
+        _warn()
+    return suited and available() and wanted is not False
+
+
+def _switched_off() -> bool:
+    return os.environ.get(VARIABLE, "") == "0"
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting pays less on a CPU", stacklevel=4)

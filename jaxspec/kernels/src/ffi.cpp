@@ -1,0 +1,189 @@
+// The kernels as XLA custom calls.
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "table.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+// The best kernels for this processor; JAXSPEC_KERNELS may name others.
+const Kernels* choose() {
+#if defined(__x86_64__)
+  for (const Kernels* one : {&kAvx512Bf16, &kAvx512, &kAvx2}) {
+    const char* wanted = std::getenv("JAXSPEC_KERNELS");
+    const bool fits = !wanted || !*wanted || std::string(wanted) == "1" || std::string(wanted) == one->name;
+    if (fits && one->supported()) return one;
+  }
+#endif
+  return nullptr;
+}
+
+const Kernels* kernels() {
+  static const Kernels* const found = choose();
+  return found;
+}
+
+// Tasks that threads claim one after another. A thread that comes late finds none left, so the caller never waits for a
+// thread that has not begun.
+struct Tasks {
+  std::function<void(long)> run;
+  const long count;
+  std::atomic<long> next{0}, done{0};
+  Tasks(std::function<void(long)> run, long count) : run(std::move(run)), count(count) {}
+  void work() {
+    for (long task; (task = next.fetch_add(1)) < count; done.fetch_add(1, std::memory_order_release)) run(task);
+  }
+};
+
+void in_parallel(ffi::ThreadPool& pool, long count, std::function<void(long)> run) {
+  const long threads = std::min<long>(pool.num_threads(), count);
+  if (threads <= 1) {
+    for (long task = 0; task < count; task++) run(task);
+    return;
+  }
+  auto tasks = std::make_shared<Tasks>(std::move(run), count);
+  for (long thread = 1; thread < threads; thread++) pool.Schedule([tasks] { tasks->work(); });
+  tasks->work();
+  while (tasks->done.load(std::memory_order_acquire) < count) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
+constexpr long kTasks = 4;         // per thread
+
+long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
+
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> scale,
+                    ffi::ResultBuffer<ffi::F32> out) {
+  const auto dims = weights.dimensions();
+  const long rows = x.dimensions()[0], width = x.dimensions()[1], outputs = out->dimensions()[1];
+  Type type;
+  long bytes;
+  switch (weights.element_type()) {
+    case ffi::F32: type = Type::kFloat32; bytes = 4; break;
+    case ffi::BF16: type = Type::kBFloat16; bytes = 2; break;
+    case ffi::U8: type = Type::kInt8; bytes = 1; break;
+    default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or uint8");
+  }
+  const long group = 4 / bytes, padded = up(width, group), blocks = (outputs + 15) / 16;
+  if (dims.size() != 4 || dims[0] != blocks || dims[1] * group != padded || dims[2] != 16 || dims[3] != group)
+    return ffi::Error::InvalidArgument("weights must be packed as [O / 16, I / g, 16, g]");
+  if (type == Type::kInt8 && (long)scale.element_count() != outputs)
+    return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
+  std::vector<char> values;
+  std::vector<float> scales(rows);
+  std::vector<int> sums(rows);
+  const float* first = x.typed_data();
+  const void* rounded = first;
+  if (type != Type::kFloat32) {
+    values.resize(rows * padded * bytes);
+    for (long row = 0; row < rows; row++)
+      kernels()->round(type, first + row * width, width, padded, values.data() + row * padded * bytes, &scales[row], &sums[row]);
+    rounded = values.data();
+  }
+  const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded, rounded,
+                        scales.data(), sums.data()};
+  const long tasks = blocks * padded * 16 * bytes < kLeast ? 1 : kTasks * pool.num_threads();
+  const long share = std::max<long>(2, up((blocks + tasks - 1) / tasks, 2));
+  in_parallel(pool, (blocks + share - 1) / share,
+              [&](long task) { kernels()->multiply(type, product, task * share, std::min(blocks, (task + 1) * share)); });
+  return ffi::Error::Success();
+}
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                  ffi::Buffer<ffi::S32> length, ffi::AnyBuffer new_keys, ffi::AnyBuffer new_values,
+                  ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::S32> first_seen, ffi::ResultBuffer<ffi::F32> out,
+                  int64_t layer, float scale) {
+  const auto q = queries.dimensions(), k = keys.dimensions(), v = values.dimensions();
+  AttentionCall call;
+  call.scale = scale;
+  call.half = queries.element_type() == ffi::BF16;
+  call.batch = q[0], call.heads = q[1], call.groups = q[2], call.tokens = q[3], call.width = q[4];
+  call.value_width = v[4], call.slots = k[3], call.window = new_keys.dimensions()[2];
+  const long bytes = call.half ? 2 : 4, slots = layer * call.batch * call.heads * call.slots * bytes;
+  call.queries = queries.untyped_data();
+  call.keys = (const char*)keys.untyped_data() + slots * call.width;
+  call.values = (const char*)values.untyped_data() + slots * call.value_width;
+  call.new_keys = new_keys.untyped_data(), call.new_values = new_values.untyped_data();
+  call.length = length.typed_data();
+  call.first_seen = first_seen.element_count() ? first_seen.typed_data() : nullptr;
+  call.mask = mask.typed_data();
+  call.out = out->typed_data();
+  const long each = call.groups * call.tokens, parts = (each + kQueriesPerCall - 1) / kQueriesPerCall,
+             share = (each + parts - 1) / parts;
+  in_parallel(pool, call.batch * call.heads * parts, [&](long task) {
+    const long start = task % parts * share, head = task / parts;
+    kernels()->attend(call, head / call.heads, head % call.heads, start, std::min(share, each - start));
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error rms_norm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out, float epsilon) {
+  const long width = scale.element_count();
+  kernels()->rms_norm(x.typed_data(), scale.typed_data(), out->typed_data(), x.element_count() / width, width, epsilon);
+  return ffi::Error::Success();
+}
+
+// Heads [B, T, H, K] become [B, H, T, K].
+ffi::Error rotate(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
+                  ffi::ResultBuffer<ffi::F32> out) {
+  const auto dims = x.dimensions();
+  const long batch = dims[0], tokens = dims[1], heads = dims[2], width = dims[3];
+  const long half = batch * tokens ? cosines.element_count() / (batch * tokens) : 0;
+  const float* from = x.typed_data();
+  for (long place = 0; place < batch * tokens; place++)
+    for (long h = 0; h < heads; h++, from += width) {
+      float* to = out->typed_data() + ((place / tokens * heads + h) * tokens + place % tokens) * width;
+      kernels()->rotate(from, cosines.typed_data() + place * half, sines.typed_data() + place * half, to, half, width);
+    }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" const char* jaxspec_processor() { return kernels() ? kernels()->name : nullptr; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_multiply, multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attend, attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("layer")
+                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_rms_norm, rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("epsilon"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_rotate, rotate,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,0 +1,189 @@
+// Sixteen lanes of float32 on the processor that the including file is compiled for.
+//
+// Every sum of these kernels runs over lanes in an order that depends on the index of the summand alone, so that a row's
+// bits depend neither on the other rows nor on the number of threads.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr long kLanes = 16;
+
+// To the nearest, ties to even.
+inline uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#if defined(AVX512)
+
+struct Lanes {
+  __m512 v;
+};
+inline Lanes zeros() { return {_mm512_setzero_ps()}; }
+inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Lanes load(const float* at) { return {_mm512_loadu_ps(at)}; }
+inline Lanes load(const float* at, long count) { return {_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), at)}; }
+inline void store(float* at, Lanes x) { _mm512_storeu_ps(at, x.v); }
+inline void store(float* at, Lanes x, long count) { _mm512_mask_storeu_ps(at, (__mmask16)((1u << count) - 1), x.v); }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+// The second operand if either is NaN.
+inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Lanes magnitude(Lanes a) { return {_mm512_abs_ps(a.v)}; }
+inline Lanes rounded(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a, or zero where b < c.
+inline Lanes unless_below(Lanes a, Lanes b, Lanes c) {
+  return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(b.v, c.v, _CMP_LT_OQ), _mm512_setzero_ps())};
+}
+// 2 to the power of a whole number from -126 to 127.
+inline Lanes power_of_two(Lanes n) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+}
+inline Lanes from_bfloat16(const uint16_t* at) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16))};
+}
+// The first `count` lanes, whole numbers from -127 to 127.
+inline void store_int8(int8_t* at, Lanes x, long count) {
+  _mm_mask_storeu_epi8(at, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+inline void store_bfloat16(uint16_t* at, Lanes x) {
+  const __m512i bits = _mm512_castps_si512(x.v), high = _mm512_srli_epi32(bits, 16), one = _mm512_set1_epi32(1);
+  const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, one));
+  const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+  const __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+  const __m512i out = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), nan);
+  _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi32_epi16(out));
+}
+inline void transpose(Lanes (&rows)[16]) {
+  __m512 t[16], u[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  for (int i = 0; i < 4; i++) {
+    __m512 a = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88), b = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
+    __m512 c = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88), d = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
+    rows[i].v = _mm512_shuffle_f32x4(a, c, 0x88);
+    rows[i + 8].v = _mm512_shuffle_f32x4(a, c, 0xdd);
+    rows[i + 4].v = _mm512_shuffle_f32x4(b, d, 0x88);
+    rows[i + 12].v = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+#else
+
+struct Lanes {
+  __m256 a, b;
+};
+inline Lanes zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Lanes load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+inline Lanes load(const float* at, long count) {
+  float copy[16] = {};
+  for (long i = 0; i < count; i++) copy[i] = at[i];
+  return load(copy);
+}
+inline void store(float* at, Lanes x) {
+  _mm256_storeu_ps(at, x.a);
+  _mm256_storeu_ps(at + 8, x.b);
+}
+inline void store(float* at, Lanes x, long count) {
+  float copy[16];
+  store(copy, x);
+  for (long i = 0; i < count; i++) at[i] = copy[i];
+}
+inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Lanes operator+(Lanes x, Lanes y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Lanes operator-(Lanes x, Lanes y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Lanes operator*(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Lanes operator/(Lanes x, Lanes y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Lanes max(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline __m256 magnitude(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline Lanes magnitude(Lanes x) { return {magnitude(x.a), magnitude(x.b)}; }
+inline Lanes rounded(Lanes x) {
+  return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline __m256 unless_below(__m256 a, __m256 b, __m256 c) { return _mm256_andnot_ps(_mm256_cmp_ps(b, c, _CMP_LT_OQ), a); }
+inline Lanes unless_below(Lanes x, Lanes y, Lanes z) { return {unless_below(x.a, y.a, z.a), unless_below(x.b, y.b, z.b)}; }
+inline __m256 power_of_two(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Lanes power_of_two(Lanes n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline __m256 from_bfloat16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline Lanes from_bfloat16(const uint16_t* at) {
+  return {from_bfloat16(_mm_loadu_si128((const __m128i*)at)), from_bfloat16(_mm_loadu_si128((const __m128i*)at + 1))};
+}
+inline void store_int8(int8_t* at, Lanes x, long count) {
+  float copy[16];
+  store(copy, x);
+  for (long i = 0; i < count; i++) at[i] = (int8_t)copy[i];
+}
+inline void store_bfloat16(uint16_t* at, Lanes x) {
+  float copy[16];
+  store(copy, x);
+  for (long i = 0; i < 16; i++) at[i] = to_bfloat16(copy[i]);
+}
+inline void transpose(Lanes (&rows)[16]) {
+  float from[16][16], to[16][16];
+  for (int i = 0; i < 16; i++) store(from[i], rows[i]);
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+  for (int i = 0; i < 16; i++) rows[i] = load(to[i]);
+}
+
+#endif
+
+inline Lanes from_bfloat16(const uint16_t* at, long count) {
+  uint16_t copy[16] = {};
+  for (long i = 0; i < count; i++) copy[i] = at[i];
+  return from_bfloat16(copy);
+}
+
+// The sum of the lanes, by halves.
+inline float total(Lanes x) {
+  float lane[16];
+  store(lane, x);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+inline float highest(Lanes x) {
+  float lane[16], most;
+  store(lane, x);
+  most = lane[0];
+  for (float one : lane) most = one > most ? one : most;
+  return most;
+}
+
+// The exponential of numbers up to 0, to 2e-7 relative; below -87 it is 0, of NaN it is NaN.
+inline Lanes exponential(Lanes x) {
+  const Lanes least = splat(-87.0f), bounded = max(least, x), n = rounded(bounded * splat(1.44269504f));
+  Lanes r = fma(n, splat(-0.693359375f), bounded);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Lanes y = splat(1.9875691500e-4f);
+  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = fma(y, r, splat(coefficient));
+  y = fma(y, r * r, r + splat(1.0f));
+  return unless_below(y * power_of_two(n), x, least);
+}
+
+}  // namespace

@@ -1,0 +1,46 @@
+"""Turns the CPU kernels on and off for a model in memory."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxspec.errors import InvalidConfig, shown
+from jaxspec.kernels.library import use_kernels
+from jaxspec.models.packed import is_packed, pack, unpack
+from jaxspec.models.transformer import TransformerLM
+
+if TYPE_CHECKING:
+    from jaxspec.models.model import Model
+
+
+def with_kernels(model: "Model") -> "Model":
+    """Returns the model with packed matrices, which runs on jaxspec's CPU kernels.
+
+    `jaxspec.load` does this by default. The model is the same but for the rounding of sums; with int8 weights,
+    activations are rounded to int8, too.
+
+    Args:
+        model: a model of a `TransformerLM` that is not split over devices.
+
+    Raises:
+        InvalidConfig: the kernels are not available, or the network is another one.
+    """
+    lm = model.lm
+    use_kernels(True)
+    if not isinstance(lm, TransformerLM) or lm.shards > 1:
+        raise InvalidConfig(f"only a TransformerLM on one device can use the kernels, got {shown(lm)}")
+    if lm.kernels:
+        return model
+    params = jax.tree.map(jax.numpy.asarray, pack(model.params))
+    return dataclasses.replace(model, lm=dataclasses.replace(lm, kernels=True), params=params)
+
+
+def without_kernels(model: "Model") -> "Model":
+    """Returns the model with matrices as arrays, which runs on XLA's own operations; the model itself if it does."""
+    lm = model.lm
+    packed = any(map(is_packed, jax.tree.leaves(model.params, is_leaf=is_packed)))
+    if not packed and not (isinstance(lm, TransformerLM) and lm.kernels):
+        return model
+    lm = dataclasses.replace(lm, kernels=False) if isinstance(lm, TransformerLM) else lm
+    return dataclasses.replace(model, lm=lm, params=unpack(model.params))

@@ -1,0 +1,85 @@
+"""Int8 quantization of weight matrices.
+
+Each output channel has one float32 scale: absmax quantization to 127 steps (vector-wise, Dettmers et al. 2022,
+arXiv:2208.07339, section 3). A quantized model is a different model, close to the original; every guarantee holds for
+it.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxspec.core.records import Params
+from jaxspec.models.config import is_table
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An int8 weight matrix `[O, I]`, one row per output channel.
+
+    Attributes:
+        values: int8 `[O, I]`, from -127 to 127.
+        scale: float32 `[O]`, such that a row is `scale * values`.
+    """
+
+    values: Any
+    scale: Any
+
+    @classmethod
+    def quantize(cls, matrix: Array | np.ndarray, transposed: bool = False) -> "Quantized":
+        """Quantizes a float matrix `[I, O]`, or `[O, I]` if `transposed`. NumPy arrays stay NumPy arrays."""
+        own = np if isinstance(matrix, np.ndarray) else jnp
+        rows = own.asarray(matrix if transposed else matrix.T, own.float32)
+        scale = abs(rows).max(axis=1) * own.float32(1 / 127)
+        values = own.rint(rows / own.where(scale > 0, scale, own.float32(1))[:, None])
+        return cls(values.astype(own.int8), scale)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, rows: Any) -> "Quantized":
+        return Quantized(self.values[rows], self.scale[rows])
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Returns the matrix in floating point, `[O, I]`."""
+        return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
+
+    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+        """Returns `x @ matrix.T`, in float32 on a CPU, elsewhere in bfloat16 with sums in float32."""
+        # Only XLA knows the target platform: a program for a TPU may be compiled on another machine.
+        return lax.platform_dependent(x, self.values, cpu=_on_cpu, default=_elsewhere) * self.scale
+
+
+def quantize(params: Params) -> Params:
+    """Returns a transformer's parameters with every matrix quantized to int8; vectors stay float32."""
+
+    def convert(path: tuple, leaf: Any) -> Any:
+        return leaf if leaf.ndim < 2 else Quantized.quantize(leaf, is_table(path[-1].key))
+
+    return jax.tree_util.tree_map_with_path(convert, params)
+
+
+def _on_cpu(x: Array, values: Array) -> Array:
+    def tile(part: Array) -> Array:
+        part, rows = lax.optimization_barrier((part, x))
+        return jnp.matmul(rows, part.T.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+    # Without loop and barrier XLA holds all weights in float32 at once.
+    outputs, inputs = values.shape
+    count = math.gcd(outputs, 64)
+    parts = lax.map(tile, values.reshape(count, outputs // count, inputs))
+    return parts.swapaxes(0, 1).reshape(len(x), outputs)
+
+
+def _elsewhere(x: Array, values: Array) -> Array:
+    x, values = x.astype(jnp.bfloat16), values.astype(jnp.bfloat16)  # every int8 is a bfloat16
+    return jnp.matmul(x, values.T, preferred_element_type=jnp.float32)

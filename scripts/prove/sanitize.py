@@ -1,0 +1,47 @@
+"""Runs the tests of the CPU kernels under AddressSanitizer and UBSan, for each kind of processor that this one can be.
+
+    make sanitize
+
+It needs a compiler with the sanitizers' libraries, such as g++.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from jaxspec.kernels.library import VARIABLE
+from scripts.prove.mutants import build, prepared
+
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
+PROCESSORS = ("AVX-512 with BF16 and VNNI", "AVX-512", "AVX2")
+
+
+def library(name: str) -> str:
+    """Returns the path of one of the compiler's libraries."""
+    return subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as place:
+        folder = prepared(None, pathlib.Path(place))
+        build(folder, FLAGS)
+        failed = 0
+        for processor in PROCESSORS:
+            environment = os.environ | {
+                "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')} {library('libstdc++.so.6')}",
+                "ASAN_OPTIONS": "detect_leaks=0",  # Python does not free everything at its end
+                "PYTHONPATH": str(folder),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                VARIABLE: processor,
+            }
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
+            command += ["tests/kernels/test_kernels.py", "-m", "not slow", *sys.argv[1:]]
+            print(processor, flush=True)
+            failed += subprocess.run(command, cwd=folder, env=environment).returncode != 0
+        return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Tests that with the kernels a draft changes no bit of tokens and log-probabilities."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from cases import random_heads
+from helpers.toys import noisy
+from jaxspec import Sampling
+from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
+from jaxspec.kernels import library
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.kernels import with_kernels
+from jaxspec.models.quantized import quantize
+from jaxspec.models.transformer import TransformerLM
+
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.describe())
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=56, intermediate_size=100, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=12,
+    qk_norm=True,
+)  # fmt: skip
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8, 9, 7, 8], list(range(1, 40))]
+TEMPERATURE = np.array([0.8, 0.0, 0.8], np.float32)
+DRAFTERS: dict[str, Topology | Dynamic] = {
+    "prompt-lookup": chain(7),
+    "early-exit": branching(2, 2),
+    "model": branching(4, 3, 4),
+    "model, dynamic": dynamic(3, 4, 9),
+    "medusa": branching(3, 2),
+}
+
+
+def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
+    """Returns a toy on the kernels, or one that drafts for it."""
+    lm = TransformerLM(CONFIG, "float32" if dtype == "int8" else dtype)
+    params = noisy(lm.init_params(jax.random.key(seed)), seed, 0.1)
+    params = noisy(params, seed + 1, draft) if draft else params
+    return with_kernels(jaxspec.Model(lm, quantize(params) if dtype == "int8" else params))
+
+
+def decode(target: jaxspec.Model, rows: list[int], seed: int, **drafting) -> list[tuple]:
+    """Returns the tokens and log-probabilities of some rows, decoded together."""
+    key = jax.random.wrap_key_data(
+        jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), row)))(np.array(rows))
+    )
+    out = jaxspec.generate(
+        target,
+        [PROMPTS[row] for row in rows],
+        key=key,
+        sampling=Sampling(temperature=TEMPERATURE[rows], top_p=0.95),
+        max_new_tokens=20,
+        logprobs=2,
+        verbose=False,
+        **drafting,
+    )
+    return [(row.tokens, row.logprobs, row.sampled_logprobs, row.top_logprobs) for row in out]
+
+
+@functools.cache
+def plain(dtype: str, seed: int) -> list[tuple]:
+    target = model(dtype, seed)
+    return [decode(target, [row], seed, drafter="none")[0] for row in range(len(PROMPTS))]
+
+
+def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
+    target = model(dtype, seed)
+    drafting = {"drafter": name.partition(",")[0], "tree": tree}
+    if name.startswith("model"):
+        drafting["draft"] = model(dtype, seed, 0.3)
+    elif name == "early-exit":
+        drafting["drafter_options"] = {"exit_layers": 1}
+    elif name == "medusa":
+        drafting["heads"] = random_heads(dataclasses.replace(target))
+    found = decode(target, [0, 1, 2], seed, **drafting)
+    for row, expected in enumerate(plain(dtype, seed)):
+        assert found[row] == expected, (seed, row)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("name", "tree"), DRAFTERS.items(), ids=DRAFTERS)
+def test_drafts_and_neighbours_change_no_bit(dtype, name, tree):
+    for seed in range(3):
+        check(dtype, name, tree, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_thousand_toys(dtype):
+    for seed in range(67):
+        for name, tree in DRAFTERS.items():
+            check(dtype, name, tree, seed)

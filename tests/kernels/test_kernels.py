@@ -1,0 +1,230 @@
+"""Tests of the CPU kernels: equal to XLA's operations up to rounding, and to the bit whatever the other rows."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core.cache import storage_dtype
+from jaxspec.core.records import KV
+from jaxspec.kernels import calls, library
+from jaxspec.models.attention import attend
+from jaxspec.models.layers import rms_norm, rotate, rotation
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.rope import Rope
+
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(not library.available(), reason=library.describe())]
+
+KINDS = ("float32", "bfloat16", "int8")
+SIZES = [(16, 4), (1, 1), (33, 37), (100, 576), (577, 1536), (49, 33), (2048, 65)]  # O, I
+ROWS = 200
+
+
+def packed(rng: np.random.Generator, outputs: int, inputs: int, kind: str) -> Packed:
+    matrix = rng.normal(size=(outputs, inputs)).astype(np.float32)
+    held = Quantized.quantize(matrix, True) if kind == "int8" else np.asarray(jnp.asarray(matrix, kind))
+    one = jax.tree.map(jnp.asarray, Packed.pack(held))
+    jax.tree.map(np.testing.assert_array_equal, one.unpack(), held)
+    return one
+
+
+def reference(x, matrix: Packed):
+    """The product that the kernel computes, with XLA's own operations."""
+    whole = matrix.unpack()
+    if not isinstance(whole, Quantized):
+        return jnp.matmul(x.astype(whole.dtype), whole.T, preferred_element_type=jnp.float32, precision="highest")
+    most = jnp.abs(x).max(-1, keepdims=True)
+    rounded = jnp.rint(x * jnp.where(most > 0, 127 / most, 0)).astype(jnp.int32)
+    sums = jnp.matmul(rounded, whole.values.T.astype(jnp.int32))
+    return sums.astype(jnp.float32) * (most / 127) * whole.scale
+
+
+@jax.jit
+def product(x, matrix):
+    return matrix.product(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_products_are_those_of_xla_and_no_row_depends_on_another(outputs, inputs, kind):
+    rng = np.random.default_rng(outputs)
+    matrix = packed(rng, outputs, inputs, kind)
+    x = jnp.asarray(rng.normal(size=(ROWS, inputs)) * rng.choice([1e-3, 1, 1e3], (ROWS, 1)), jnp.float32)
+    whole = product(x, matrix)
+    scale = jnp.abs(reference(jnp.abs(x), jax.tree.map(jnp.abs, matrix) if kind != "int8" else matrix)).max(-1) + 1e-30
+    assert float((jnp.abs(whole - reference(x, matrix)).max(-1) / scale).max()) < 3e-6
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 64):
+        np.testing.assert_array_equal(product(x[3 : 3 + count], matrix), whole[3 : 3 + count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_packed_table_are_those_of_the_matrix(kind):
+    matrix = packed(np.random.default_rng(0), 45, 37, kind)
+    tokens = jnp.asarray([[0, 44, 15], [16, 17, 3]])
+    np.testing.assert_array_equal(matrix[tokens].astype(jnp.float32), matrix.astype(jnp.float32)[tokens])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_number_spoils_its_own_row_alone(kind, bad):
+    matrix = packed(np.random.default_rng(1), 40, 37, kind)
+    x = np.ones((5, 37), np.float32)
+    good = product(jnp.asarray(x), matrix)
+    x[2, 5] = bad
+    out = np.asarray(product(jnp.asarray(x), matrix))
+    assert not np.isfinite(out[2]).any()
+    np.testing.assert_array_equal(np.delete(out, 2, 0), np.delete(good, 2, 0))
+
+
+def test_a_row_of_zeros_gives_zeros():
+    for kind in KINDS:
+        assert not np.asarray(product(jnp.zeros((3, 37)), packed(np.random.default_rng(1), 40, 37, kind))).any()
+
+
+def test_batching_and_differentiation_of_a_product():
+    matrix = packed(np.random.default_rng(2), 40, 37, "float32")
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(4, 3, 37)), jnp.float32)
+    np.testing.assert_array_equal(jax.vmap(matrix.product)(x), product(x.reshape(12, 37), matrix).reshape(4, 3, 40))
+    gradient = jax.grad(lambda x: (matrix.product(x) ** 2).sum())(x[0])
+    exact = jax.grad(lambda x: (reference(x, matrix) ** 2).sum())(x[0])
+    np.testing.assert_allclose(gradient, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_are_those_of_xla_and_no_row_depends_on_another():
+    rng = np.random.default_rng(0)
+    for width in (1, 15, 16, 64, 576, 577):
+        x, scale = (
+            jnp.asarray(rng.normal(size=(40, width)), jnp.float32),
+            jnp.asarray(rng.normal(size=width), jnp.float32),
+        )
+        whole = calls.rms_norm(x, scale, 1e-5)
+        np.testing.assert_allclose(whole, rms_norm(x, scale, 1e-5), rtol=1e-5, atol=1e-6)
+        for count in (1, 2, 7, 8, 9):
+            np.testing.assert_array_equal(calls.rms_norm(x[5 : 5 + count], scale, 1e-5), whole[5 : 5 + count])
+    assert np.isnan(calls.rms_norm(x.at[0, 3].set(jnp.nan), scale, 1e-5)[0]).all()
+
+
+BATCH, HEADS, GROUPS, SLOTS = 2, 2, 3, 512
+
+
+def text(seed: int, dtype: str, length: list[int], nodes: int, width: int = 20, slots: int = SLOTS):
+    """Queries, cache, length, window and mask of a random tree of nodes."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    keys, values = (normal(2, BATCH, HEADS, slots, width) for _ in range(2))
+    stored = KV(*(jax.lax.bitcast_convert_type(a, storage_dtype(dtype)) for a in (keys, values)))
+    window = (normal(BATCH, HEADS, nodes, width), normal(BATCH, HEADS, nodes, width))
+    mask = np.zeros((BATCH, nodes, nodes), bool)
+    for row in range(BATCH):
+        for node in range(nodes):
+            if node:
+                mask[row, node] = mask[row, rng.integers(node)]
+            mask[row, node, node] = True
+    queries = normal(BATCH, HEADS, GROUPS, nodes, width)
+    return queries, stored, jnp.asarray(length, jnp.int32), window, jnp.asarray(mask)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [[0, 1], [15, 16], [300, 17], [512, 511]])
+@pytest.mark.parametrize("size", [None, 7, 100])
+def test_attention_is_that_of_xla(dtype, length, size):
+    for nodes in (1, 5, 24):
+        queries, prefix, lengths, window, mask = text(nodes, dtype, length, nodes)
+        first = None
+        if size is not None:
+            # A token sees itself and the size - 1 tokens before it.
+            position = lengths[:, None] + mask.sum(-1) - 1
+            first = position - size + 1
+            mask &= position[:, None, :] >= first[:, :, None]
+        arguments = (queries, prefix, 1, lengths, window, mask, None, 0.3, first)
+        expected, found = attend(*arguments), attend(*arguments, kernels=True)
+        np.testing.assert_allclose(
+            found, expected, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-2 if dtype == "bfloat16" else 1e-5
+        )
+
+
+def test_the_longest_texts_are_read_whole():
+    arguments = text(0, "float32", [5000, 4097], 3, 64, 5120)
+    queries, prefix, lengths, window, mask = arguments
+    expected = attend(queries, prefix, 0, lengths, window, mask)
+    np.testing.assert_allclose(
+        attend(queries, prefix, 0, lengths, window, mask, kernels=True), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [None, 6])
+def test_bits_of_attention_do_not_depend_on_what_is_cached(dtype, size):
+    for length in (0, 1, 14, 15, 16, 40, 255):
+        depth = 9
+        queries, prefix, lengths, window, _ = text(length, dtype, [length, length], depth)
+        chain = jnp.broadcast_to(jnp.tril(jnp.ones((depth, depth), bool)), (BATCH, depth, depth))
+        first = None if size is None else lengths[:, None] + jnp.arange(depth) - size + 1
+        seen = chain if size is None else chain & ~jnp.tril(jnp.ones((depth, depth), bool), -size)
+        together = attend(queries, prefix, 1, lengths, window, seen, first_seen=first, kernels=True)
+        keys, values = (np.array(jax.lax.bitcast_convert_type(a, dtype)) for a in prefix)
+        for step in range(depth):
+            stored = KV(*(jax.lax.bitcast_convert_type(jnp.asarray(a), storage_dtype(dtype)) for a in (keys, values)))
+            one = window[0][:, :, step : step + 1], window[1][:, :, step : step + 1]
+            alone = attend(
+                queries[..., step : step + 1, :],
+                stored,
+                1,
+                lengths + step,
+                one,
+                jnp.ones((BATCH, 1, 1), bool),
+                first_seen=None if first is None else first[:, step : step + 1],
+                kernels=True,
+            )
+            np.testing.assert_array_equal(alone[..., 0, :], together[..., step, :])
+            for cached, new in zip((keys, values), window):
+                cached[1, :, :, length + step] = np.asarray(new[:, :, step])
+
+
+def test_a_bad_value_spoils_the_tokens_that_see_it_alone():
+    queries, prefix, lengths, window, mask = text(3, "float32", [20, 5], 6)
+    good = attend(queries, prefix, 1, lengths, window, mask, kernels=True)
+    for part in range(2):
+        spoiled = list(window)
+        spoiled[part] = spoiled[part].at[0, 1, 2, 4].set(jnp.nan)
+        out = np.asarray(attend(queries, prefix, 1, lengths, (spoiled[0], spoiled[1]), mask, kernels=True))
+        sees = np.asarray(mask[0, :, 2])
+        assert np.isnan(out[0, 1][:, sees]).all()
+        np.testing.assert_array_equal(out[0, 1][:, ~sees], good[0, 1][:, ~sees])
+        np.testing.assert_array_equal(out[0, 0], good[0, 0])
+        np.testing.assert_array_equal(out[1], good[1])
+
+
+PROGRAM = """
+import pytest, sys
+from jaxspec.kernels import library
+assert library.describe() == sys.argv[1], library.describe()
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2], "-k", "not processor"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["AVX2", "AVX-512"])
+def test_the_kernels_of_older_processors(processor):
+    environment = {**os.environ, "JAXSPEC_KERNELS": processor}
+    subprocess.run([sys.executable, "-c", PROGRAM, processor, __file__], env=environment, check=True, timeout=600)
+
+
+@pytest.mark.parametrize(("width", "turned"), [(64, None), (20, 10), (8, 8)])
+def test_rotation_equals_xlas(width, turned):
+    rope, positions = Rope(width=turned), jnp.arange(10).reshape(2, 5) * 37
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, width)), jnp.float32)
+    turns = rotation(positions, rope, width)
+    got = rotate(x, turns, kernels=True)
+    np.testing.assert_allclose(got, rotate(x, turns), rtol=1e-5, atol=1e-6)
+    for token in range(5):
+        alone = rotate(x[:, token : token + 1], rotation(positions[:, token : token + 1], rope, width), kernels=True)
+        np.testing.assert_array_equal(alone[:, :, 0], got[:, :, token])
