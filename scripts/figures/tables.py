@@ -26,14 +26,19 @@ def share(value: float) -> str:
 
 
 def widths(values: Values) -> str:
-    counts = [row["width"] for row in next(iter(values.values()))["rounds"] if row["capacity"] == 512]
+    first = next(iter(values.values()))["rounds"]
+    counts = sorted({row["width"] for row in first if row["capacity"] == 512})
     rows = []
     for dtype, entry in values.items():
-        at = {(row["width"], row["capacity"]): row for row in entry["rounds"]}
-        long = at[1, 8192]["times_width_1"]
-        cells = [f"{at[width, 512]['ms'][1]:.1f}" for width in counts]
-        rows.append([dtype, *cells, between(entry["width_1_times_read"], 2), f"{long:.2f}"])
-    headings = ["ms per round", *(f"width {n}" for n in counts), "width 1, in reads of the weights",
+        at = {(row["width"], row["capacity"], row["temperature"]): row for row in entry["rounds"]}
+        for temperature in sorted({key[2] for key in at}):
+            few = [at.get((width, 512, temperature)) for width in counts]
+            cells = [f"{row['ms'][1]:.1f} ({row['times_width_1']:.2f})" if row else "" for row in few]
+            rest = ["", ""]
+            if temperature == 0:
+                rest = [between(entry["width_1_times_read"], 2), f"{at[1, 8192, 0]['times_width_1']:.2f}"]
+            rows.append([f"{dtype}, temperature {temperature:g}", *cells, *rest])
+    headings = ["ms per round (times width 1)", *(f"width {n}" for n in counts), "width 1, in reads of the weights",
                 "width 1 at capacity 8192, in those at 512"]  # fmt: skip
     return table(headings, rows)
 

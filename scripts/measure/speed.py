@@ -78,20 +78,23 @@ def reader(size: int) -> Callable[[], float]:
 
 
 def widths(arguments) -> dict[str, Any]:
-    """Times rounds of every width and capacity, ten at a time, at text lengths around 200."""
+    """Times rounds of every width, capacity and temperature, ten at a time, at text lengths around 200."""
     figures = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         sessions = {}
-        for width, capacity in [(w, 512) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192), (8, 8192)]:
+        greedy = [(w, 512, 0.0) for w in (1, 2, 4, 8, 12, 16)] + [(1, 8192, 0.0), (8, 8192, 0.0)]
+        for width, capacity, temperature in greedy + [(w, 512, 0.8) for w in (1, 8, 16)]:
             decoder = jaxspec.Decoder(model.lm, NoDraft(jaxspec.chain(width - 1)), Coupled(), widths=())
-            sampling = jaxspec.Sampling()
+            sampling = jaxspec.Sampling(temperature=temperature)
+            keys = row_keys(jax.random.key(0) if temperature else None, 1, 1, sampling)
             request = make_request(
-                [list(range(1000, 1150))], row_keys(None, 1, 1, sampling), sampling.rows(1, model.lm.vocab),
-                300, stop_array(model, (), True, 1), capacity,
+                [list(range(1000, 1150))], keys, sampling.rows(1, model.lm.vocab), 300,
+                stop_array(model, (), True, 1), capacity,
             )  # fmt: skip
-            sessions[width, capacity] = Session(decoder, jaxspec.Weights(model.params), request, capacity)
-            sessions[width, capacity].run(3)
+            session = Session(decoder, jaxspec.Weights(model.params), request, capacity)
+            session.run(3)
+            sessions[width, capacity, temperature] = session
         times = {key: [] for key in sessions}
         read, reads = reader(model.bytes), []
         for _ in range(arguments.repeats):
@@ -100,11 +103,12 @@ def widths(arguments) -> dict[str, Any]:
                 session.timing.decode_s = 0.0
                 session.run(10)
                 times[key].append(session.timing.decode_s * 100)
-        one, rounds = np.array(times[1, 512]), []
-        for (width, capacity), values in times.items():
-            ratio = np.median(np.array(values) / one)
-            print(f"{dtype} width {width:2} capacity {capacity:4}: {spread(values)} ms, {ratio:.2f} x width 1")
-            rounds.append({"width": width, "capacity": capacity, "ms": quartiles(values),
+        one, rounds = np.array(times[1, 512, 0.0]), []
+        for (width, capacity, temperature), values in times.items():
+            ratio = np.median(np.array(values) / np.array(times[1, 512, temperature]))
+            print(f"{dtype} width {width:2} capacity {capacity:4} temperature {temperature}: {spread(values)} ms, "
+                  f"{ratio:.2f} x width 1")  # fmt: skip
+            rounds.append({"width": width, "capacity": capacity, "temperature": temperature, "ms": quartiles(values),
                            "times_width_1": significant(ratio)})  # fmt: skip
         rate = model.bytes / np.median(reads) / 1e6
         print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: read in {spread(reads)} ms, {rate:.1f} GB/s, "
