@@ -277,11 +277,11 @@ MUTANTS = (
     ),
     Mutant(
         "a-lane-too-many",
-        "the last block of outputs is written whole",
-        "kernels/src/products.h",
-        "b == B - 1 ? last : kLanes",
-        "kLanes",
-        ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
+        "a norm adds the squares of the next row's first values",
+        "kernels/src/rows.h",
+        "if (rest) sum = fma(load(x + whole, rest), load(x + whole, rest), sum);",
+        "if (rest) sum = fma(load(x + whole), load(x + whole), sum);",
+        ("tests/kernels/test_kernels.py::test_norms_are_those_of_xla_and_no_row_depends_on_another",),
     ),
     Mutant(
         "a-mask-off-by-one",
