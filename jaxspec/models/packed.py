@@ -2,8 +2,8 @@
 
 A matrix `[O, I]` is stored as `[O / 16, I / g, 16, g]`, padded with zeros, where g values fill four bytes: 1 of
 float32, 2 of bfloat16, 4 of int8. Int8 values are stored as uint8, with 128 added. A product first rounds its rows: to
-bfloat16 if the matrix is bfloat16; to int8 if it is int8, with one scale per row (the largest magnitude is 127 steps),
-as llama.cpp does for blocks of 32 values.
+bfloat16 if the matrix is bfloat16; to int8 if it is int8, with one scale for each 32 values (the largest magnitude is
+127 steps), as llama.cpp does.
 """
 
 import dataclasses

@@ -38,10 +38,13 @@ def reference(x, matrix: Packed):
     whole = matrix.unpack()
     if not isinstance(whole, Quantized):
         return jnp.matmul(x.astype(whole.dtype), whole.T, preferred_element_type=jnp.float32, precision="highest")
-    most = jnp.abs(x).max(-1, keepdims=True)
-    rounded = jnp.rint(x * jnp.where(most > 0, 127 / most, 0)).astype(jnp.int32)
-    sums = jnp.matmul(rounded, whole.values.T.astype(jnp.int32))
-    return sums.astype(jnp.float32) * (most / 127) * whole.scale
+    pad = -x.shape[1] % 32
+    blocks = jnp.pad(x, ((0, 0), (0, pad))).reshape(len(x), -1, 32)
+    weights = jnp.pad(whole.values, ((0, 0), (0, pad))).reshape(whole.shape[0], -1, 32).astype(jnp.int32)
+    most = jnp.abs(blocks).max(-1, keepdims=True)
+    rounded = jnp.rint(blocks * jnp.where(most > 0, 127 / most, 0)).astype(jnp.int32)
+    sums = jnp.einsum("nbi,obi->nbo", rounded, weights).astype(jnp.float32)
+    return (sums * (most / 127)).sum(1) * whole.scale
 
 
 @jax.jit

@@ -82,14 +82,16 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   if (type == Type::kInt8 && (long)scale.element_count() != outputs)
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
   std::vector<char> values;
-  std::vector<float> scales(rows);
-  std::vector<int> sums(rows);
+  const long parts = type == Type::kInt8 ? (padded + kInt8Block - 1) / kInt8Block : 0;
+  std::vector<float> scales(rows * parts);
+  std::vector<int> sums(rows * parts);
   const float* first = x.typed_data();
   const void* rounded = first;
   if (type != Type::kFloat32) {
     values.resize(rows * padded * bytes);
     for (long row = 0; row < rows; row++)
-      kernels()->round(type, first + row * width, width, padded, values.data() + row * padded * bytes, &scales[row], &sums[row]);
+      kernels()->round(type, first + row * width, width, padded, values.data() + row * padded * bytes,
+                       scales.data() + row * parts, sums.data() + row * parts);
     rounded = values.data();
   }
   const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded, rounded,

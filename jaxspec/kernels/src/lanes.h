@@ -27,6 +27,7 @@ inline uint16_t to_bfloat16(float x) {
 struct Lanes {
   __m512 v;
 };
+inline Lanes both(__m256 a, __m256 b) { return {_mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1)}; }
 inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Lanes load(const float* at) { return {_mm512_loadu_ps(at)}; }
@@ -92,6 +93,7 @@ inline void transpose(Lanes (&rows)[16]) {
 struct Lanes {
   __m256 a, b;
 };
+inline Lanes both(__m256 a, __m256 b) { return {a, b}; }
 inline Lanes zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Lanes load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }

@@ -9,8 +9,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "lanes.h"
+#include "table.h"
 
 namespace {
 
@@ -36,7 +38,6 @@ struct Float32 {
   static Weights row(const Value* at) { return splat(*at); }
   static Sum add(Sum sum, Weights w, Weights x) { return fma(w, x, sum); }
 #endif
-  static Lanes finish(Sum sum) { return sum; }
 };
 
 struct BFloat16 {
@@ -80,10 +81,10 @@ struct BFloat16 {
   }
   static Sum add(Sum sum, const Weights& w, const Weights& x) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
 #endif
-  static Lanes finish(Sum sum) { return sum; }
 };
 
-// Sums of weight * value, which are whole numbers and therefore exact in any order.
+// Sums of weight * value over a block of values, which are whole numbers and therefore exact in any order. Each block of a row
+// has a scale of its own; the blocks are one chain.
 struct Int8 {
   using Value = int8_t;
   static constexpr long group = 4;
@@ -95,7 +96,8 @@ struct Int8 {
   static Weights weights(const void* at) { return _mm512_loadu_si512(at); }
   static Weights row(const Value* at) { return _mm512_set1_epi32(four_bytes(at)); }
   static Sum add(Sum sum, Weights w, Weights x) { return _mm512_dpbusd_epi32(sum, w, x); }
-  static void finish(Sum sum, int* out) { _mm512_storeu_si512(out, sum); }
+  static Sum start(int value) { return _mm512_set1_epi32(value); }
+  static Lanes finish(Sum sum) { return {_mm512_cvtepi32_ps(sum)}; }
 #else
   struct Sum {
     __m256i a, b;
@@ -120,10 +122,8 @@ struct Int8 {
   static Sum add(Sum sum, const Weights& w, const Weights& x) {
     return {_mm256_add_epi32(sum.a, dot(w.a, x.a)), _mm256_add_epi32(sum.b, dot(w.b, x.b))};
   }
-  static void finish(Sum sum, int* out) {
-    _mm256_storeu_si256((__m256i*)out, sum.a);
-    _mm256_storeu_si256((__m256i*)out + 1, sum.b);
-  }
+  static Sum start(int value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+  static Lanes finish(Sum sum) { return both(_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)); }
 #endif
 };
 
@@ -131,36 +131,16 @@ struct Int8 {
 template <class Kind>
 struct Rows {
   const typename Kind::Value* values;
-  const float* scales;  // of int8 values
-  const int* sums;      // of int8 values
+  const float* scales;  // of the blocks of int8 values
+  const int* sums;      // of the blocks of int8 values
   long width;
 };
 
-template <class Kind>
-inline void write(typename Kind::Sum sum, const Rows<Kind>&, long, const float*, float* out, long count) {
-  store(out, Kind::finish(sum), count);
-}
-
-template <>
-inline void write<Int8>(Int8::Sum sum, const Rows<Int8>& rows, long row, const float* scale, float* out, long count) {
-  int lane[kLanes];
-  Int8::finish(sum, lane);
-  for (long i = 0; i < count; i++)
-    out[i] = (float)(lane[i] - Int8::offset * rows.sums[row]) * rows.scales[row] * scale[i];
-}
-
-// R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
+// Adds the products of the values `from` to `to` of R rows with B blocks of outputs.
 template <class Kind, int R, int B>
-void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
-          bool fetch) {
-  const long stride = rows.width * kLanes * (long)sizeof(typename Kind::Value);
-  typename Kind::Sum sum[B][R];
-#pragma GCC unroll 8
-  for (int b = 0; b < B; b++)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sum[b][r] = Kind::zero();
-  const typename Kind::Value* x = rows.values + first * rows.width;
-  for (long i = 0; i < rows.width; i += Kind::group, weights += 64) {
+inline const char* add_products(typename Kind::Sum (&sum)[B][R], const char* weights, long stride, const typename Kind::Value* x,
+                                long width, long from, long to, bool fetch) {
+  for (long i = from; i < to; i += Kind::group, weights += 64) {
     typename Kind::Weights w[B];
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++) {
@@ -172,17 +152,55 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const typename Kind::Weights value = Kind::row(x + r * rows.width + i);
+      const typename Kind::Weights value = Kind::row(x + r * width + i);
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], value);
     }
   }
+  return weights;
+}
+
+// R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
+template <class Kind, int R, int B>
+void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
+          bool fetch) {
+  const long stride = rows.width * kLanes * (long)sizeof(typename Kind::Value);
+  const typename Kind::Value* x = rows.values + first * rows.width;
+  Lanes total[B][R];
+#pragma GCC unroll 8
+  for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[b][r] = zeros();
+  if constexpr (std::is_same_v<Kind, Int8>) {
+    const long blocks = (rows.width + kInt8Block - 1) / kInt8Block;
+    const float* scales = rows.scales + first * blocks;
+    const int* sums = rows.sums + first * blocks;
+    for (long block = 0; block < blocks; block++) {
+      Int8::Sum sum[B][R];
+#pragma GCC unroll 8
+      for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sum[b][r] = Int8::start(-Int8::offset * sums[r * blocks + block]);
+      const long from = block * kInt8Block, to = std::min(rows.width, from + kInt8Block);
+      weights = add_products<Int8, R, B>(sum, weights, stride, x, rows.width, from, to, fetch);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Lanes factor = splat(scales[r * blocks + block]);
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) total[b][r] = fma(Int8::finish(sum[b][r]), factor, total[b][r]);
+      }
+    }
+  } else {
+    add_products<Kind, R, B>(total, weights, stride, x, rows.width, 0, rows.width, fetch);
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int b = 0; b < B; b++)
-      write<Kind>(sum[b][r], rows, first + r, scale ? scale + b * kLanes : nullptr, out + (first + r) * outputs + b * kLanes,
-                  b == B - 1 ? last : kLanes);
+    for (int b = 0; b < B; b++) {
+      const long count = b == B - 1 ? last : kLanes;
+      if constexpr (std::is_same_v<Kind, Int8>) total[b][r] = total[b][r] * load(scale + b * kLanes, count);
+      store(out + (first + r) * outputs + b * kLanes, total[b][r], count);
+    }
 }
 
 template <class Kind, int B>
@@ -224,14 +242,15 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
     for (long start = 0; start < count; start += together) {
       const long end = std::min(count, start + together);
       for (long block = outer; block < std::min(to, outer + group);) {
-        const long blocks = block + kTileBlocks <= std::min(to, outer + group) ? kTileBlocks : 1;
+        const bool several = !std::is_same_v<Kind, Int8> && block + kTileBlocks <= std::min(to, outer + group);
+        const long blocks = several ? kTileBlocks : 1;  // int8 needs the registers for two kinds of sums
         const long output = block * kLanes, last = std::min(kLanes, outputs - (block + blocks - 1) * kLanes);
         for (long row = start; row < end;) {
           // Groups of nearly equal size: ten rows are five and five.
           const long left = end - row, parts = (left + kTileRows - 1) / kTileRows, size = (left + parts - 1) / parts;
           const bool fetch = row == 0;
           const float* factors = scale ? scale + output : nullptr;
-          if (blocks == 1)
+          if (!several)
             tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
           else
             tiles<Kind, kTileBlocks>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
@@ -250,31 +269,31 @@ inline void round_row(const float* x, long width, long, uint16_t* out, float*, i
 
 inline void round_row(const float* x, long width, long, float* out, float*, int*) { std::memcpy(out, x, width * 4); }
 
-// Rounds a row to whole numbers from -127 to 127, of which the largest magnitude is 127.
+// Rounds a row to whole numbers from -127 to 127, by blocks, the largest magnitude of which is 127.
 inline void round_row(const float* x, long width, long, int8_t* out, float* scale, int* sum) {
-  Lanes top = zeros(), bad = zeros();
-  for (long i = 0; i < width; i += kLanes) {
-    const Lanes part = width - i < kLanes ? load(x + i, width - i) : load(x + i);
-    top = max(magnitude(part), top);  // passes over NaN
-    bad = fma(part, zeros(), bad);    // NaN if any value is not finite
+  for (long from = 0; from < width; from += kInt8Block, scale++, sum++) {
+    const long to = std::min(width, from + kInt8Block);
+    Lanes top = zeros(), bad = zeros();
+    for (long i = from; i < to; i += kLanes) {
+      const Lanes part = to - i < kLanes ? load(x + i, to - i) : load(x + i);
+      top = max(magnitude(part), top);  // passes over NaN
+      bad = fma(part, zeros(), bad);    // NaN if any value is not finite
+    }
+    const float most = highest(top);
+    const bool finite = total(bad) == 0.0f;
+    *sum = 0;
+    *scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / 127.0f;
+    if (!finite || most < 1e-30f) continue;  // the values stay zero, as the inverse might be infinite
+    const Lanes factor = splat(127.0f / most);
+    Lanes added = zeros();
+    for (long i = from; i < to; i += kLanes) {
+      const long part = std::min(kLanes, to - i);
+      const Lanes whole = rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor);
+      store_int8(out + i, whole, part);
+      added = added + whole;
+    }
+    *sum = (int)total(added);
   }
-  const float most = highest(top);
-  const bool finite = total(bad) == 0.0f;
-  *sum = 0;
-  *scale = finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
-  if (!finite || most < 1e-30f) {  // the values stay zero, as the inverse might be infinite
-    if (finite) *scale = 0.0f;
-    return;
-  }
-  const Lanes factor = splat(127.0f / most);
-  Lanes added = zeros();  // whole numbers far below 2^24: exact
-  for (long i = 0; i < width; i += kLanes) {
-    const long part = std::min(kLanes, width - i);
-    const Lanes whole = rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor);
-    store_int8(out + i, whole, part);
-    added = added + whole;
-  }
-  *sum = (int)total(added);
 }
 
 }  // namespace

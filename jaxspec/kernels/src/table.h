@@ -4,6 +4,9 @@
 
 #include <cstdint>
 
+// Values of a row that share a scale when they are rounded to int8, a multiple of four.
+constexpr long kInt8Block = 32;
+
 enum class Type { kFloat32, kBFloat16, kInt8 };
 
 struct Product {
@@ -12,7 +15,7 @@ struct Product {
   float* out;            // [rows, outputs]
   long rows, outputs, width;  // `width` is a multiple of the type's group
   const void* values;    // the rows, rounded
-  const float* scales;
+  const float* scales;  // of the blocks of int8 values
   const int* sums;
 };
 
