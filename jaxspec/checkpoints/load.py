@@ -74,6 +74,9 @@ def load(
         InvalidConfig: an argument is invalid.
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
+    if mesh is not None:
+        check(mesh)
+    packed = use_kernels(kernels, sharding.suits_kernels(mesh))
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
@@ -85,17 +88,13 @@ def load(
     name = os.path.basename(os.path.normpath(checkpoint.source))
 
     if mesh is not None:
-        check(mesh)
         sharding.check_divisible(checkpoint.config, mesh, name)
-    packed = use_kernels(kernels, sharding.suits_kernels(mesh))
 
     def put(part: str, array: Any) -> Any:
         array = pack_param(part, array) if packed else array
-        return (
-            jax.tree.map(jnp.asarray, array)
-            if mesh is None
-            else sharding.place_param(part, array, checkpoint.config, mesh)
-        )
+        if mesh is None:
+            return jax.tree.map(jnp.asarray, array)
+        return sharding.place_param(part, array, checkpoint.config, mesh)
 
     params = read_params(checkpoint, dtype, progress, put)
     params["layers"] = dict(enumerate(params["layers"]))

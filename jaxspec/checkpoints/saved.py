@@ -55,7 +55,6 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         InvalidConfig: the network is not a `TransformerLM`, or its weights are quantized.
         CheckpointError: the directory exists, or cannot be written.
     """
-
     from jaxspec.checkpoints import orbax
     from jaxspec.models.model import Model
     from jaxspec.models.packed import is_quantized, unpack

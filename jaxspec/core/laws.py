@@ -168,6 +168,6 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
         return excluded, jnp.where(done, token, drawn), done
 
     laws = scores, perturbed
-    whole = (sampling.top_p >= 1) & (sampling.min_p <= 0)
+    whole = (sampling.temperature < GREEDY) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
     start = (jnp.full(scores.shape[:1], -jnp.inf), first_highest(perturbed), jnp.full(scores.shape[:1], whole))
     return lax.while_loop(lambda state: ~state[2].all(), check, start)[1]

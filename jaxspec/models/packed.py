@@ -90,7 +90,7 @@ class Packed:
         return self.unpack().astype(dtype)
 
     def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-        """Returns `x @ matrix.T`, accumulated in float32, or in whole numbers with int8 values."""
+        """Returns `x @ matrix.T`, accumulated in float32; see the module for how its rows are rounded."""
         return _product(x, self)
 
 

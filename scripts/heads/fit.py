@@ -1,6 +1,6 @@
 """Measures the trees of existing heads again, and writes the fastest one and the figures to their folder.
 
-    python scripts/heads/fit.py HEADS [--target T] [--dtype D] [--prompts N]
+    python -m scripts.heads.fit HEADS [--target T] [--dtype D] [--prompts N]
 
 The acceptance is that of the heads' own figures; the prompts are ordinary questions. Run it after the cost of a round
 has changed.

@@ -1,10 +1,12 @@
 // The kernels as XLA custom calls.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "table.h"

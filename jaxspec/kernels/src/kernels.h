@@ -14,11 +14,11 @@ template <class Kind>
 void round_one(const float* x, long width, long padded, void* out, float* scale, int* sum) {
   auto* values = (typename Kind::Value*)out;
   std::fill(values, values + padded, (typename Kind::Value)0);
-  round_row(x, width, padded, values, scale, sum);
+  round_row(x, width, values, scale, sum);
 }
 
+// Float32 rows are read as they are.
 void round(Type type, const float* x, long width, long padded, void* out, float* scale, int* sum) {
-  if (type == Type::kFloat32) return round_one<Float32>(x, width, padded, out, scale, sum);
   if (type == Type::kBFloat16) return round_one<BFloat16>(x, width, padded, out, scale, sum);
   round_one<Int8>(x, width, padded, out, scale, sum);
 }

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -261,16 +262,15 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
     }
 }
 
-inline void round_row(const float* x, long width, long, uint16_t* out, float*, int*) {
+// Rounds a row to bfloat16.
+inline void round_row(const float* x, long width, uint16_t* out, float*, int*) {
   const long whole = width / kLanes * kLanes;
   for (long i = 0; i < whole; i += kLanes) store_bfloat16(out + i, load(x + i));
   for (long i = whole; i < width; i++) out[i] = to_bfloat16(x[i]);
 }
 
-inline void round_row(const float* x, long width, long, float* out, float*, int*) { std::memcpy(out, x, width * 4); }
-
 // Rounds a row to whole numbers from -127 to 127, by blocks, the largest magnitude of which is 127.
-inline void round_row(const float* x, long width, long, int8_t* out, float* scale, int* sum) {
+inline void round_row(const float* x, long width, int8_t* out, float* scale, int* sum) {
   for (long from = 0; from < width; from += kInt8Block, scale++, sum++) {
     const long to = std::min(width, from + kInt8Block);
     Lanes top = zeros(), bad = zeros();

@@ -1,0 +1,61 @@
+"""Tests that the kernels are there where they can be, that they can be turned off, and what is said of it."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxspec
+from helpers.toys import transformer
+from jaxspec.errors import InvalidConfig
+from jaxspec.generation import fingerprint
+from jaxspec.kernels import library
+from jaxspec.models.kernels import with_kernels, without_kernels
+from jaxspec.models.quantized import quantize
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("g++"), reason="nothing to build them for or with"
+)
+def test_they_are_built_where_there_is_a_compiler():
+    """All other tests of the kernels are skipped without them."""
+    assert "not built" not in library.describe()
+
+
+def test_they_can_be_turned_off():
+    code = "from jaxspec.kernels import library; print(library.available(), library.describe())"
+    environment = os.environ | {library.VARIABLE: "0"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == f"False none ({library.VARIABLE}=0)\n"
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(library, "_library", lambda: "there was no compiler")
+    library._warn.cache_clear()
+    with pytest.raises(InvalidConfig, match="not available: none"):
+        library.use_kernels(True)
+    with pytest.warns(UserWarning, match="there was no compiler"):
+        assert not library.use_kernels(None)
+    assert not library.use_kernels(None)  # said once
+    assert not library.use_kernels(False)
+    with pytest.raises(InvalidConfig, match="whole layers"):
+        library.use_kernels(True, suited=False)
+
+
+@pytest.mark.skipif(not library.available(), reason=library.describe())
+def test_a_file_of_results_is_continued_with_the_same_model_alone():
+    """Packed floats are the same model; rows that int8 products round make another."""
+    lm = transformer()
+    floats = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
+    rounded = jaxspec.Model(lm, quantize(floats.params))
+    assert fingerprint.weights(with_kernels(floats).params) == fingerprint.weights(floats.params)
+    assert fingerprint.weights(with_kernels(rounded).params) != fingerprint.weights(rounded.params)
+    for model in (floats, rounded):
+        back = without_kernels(with_kernels(model))
+        assert fingerprint.weights(back.params) == fingerprint.weights(model.params)
