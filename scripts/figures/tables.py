@@ -99,6 +99,12 @@ def overhead(values: Values) -> str:
     return table([f"V = {values['vocab']}", "sampling", "round, ms", "target's call, ms", "everything else"], rows)
 
 
+def first_token(values: Values) -> str:
+    lengths = list(next(iter(values.values())))
+    rows = [[way, *(between(entry[length], 0) for length in lengths)] for way, entry in values.items()]
+    return table(["ms to the first token (quartiles)", *(f"{length} tokens" for length in lengths)], rows)
+
+
 def batches(values: Values) -> str:
     rows, drafters = [], []
     for dtype, entry in values.items():
@@ -256,5 +262,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
-    "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads,
+    "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token,
 }  # fmt: skip
