@@ -33,8 +33,10 @@ from jaxspec.text.tokenizer import check_same_vocab
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
-NODE_COST = 0.1
+NODE_COST = 0.05
 """Assumed cost of one drafted token in a target call, in units of a call with one token."""
+FIRST_NODES = 8
+"""Number of tokens in the first windows of prompt lookup, if the whole window is larger."""
 VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 _ADAPTIVE_BEFORE_3 = {
@@ -271,16 +273,13 @@ def resolve_drafting(drafting: Any, keywords: Drafting) -> Drafting:
 def default_lookup_schedule(nodes: int) -> Adaptive:
     """Returns the default schedule of prompt lookup, which drafts only while drafting pays.
 
-    A round reads either one token or a whole window. The prior acceptance is high, since copied text is mostly right,
-    and the loss budget allows two rejected windows before the first accepted one.
+    A round reads one token, `FIRST_NODES` or a whole window: the first drafts are short, and longer ones follow
+    accepted ones. The loss budget allows at least two rejected whole windows.
 
     Args:
         nodes: tokens of a whole window.
     """
-    more = NODE_COST * (nodes - 1)
-    return Adaptive(
-        costs=(1.0, 1 + more, 1 + more),
-        prior_acceptance=0.9,
-        loss_budget=max(Adaptive.loss_budget, 2 * more),
-        widths=(),
-    )
+    widths = (FIRST_NODES,) if nodes > FIRST_NODES else ()
+    compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
+    costs = (1.0, *(1 + NODE_COST * (width - 1) for width in compiled))
+    return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

@@ -381,8 +381,8 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Adaptive((1.0, 2.5, 2.5), prior_acceptance=0.9, loss_budget=3.0, widths=())),
-            ("prompt-lookup", 4, Adaptive((1.0, 1.4, 1.4), prior_acceptance=0.9, widths=())),
+            ("prompt-lookup", None, Adaptive((1.0, *[1.35] * 7, *[1.75] * 8), widths=(8,))),
+            ("prompt-lookup", 4, Adaptive((1.0, *[1.2] * 4), widths=())),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],

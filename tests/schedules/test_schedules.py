@@ -371,14 +371,21 @@ def test_one_bad_guess_does_not_keep_drafts_short(prior_rounds, deep):
     assert (max(tried[1:]) == 15) == deep, tried
 
 
-@pytest.mark.parametrize("nodes", [4, 16])
-def test_copied_drafts_may_fail_twice(nodes):
-    """Whole windows at first, one more after one that failed; none after two that were long."""
+@pytest.mark.parametrize(("nodes", "accepted", "limits"), [
+    (4, [0, 0, 0], [3, 3, 3]),
+    (16, [0] * 8, [7, 7, 7, 7, 7, 0, 0, 7]),
+    (16, [3, 2, 7, 7, 0, 1], [7, 7, 7, 7, 15, 15]),
+])  # fmt: skip
+def test_copied_drafts_start_short_and_grow(nodes, accepted, limits):
+    """The loss budget allows five rejected windows at first; whole windows follow where all of a window was right."""
     schedule = default_lookup_schedule(nodes)
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
-    for limit in (nodes - 1, nodes - 1, 0) if nodes == 16 else (nodes - 1, nodes - 1):
-        assert schedule.limit(state).tolist() == [limit]
-        state = schedule.update(state, RoundResult(schedule.limit(state), jnp.zeros(1, jnp.int32)))
+    tried = []
+    for kept in accepted:
+        limit = schedule.limit(state)
+        tried.append(int(limit[0]))
+        state = schedule.update(state, RoundResult(limit, jnp.minimum(limit, kept)))
+    assert tried == limits
 
 
 def test_what_adaptive_may_lose_is_bounded():
