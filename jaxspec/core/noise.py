@@ -14,11 +14,12 @@ neither on the number of rounds, nor on other rows, nor on interruptions of a se
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core import threefry
 
 VERSION = 1
 """The version of the noise, recorded with every result; it changes if the same key gives other noise."""
@@ -100,11 +101,7 @@ def gumbel(
     default one no token of probability 1e-8 is ever drawn: its noise does not exceed 15.9.
     """
 
-    def one(key: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(key, _POSITION), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
-
-    return _drawn(one, keys, positions, vocab, any_sampled)
+    return _drawn(keys, _POSITION, (positions,), vocab, any_sampled)
 
 
 def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int, vocab: int) -> Float[Array, "B D V"]:
@@ -128,15 +125,9 @@ def fresh(
     keys: Array, roots: Int[Array, "B"], nodes: Int[Array, "n"], vocab: int, any_sampled: Array | bool = True
 ) -> Float[Array, "B n V"]:
     """Returns the noise of the children of `nodes` in the round with these roots; see `gumbel` for the rest."""
-
-    def one(key: Array, place: Array) -> Array:
-        root, node = place
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _FRESH), root), node)
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
-
     shape = (roots.shape[0], nodes.shape[0])
-    places = jnp.stack([jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)], axis=-1)
-    return _drawn(one, keys, places, vocab, any_sampled)
+    places = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)
+    return _drawn(keys, _FRESH, places, vocab, any_sampled)
 
 
 def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
@@ -146,25 +137,40 @@ def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
     happen a hundred times as often.
     """
 
-    def one(key: Array, root: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), root)
-        return jnp.minimum(jax.random.bits(key, (), jnp.uint32).astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)
+    if _is_threefry(keys):
+        random = threefry.bits(_fold_all(keys, _ACCEPT, (roots,)), 1)[:, 0]
+    else:
+        random = jax.lax.map(lambda row: jax.random.bits(_fold(row[0], _ACCEPT, row[1:])), (keys, roots))
+    return jnp.minimum(random.astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)
 
-    return _over_rows(one, keys, roots)
 
-
-def _drawn(one: Callable, keys: Array, places: Array, vocab: int, any_sampled: Array | bool) -> Float[Array, "B n V"]:
-    def row(key: Array, places: Array) -> Array:
-        return _over_rows(lambda place: one(key, place), places, like=keys)
+def _drawn(
+    keys: Array, tag: int, places: tuple[Int[Array, "B n"], ...], vocab: int, any_sampled: Array | bool
+) -> Float[Array, "B n V"]:
+    """Returns the Gumbel noise of keys into which a tag and the numbers of each place are folded."""
 
     def draw() -> Array:
-        return _over_rows(row, keys, places)
+        if _is_threefry(keys):
+            return threefry.gumbel(_fold_all(keys[:, None], tag, places), vocab)
 
-    return jax.lax.cond(any_sampled, draw, lambda: jnp.zeros((*places.shape[:2], vocab), jnp.float32))
+        def one(key: Array, place: tuple[Array, ...]) -> Array:
+            return jax.random.gumbel(_fold(key, tag, place), (vocab,), jnp.float32, mode="high")
+
+        # Keys of the kind "rbg" must not be vmapped: all but the first would be ignored.
+        return jax.lax.map(lambda row: jax.lax.map(lambda place: one(row[0], place), row[1]), (keys, places))
+
+    return jax.lax.cond(any_sampled, draw, lambda: jnp.zeros((*places[0].shape, vocab), jnp.float32))
 
 
-def _over_rows(function: Callable, *arrays: Array, like: Array | None = None) -> Array:
-    """Maps a function over rows. Keys of the kind "rbg" must not be vmapped: all but the first would be ignored."""
-    if str(jax.random.key_impl(arrays[0] if like is None else like)) == "threefry2x32":
-        return jax.vmap(function)(*arrays)
-    return jax.lax.map(lambda row: function(*row), arrays)
+def _is_threefry(keys: Array) -> bool:
+    return str(jax.random.key_impl(keys)) == "threefry2x32"
+
+
+def _fold(key: Array, tag: int, numbers: tuple[Array, ...]) -> Array:
+    """Folds a tag and numbers into a key of any kind."""
+    return functools.reduce(jax.random.fold_in, numbers, jax.random.fold_in(key, tag))
+
+
+def _fold_all(keys: Array, tag: int, numbers: tuple[Array, ...]) -> Array:
+    """Returns the data of Threefry keys into which a tag and numbers are folded."""
+    return functools.reduce(threefry.fold_in, numbers, threefry.fold_in(jax.random.key_data(keys), tag))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.core import noise as noises
+from jaxspec.core import threefry
 
 pytestmark = pytest.mark.quick
 
@@ -45,6 +46,22 @@ def test_noise_equals_drawing_one_by_one(kind):
             key = jax.random.fold_in(jax.random.fold_in(keys[row], 0x706F73), position)
             one = jax.random.gumbel(key, (V,), jnp.float32, mode="high")
             np.testing.assert_allclose(batch[row, at], one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 37, 49_152])
+def test_random_bits_are_those_of_jax(size):
+    key = jax.random.key(2**31 + 5)
+    for number in (0, 1, 2**20, 2**31 - 1):
+        folded = jax.random.fold_in(key, number)
+        data = jax.jit(threefry.fold_in)(jax.random.key_data(key), number)
+        np.testing.assert_array_equal(data, jax.random.key_data(folded))
+        expected = jax.random.bits(folded, (2, size), jnp.uint32)
+        for row in range(2):
+            found = jax.jit(threefry.bits, static_argnums=(1, 2))(data, size, row * size)
+            np.testing.assert_array_equal(found, expected[row])
+        noise = jax.jit(threefry.gumbel, static_argnums=1)(data, size)
+        expected = jax.random.gumbel(folded, (size,), jnp.float32, mode="high")
+        np.testing.assert_allclose(noise, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_no_noise_where_none_is_wanted():

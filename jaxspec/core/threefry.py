@@ -1,0 +1,51 @@
+"""The random numbers of JAX's default keys, as expressions that a compiler fuses.
+
+`jax.random` computes the same numbers, but on a CPU in a loop over arrays in memory, which takes two to four times as
+long. The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+section 4.2). Keys are those of `jax.random.key_data`, of two words.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
+
+
+def words(key: UInt32[Array, "... 2"], high: Array, low: Array) -> tuple[Array, Array]:
+    """Returns the two words that the generator makes of a counter's two words."""
+    first, second = key[..., 0], key[..., 1]
+    schedule = (first, second, first ^ second ^ PARITY)
+    left, right = high + schedule[0], low + schedule[1]
+    for step in range(5):
+        for bits in ROTATIONS[step % 2]:
+            left = left + right
+            right = left ^ (right << np.uint32(bits) | right >> np.uint32(32 - bits))
+        left = left + schedule[(step + 1) % 3]
+        right = right + schedule[(step + 2) % 3] + np.uint32(step + 1)
+    return left, right
+
+
+def fold_in(key: UInt32[Array, "... 2"], number: Int[Array, "..."] | int) -> UInt32[Array, "... 2"]:
+    """Returns the data of `jax.random.fold_in(key, number)`."""
+    return jnp.stack(words(key, jnp.uint32(0), jnp.asarray(number, jnp.int32).astype(jnp.uint32)), -1)
+
+
+def bits(key: UInt32[Array, "... 2"], size: int, start: int = 0) -> UInt32[Array, "... S"]:
+    """Returns the entries of `jax.random.bits(key, (start + size,), jnp.uint32)` from `start` on."""
+    left, right = words(key[..., None, :], jnp.uint32(0), jax.lax.iota(jnp.uint32, size) + np.uint32(start))
+    return left ^ right
+
+
+def gumbel(key: UInt32[Array, "... 2"], size: int) -> Float[Array, "... S"]:
+    """Returns `jax.random.gumbel(key, (size,), jnp.float32, mode="high")`."""
+    high, low = (_unit(bits(key, size, start)) for start in (0, size))
+    rest = np.float32(2.0**-23) * low + np.finfo(np.float32).tiny
+    return -jnp.log(-jnp.log1p(-jnp.where(high >= 0.5, high, high + rest)))
+
+
+def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    """Returns numbers of [0, 1) with 23 random bits."""
+    return jax.lax.bitcast_convert_type(bits >> np.uint32(9) | np.uint32(0x3F800000), jnp.float32) - 1.0
