@@ -64,13 +64,31 @@ def log_prob(
     def sampled() -> Array:
         top, kept = scores.max(-1, keepdims=True), _kept(scores, sampling)
         kept |= drawn & (scores >= own)
-        mass = jnp.where(kept, jnp.exp(scores - top), 0.0).sum(-1)
+        mass = total(jnp.where(kept, jnp.exp(scores - top), 0.0))
         inside = jnp.take_along_axis(kept, tokens[..., None], -1)
         return jnp.where(inside, own - top, -jnp.inf)[..., 0] - jnp.log(mass)
 
     law = lax.cond(jnp.all(greedy), lambda: jnp.zeros_like(own[..., 0]), sampled)
     point = 0.0 if drawn else jnp.where(scores.argmax(-1) == tokens, 0.0, -jnp.inf)
     return jnp.where(greedy, point, law)
+
+
+def total(values: Float[Array, "*b V"]) -> Float[Array, "*b"]:
+    """Sums over the last axis; on a CPU by halves, as XLA's own order there depends on the shape and the program."""
+
+    def by_halves(values: Array) -> Array:
+        while (size := values.shape[-1]) > 1:
+            rest = jnp.zeros((*values.shape[:-1], size % 2), values.dtype)
+            values = values[..., : (size + 1) // 2] + jnp.concatenate([values[..., (size + 1) // 2 :], rest], -1)
+        return values[..., 0]
+
+    return lax.platform_dependent(values, cpu=by_halves, default=lambda values: values.sum(-1))
+
+
+def log_total(scores: Float[Array, "*b V"]) -> Float[Array, "*b 1"]:
+    """Computes `logsumexp` over the last axis of finite scores, summed by `total`."""
+    top = scores.max(-1, keepdims=True)
+    return top + jnp.log(total(jnp.exp(scores - top)))[..., None]
 
 
 def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
@@ -111,9 +129,9 @@ def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N
 
     def limited() -> Array:
         weights = jnp.exp(scores - top)
-        budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * weights.sum(-1)
+        budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * total(weights)
         # The lowest score that is kept: the highest at which the budget is used up; a NaN if it never is.
-        lowest = _highest_where(scores, lambda above: above.sum(-1) >= budget, lambda _: weights)
+        lowest = _highest_where(scores, lambda above: total(above) >= budget, lambda _: weights)
         return ~(scores < lowest[..., None])
 
     kept = lax.cond(jnp.any(sampling.top_p < 1), limited, lambda: jnp.ones_like(scores, bool))
@@ -158,8 +176,8 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
         top = scores.max(-1)
         weights = jnp.exp(scores - top[:, None])
         score = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
-        above = jnp.where(scores > score[:, None], weights, 0.0).sum(-1)
-        budget = jnp.where(sampling.top_p < 1, sampling.top_p * weights.sum(-1), jnp.inf)
+        above = total(jnp.where(scores > score[:, None], weights, 0.0))
+        budget = jnp.where(sampling.top_p < 1, sampling.top_p * total(weights), jnp.inf)
         kept = (above < budget) & (score >= top + jnp.log(sampling.min_p))
         # Scores that are not finite are drawn from once; the loop's health check then ends the row.
         done |= kept | ~jnp.isfinite(top) | jnp.isnan(score)

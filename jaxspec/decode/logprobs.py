@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.laws import highest, log_prob
+from jaxspec.core.laws import highest, log_prob, log_total
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.state import Logprobs
 
@@ -46,7 +46,7 @@ def along(
         token = lax.dynamic_slice_in_dim(tokens, depth, 1, 1)
         raw = jnp.take_along_axis(logits, node, 1)
         raw = raw.astype(jnp.promote_types(raw.dtype, jnp.float32))
-        total = jax.nn.logsumexp(raw, -1, keepdims=True)
+        total = log_total(raw)
         best, ids = highest(raw, top) if top else (raw[..., :0], token[..., None][..., :0])
         return Logprobs(
             (jnp.take_along_axis(raw, token[..., None], -1) - total)[..., 0],

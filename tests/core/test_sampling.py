@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.toys import allowed, draw
-from jaxspec.core.laws import choose, kth_highest, scores
+from jaxspec.core.laws import choose, kth_highest, scores, total
 from jaxspec.core.noise import gumbel
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
@@ -238,3 +238,15 @@ def test_settings_become_one_value_per_row():
     np.testing.assert_array_equal(rows.logit_bias, [[0, -INF, 1, 0]] * 2)
     assert [a.dtype for a in (rows.temperature, rows.top_k, rows.min_p)] == [np.float32, np.int32, np.float32]
     assert Sampling().rows(2, 4).logit_bias is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 61, 50_257])
+def test_sums_over_the_vocabulary_have_one_order(size):
+    """By halves, whatever the number of rows: NumPy's float32 additions, to the bit."""
+    values = np.random.default_rng(0).exponential(size=(9, size)).astype(np.float32)
+    expected = values
+    while expected.shape[1] > 1:
+        half = -(-expected.shape[1] // 2)
+        expected = expected[:, :half] + np.pad(expected[:, half:], ((0, 0), (0, expected.shape[1] % 2)))
+    for rows in (1, 2, 8, 9):
+        np.testing.assert_array_equal(jax.jit(total)(values[:rows]), expected[:rows, 0])
