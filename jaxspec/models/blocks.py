@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.kernels import calls
 from jaxspec.models.products import product
@@ -135,6 +135,18 @@ class Blocks:
             return self.unpack()[rows]
         return _decode(KINDS[self.kinds[0]], part[rows // LANES], rows % LANES)
 
+    def take(self, rows: Int[Array, "R"]) -> "Blocks":
+        """Returns the matrix of some rows, in the same blocks."""
+        part, *others = self.parts
+        assert not others, self.kinds
+        padded = jnp.pad(rows, (0, -len(rows) % LANES))
+        fields = [  # [R, n, c, 1, w] becomes [R / 16, n, c, 16, w]
+            jnp.moveaxis(field.reshape(-1, LANES, *field.shape[1:3], field.shape[-1]), 1, 3)
+            for field in _fields(KINDS[self.kinds[0]], part[padded // LANES], padded % LANES)
+        ]
+        taken = jnp.concatenate([field.reshape(*field.shape[:2], -1) for field in fields], axis=-1)
+        return Blocks((taken,), self.kinds, (len(rows),), self.inputs)
+
     def unpack(self) -> Float[Array, "O I"]:
         """Returns the matrix in float32, equal to the file's."""
         return jnp.concatenate(
@@ -184,25 +196,29 @@ def _pack(kind: Kind, split: Split) -> np.ndarray:
     return np.concatenate([array.reshape(rows, units, -1) for array in (*found, codes)], axis=2)
 
 
+def _fields(kind: Kind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b n c L w"]]:
+    """Returns the fields of units `[*b, n, bytes]`: of all 16 outputs, or of one of each, given `[*b]`."""
+    numbers = 1 + kind.minimum
+    sizes = [(1, 2)] * numbers + [(kind.factors, 1)] * (numbers if kind.factors else 0)
+    found, at = [], 0
+    for count, width in [*sizes, (kind.unit // BLOCK * kind.bits, 4)]:
+        size = count * LANES * width
+        field = units[..., at : at + size].reshape(*units.shape[:-1], count, LANES, width)
+        at += size
+        if lane is not None:
+            field = jnp.take_along_axis(field, lane.reshape(*lane.shape, 1, 1, 1, 1), axis=-2)
+        found.append(field)
+    return found
+
+
 def _decode(kind: Kind, units: Any, lane: Any = None) -> Float[Array, "*b I"]:
     """Decodes units `[*b, I / u, bytes]` to float32: all outputs `[*b, 16, I]`, or one of each, `[*b, I]`."""
-    at = 0
-
-    def field(count: int, width: int) -> Shaped[Array, "*b n c L w"]:
-        nonlocal at
-        size = count * LANES * width
-        found = units[..., at : at + size].reshape(*units.shape[:-1], count, LANES, width)
-        at += size
-        if lane is None:
-            return found
-        return jnp.take_along_axis(found, lane.reshape(*lane.shape, 1, 1, 1, 1), axis=-2)
-
-    halves = [lax.bitcast_convert_type(field(1, 2), jnp.float16).astype(jnp.float32) for _ in range(1 + kind.minimum)]
+    *numbers, codes = _fields(kind, units, lane)
+    halves = [lax.bitcast_convert_type(field, jnp.float16).astype(jnp.float32) for field in numbers[: 1 + kind.minimum]]
     if kind.factors:
-        types = (kind.factor, np.uint8)[: len(halves)]
-        whole = [lax.bitcast_convert_type(field(kind.factors, 1)[..., 0], dtype) for dtype in types]
-        halves = [half * one.astype(jnp.float32) for half, one in zip(halves, whole)]
-    codes = field(kind.unit // BLOCK * kind.bits, 4)
+        whole = zip(numbers[len(halves) :], (kind.factor, np.uint8))
+        whole = [lax.bitcast_convert_type(field[..., 0], dtype).astype(jnp.float32) for field, dtype in whole]
+        halves = [half * one for half, one in zip(halves, whole)]
     codes = codes.reshape(*codes.shape[:-3], -1, kind.bits, *codes.shape[-2:])  # [*b, n, blocks, bits, L, 4]
     if kind.bits < 8:
         low = codes[..., :4, :, :]

@@ -39,6 +39,7 @@ def test_no_weight_changes(kind, outputs, units):
     np.testing.assert_array_equal(matrix.unpack(), weights)
     rows = rng.integers(outputs, size=(2, 7))
     np.testing.assert_array_equal(matrix[jnp.asarray(rows)], weights[rows])
+    np.testing.assert_array_equal(matrix.take(jnp.asarray(rows[0])).unpack(), weights[rows[0]])
 
 
 @with_kernels
