@@ -5,6 +5,7 @@ parameter of `ModelConfig.param_shapes`, a function that reads it. Weights are r
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,13 +16,14 @@ from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import ModelConfig, is_table
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-WEIGHTS = (*DTYPES, "int8")
-"""Supported dtypes of a model's matrices."""
+FILE = "file"
+WEIGHTS = (*DTYPES, "int8", FILE)
+"""Supported dtypes of a model's matrices; "file" are those of a GGUF file."""
 
 
 def activation_dtype(dtype: str) -> str:
     """Returns the dtype of caches and draft heads for a model with matrices of this dtype."""
-    return "float32" if dtype == "int8" else dtype
+    return dtype if dtype in DTYPES else "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Checkpoint:
         config: sizes and constants of the model.
         source: the preset, path or repository that it was opened from.
         tensors: maps each canonical parameter name to a function that reads it, in float32 and in the canonical layout.
+        own: the same with the numbers of the file: matrices in blocks as `Blocks`, others in the file's float type
+            (float16 as float32). Empty for formats without blocks.
         stop_ids: ids that end a text (end of sequence, end of turn).
         bos_id: id of the beginning-of-sequence token; None if there is none.
         add_bos: whether the model expects `bos_id` at the beginning of a text.
@@ -91,6 +95,7 @@ class Checkpoint:
     config: ModelConfig
     source: str
     tensors: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
+    own: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict, repr=False)
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     add_bos: bool = False
@@ -112,6 +117,14 @@ class Checkpoint:
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
                 raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
+
+
+def check_own(checkpoint: Checkpoint) -> None:
+    """Raises InvalidConfig if the checkpoint cannot be loaded with the numbers of its file."""
+    if not checkpoint.own:
+        raise InvalidConfig(
+            f"{checkpoint.source}: dtype 'file' keeps the blocks of a GGUF file, and this is none; choose another dtype"
+        )
 
 
 # --- for the format modules ---------------------------------------------------------------------------------
@@ -136,8 +149,9 @@ def canonical_tensors(
     config: ModelConfig,
     names: Mapping[str, tuple[str, ...]],
     found: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-) -> dict[str, Callable[[], np.ndarray]]:
+    read: Callable[[str], Any],
+    join: Callable[[list[Any], bool], Any] | None = None,
+) -> dict[str, Callable[[], Any]]:
     """Maps a file's tensors to canonical parameters, which they must match one to one.
 
     Args:
@@ -147,6 +161,7 @@ def canonical_tensors(
             with `{}` for the index of the layer.
         found: the file's tensors and their shapes; matrices are `[out, in]`.
         read: reads one tensor of the file, in float32.
+        join: returns a parameter, given its tensors and whether the model has it transposed; None for `join_arrays`.
 
     Returns:
         A function for each canonical parameter that reads it.
@@ -163,7 +178,7 @@ def canonical_tensors(
         parts = [name.format(*layer[1:]) for name in names[kind]]
         out_in = not is_table(kind) and len(shape) == 2
         expected |= zip(parts, _file_shapes(config, kind, shape, len(parts)), strict=True)
-        readers[canonical] = _reader(read, parts, transpose=out_in)
+        readers[canonical] = functools.partial(_read_parts, read, parts, join or join_arrays, out_in)
     check_names(where, expected, found)
     for name, shape in expected.items():
         check_shape(where, name, found[name], shape)
@@ -203,10 +218,11 @@ def _file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: 
     return [(width, *inputs) for width in widths]
 
 
-def _reader(read: Callable[[str], np.ndarray], parts: list[str], transpose: bool) -> Callable[[], np.ndarray]:
-    def reader() -> np.ndarray:
-        arrays = [read(part) for part in parts]
-        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        return np.ascontiguousarray(array.T) if transpose else array
+def join_arrays(arrays: list[np.ndarray], transpose: bool) -> np.ndarray:
+    """Returns matrices or vectors one below the other, transposed if the model has them so."""
+    array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return np.ascontiguousarray(array.T) if transpose else array
 
-    return reader
+
+def _read_parts(read: Callable[[str], Any], parts: list[str], join: Callable, transpose: bool) -> Any:
+    return join([read(part) for part in parts], transpose)

@@ -1,6 +1,7 @@
 """The GGUF format: reads metadata as a `ModelConfig` and maps tensors to canonical parameters."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
+from jaxspec.checkpoints.gguf_blocks import join, read_own, rotation_halves
 from jaxspec.checkpoints.gguf_header import Tensor, decode, map_file, parse_header, parse_tables, stored
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
@@ -105,13 +107,12 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
 
-    def read(name: str) -> np.ndarray:
-        array = read_file(name)
+    def order(name: str, rows: np.ndarray) -> np.ndarray:
         rotates = kind.interleaved and re.search(r"attn_[qk]\.(weight|bias)$", name)
-        return _rotation_halves(array, config.head_dim) if rotates else array
+        return rotation_halves(rows, config.head_dim) if rotates else rows
 
     shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in _ROTARY}
-    readers = canonical_tensors(where, config, _NAMES | dict(kind.names), shapes, read)
+    canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
     text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     tokens = text.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
@@ -129,7 +130,8 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     return Checkpoint(
         config=config,
         source=where,
-        tensors=readers,
+        tensors=canonical(lambda name: order(name, read_file(name))),
+        own=canonical(lambda name: read_own(where, name, data, tensors[name], functools.partial(order, name)), join),
         stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
         bos_id=ids["bos"],
         add_bos=bool(adds_bos) and ids["bos"] is not None,
@@ -290,11 +292,3 @@ class _ConfigReader:
             return make(*values)
         except InvalidConfig as error:
             raise CheckpointError(f"{self._where}: {error}") from None
-
-
-def _rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Reorders the rows of a query or key matrix from adjacent pairs (0, 1), (2, 3), ... of each head to halves.
-
-    Conversion to GGUF interleaves them because llama.cpp rotates adjacent entries; this library rotates halves.
-    """
-    return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)

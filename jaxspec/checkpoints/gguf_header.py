@@ -197,12 +197,22 @@ def _layout(kind: int) -> tuple[str, int, int]:
     return known.name, block, size
 
 
+def raw_rows(data, tensor: Tensor) -> np.ndarray:
+    """Returns the bytes of one tensor, `[*shape[:-1], bytes of a row]`."""
+    raw = np.frombuffer(data, np.uint8, tensor.stop - tensor.start, tensor.start)
+    return raw.reshape(*tensor.shape[:-1], -1)
+
+
+def type_name(tensor: Tensor) -> str:
+    """Returns the name of a tensor's type, such as "Q4_K"."""
+    return _layout(tensor.kind)[0]
+
+
 def decode(data, tensor: Tensor) -> np.ndarray:
     """Decodes one tensor to float32."""
     import gguf
 
-    raw = np.frombuffer(data, np.uint8, tensor.stop - tensor.start, tensor.start)
-    raw = raw.reshape(*tensor.shape[:-1], -1)
+    raw = raw_rows(data, tensor)
     with np.errstate(all="ignore"):  # overflow is reported by `check_finite`, with the tensor's name
         array = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
     return np.asarray(array, np.float32).reshape(tensor.shape)

@@ -12,19 +12,21 @@ from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import (
     DTYPES,
+    FILE,
     WEIGHTS,
     Checkpoint,
     activation_dtype,
     check_finite,
     check_names,
+    check_own,
     check_shape,
 )
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.core.checks import named, one_of
 from jaxspec.core.mesh import MODEL, check
-from jaxspec.errors import in_source
-from jaxspec.kernels.library import use_kernels
+from jaxspec.errors import InvalidConfig, in_source
+from jaxspec.kernels.library import available, describe, use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
 from jaxspec.models.model import Model
@@ -53,7 +55,8 @@ def load(
         source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
         dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
             quantizes the weights and keeps everything else in float32: a different model, a quarter of the size; see
-            `jaxspec.models.quantized`.
+            `jaxspec.models.quantized`. "file" keeps the blocks of a GGUF file, with which the CPU kernels multiply;
+            see `jaxspec.models.blocks`.
         context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
             LongRoPE depend on it, see `jaxspec.checkpoints.source.open_source`.
         revision: branch, tag or commit of a Hub repository.
@@ -76,7 +79,13 @@ def load(
     dtype = one_of("dtype", dtype, WEIGHTS)
     if mesh is not None:
         check(mesh)
-    packed = use_kernels(kernels, sharding.suits_kernels(mesh))
+    suited = sharding.suits_kernels(mesh)
+    if dtype == FILE and not (suited and available() and kernels is not False):
+        raise InvalidConfig(
+            "dtype 'file' multiplies with the blocks of a GGUF file, for which whole layers on a CPU with the kernels "
+            f"are needed (kernels: {describe()}); choose another dtype, such as int8"
+        )
+    packed = use_kernels(kernels, suited)
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
@@ -125,11 +134,12 @@ def read_params(
 
     Args:
         checkpoint: an open checkpoint.
-        dtype: dtype of the matrices: "float32", "bfloat16" or "int8" (see `jaxspec.models.quantized`). Norms and biases
-            are always float32.
+        dtype: dtype of the matrices: "float32", "bfloat16", "int8" (see `jaxspec.models.quantized`) or "file" (see
+            `jaxspec.models.blocks`). Norms and biases are always float32.
         progress: called as `progress(done, total, name)` after each parameter.
         put: called as `put(name, array)` on each parameter as soon as it is read, with the last part of its name, to
-            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `Quantized`.
+            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `Quantized`, those
+            of a file `Blocks`.
 
     Returns:
         A tree of the results of `put`, NumPy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
@@ -140,15 +150,20 @@ def read_params(
         CheckpointError: a parameter is missing, unexpected, of the wrong shape, or not finite.
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
+    if dtype == FILE:
+        check_own(checkpoint)
     shapes = checkpoint.config.param_shapes()
     check_names(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
-        array = checkpoint.tensors[name]()
-        check_shape(checkpoint.source, name, array.shape, shape)
-        array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype != "int8" else "float32"])
         *layer, leaf = name.split(".")
-        array = check_finite(checkpoint.source, name, array)
+        if dtype == FILE and len(shape) > 1:
+            array = checkpoint.own[name]()
+        else:
+            array = checkpoint.tensors[name]()
+            check_shape(checkpoint.source, name, array.shape, shape)
+            array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype in DTYPES else "float32"])
+            array = check_finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
             array = Quantized.quantize(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)

@@ -57,7 +57,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     """
     from jaxspec.checkpoints import orbax
     from jaxspec.models.model import Model
-    from jaxspec.models.packed import is_quantized, unpack
+    from jaxspec.models.packed import has_blocks, is_quantized, unpack
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model, Model):
@@ -66,6 +66,8 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         raise InvalidConfig(
             f"only a TransformerLM can be saved, got {type(model.lm).__name__}; save its parameters with Orbax"
         )
+    if has_blocks(model.params):
+        raise InvalidConfig(f"{model.name} was loaded with dtype 'file' and cannot be saved; keep its GGUF file")
     if is_quantized(model.params):
         raise InvalidConfig("int8 weights cannot be saved, as they are quantized on loading; save the original model")
     place = check_path(directory, "the directory to save to").absolute()

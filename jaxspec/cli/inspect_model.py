@@ -4,14 +4,15 @@ import argparse
 import dataclasses
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.core import sizes
-from jaxspec.errors import CapacityError, CheckpointError, JaxspecError
+from jaxspec.errors import CapacityError, CheckpointError, InvalidConfig, JaxspecError
 
 if TYPE_CHECKING:
-    from jaxspec.checkpoints.base import Checkpoint
+    from jaxspec.checkpoints.base import Checkpoint, StoredTensor
     from jaxspec.models.config import ModelConfig
     from jaxspec.text.tokenizer import Tokenizer
 
@@ -20,6 +21,7 @@ LENGTH = 2048
 
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
     """Returns the sections about a model; errors that would prevent loading are appended to `refused`."""
+    from jaxspec.checkpoints.base import FILE, check_own
     from jaxspec.checkpoints.source import open_checkpoint, read_headers
 
     report: dict[str, Any] = {}
@@ -39,7 +41,12 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         length = args.length or min(LENGTH, config.max_position)
         report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
         report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
-        report |= {"memory": memory_section(config, args.dtype, args.batch, length)}
+        report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
+        if args.dtype == FILE:
+            try:
+                check_own(checkpoint)
+            except InvalidConfig as error:
+                refused.append(error)
         if length > config.max_position:
             refused.append(CapacityError(f"--length {length} is more than the context, {config.max_position} tokens"))
     return report
@@ -92,15 +99,26 @@ def token_text(tokenizer: "Tokenizer", token: int | None) -> str | None:
     return f"{tokenizer.token_bytes(token).decode(errors='replace')} ({token})"
 
 
-def memory_section(config: "ModelConfig", dtype: str, batch: int, length: int) -> dict[str, Any]:
-    """Returns the memory that decoding takes, with a cache for drafts of up to 64 tokens."""
-    from jaxspec.checkpoints.base import DTYPES, activation_dtype
+def memory_section(
+    config: "ModelConfig", dtype: str, batch: int, length: int, stored: Iterable["StoredTensor"] = ()
+) -> dict[str, Any]:
+    """Returns the memory that decoding takes, with a cache for drafts of up to 64 tokens.
+
+    Args:
+        config: the model's configuration.
+        dtype: dtype of the matrices.
+        batch: number of rows.
+        length: length of the texts in tokens.
+        stored: the tensors of the file, if they are kept as they are.
+    """
+    from jaxspec.checkpoints.base import DTYPES, FILE, activation_dtype
+    from jaxspec.checkpoints.gguf_blocks import own_bytes
     from jaxspec.models.config import is_table
 
     size = DTYPES[activation_dtype(dtype)].itemsize
     slots = sizes.round_to_bucket(sizes.slots(length, sizes.CHUNK))
-    parameters = 0
-    for name, shape in config.param_shapes().items():
+    parameters = sum(map(own_bytes, stored)) if dtype == FILE else 0
+    for name, shape in config.param_shapes().items() if dtype != FILE else ():
         if len(shape) == 1:  # vectors stay float32
             parameters += 4 * shape[0]
         elif dtype == "int8":  # with a scale for each output

@@ -16,7 +16,7 @@ SOURCES = (
     "follow), or what jaxspec.save wrote"
 )
 DTYPES = ("float32", "bfloat16")  # of heads
-WEIGHTS = (*DTYPES, "int8")  # of models
+WEIGHTS = (*DTYPES, "int8", "file")  # of models
 
 
 class UsageError(Exception):
@@ -84,7 +84,12 @@ DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(W
 
 def add_dtype(add: Callable) -> None:
     """Adds `--dtype`; `add` is the `add_argument` of a parser or a group."""
-    add("--dtype", default=WEIGHTS[0], **DTYPE, help=f"of the weights (default: {WEIGHTS[0]})")
+    add(
+        "--dtype",
+        default=WEIGHTS[0],
+        **DTYPE,
+        help=f"of the weights; file: those of a GGUF file as they are (default: {WEIGHTS[0]})",
+    )
 
 
 def add_split(add: Callable) -> None:

@@ -23,8 +23,9 @@ from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.heads.network import HeadsConfig, check_target, module, normed
+from jaxspec.models.blocks import Blocks
 from jaxspec.models.layers import look_up, matmul
-from jaxspec.models.packed import Packed
+from jaxspec.models.packed import Packed, pack_param
 from jaxspec.models.transformer import TransformerLM
 
 
@@ -80,10 +81,11 @@ class Medusa:
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
-            params["rows"] = lm.unembedding(inputs.target.params)[heads.params["tokens"]]
+            table, ids = lm.unembedding(inputs.target.params), heads.params["tokens"]
+            params["rows"] = table.take(ids) if isinstance(table, Blocks) else table[ids]
         if isinstance(target, TransformerLM) and target.kernels:
             params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
-            params |= {"rows": Packed.pack(params["rows"])} if "rows" in params else {}
+            params |= {"rows": pack_param("head", params["rows"])} if "rows" in params else {}
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
 

@@ -23,7 +23,7 @@ from jax import lax
 from jaxspec.core import noise
 from jaxspec.core.draw import Noise
 from jaxspec.generation.job import Job
-from jaxspec.models.packed import is_packed, unpack_param
+from jaxspec.models.packed import Packed, is_packed, unpack_param
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -136,12 +136,12 @@ def _tokens(tokenizer: Tokenizer) -> str:
 def weights(params: Any) -> list[list]:
     """Returns the name, shape, dtype and checksum of every array of a pytree.
 
-    Packed floats count as unpacked. Packed int8 values do not: with them, products round their rows, too, which is
-    another model.
+    Packed floats count as unpacked. Packed int8 values and blocks do not: with them, products round their rows, too,
+    which is another model.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):
-        held = unpack_param(path[-1].key, leaf) if is_packed(leaf) and leaf.scale is None else leaf
+        held = unpack_param(path[-1].key, leaf) if isinstance(leaf, Packed) and leaf.scale is None else leaf
         for inner, array in jax.tree_util.tree_leaves_with_path(held):
             array = jnp.asarray(array)
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -15,8 +15,7 @@ from jaxspec.heads.layouts import CONFIG, EXPORTED, LAYOUTS, Layout, is_transpos
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
 from jaxspec.heads.serving import check_layout
 from jaxspec.models.model import Model
-from jaxspec.models.packed import Packed
-from jaxspec.models.quantized import Quantized
+from jaxspec.models.packed import Matrix
 
 
 def export_heads(
@@ -90,6 +89,6 @@ def _with_projections(
         need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
         one = target.lm.unembedding(target.params)
         one = one if config.draft_vocab_size is None else one[params["tokens"]]
-        one = one.astype(np.float32) if isinstance(one, (Quantized, Packed)) else one
+        one = one.astype(np.float32) if isinstance(one, Matrix) else one
     config = dataclasses.replace(config, projection=layout.projections[0])
     return config, params | {f"projections.{i}": one for i in range(config.num_projections)}

@@ -25,8 +25,7 @@ from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.heads.config import INNER
 from jaxspec.heads.config import HeadsConfig as HeadsConfig
 from jaxspec.models.layers import matmul
-from jaxspec.models.packed import Packed
-from jaxspec.models.quantized import Quantized
+from jaxspec.models.packed import Matrix
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -170,7 +169,7 @@ def module(config: HeadsConfig, params: Params) -> Heads:
 
 def init_params(
     config: HeadsConfig,
-    projection: Float[Array | np.ndarray, "V E"] | Quantized | Packed | None = None,
+    projection: Float[Array | np.ndarray, "V E"] | Matrix | None = None,
     tokens: Int[Array | np.ndarray, "R"] | None = None,
 ) -> Params:
     """Returns parameters before training, a pure dict of float32 arrays: heads that predict what the target predicts.

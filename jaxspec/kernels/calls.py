@@ -7,17 +7,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import KV
 
+TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Types of packed matrices, in the order of `Type` in src/table.h."""
+
 
 def multiply(
-    x: Float[Array, "N I"], values: Array, scale: Float[Array, " O"] | None, outputs: int
+    x: Float[Array, "N I"], values: Array, scale: Float[Array, " O"] | None, outputs: int, kind: str
 ) -> Float[Array, "N O"]:
-    """Multiplies rows with a packed matrix; see `jaxspec.models.packed`.
+    """Multiplies rows with a packed matrix; see `jaxspec.models.packed` and `jaxspec.models.blocks`.
 
     Each output is one chain of sums over I, so the bits of a row do not depend on the other rows.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     scale = jnp.zeros(0, jnp.float32) if scale is None else scale
-    return jax.ffi.ffi_call("jaxspec_multiply", out, vmap_method="sequential")(x.astype(jnp.float32), values, scale)
+    call = jax.ffi.ffi_call("jaxspec_multiply", out, vmap_method="sequential")
+    return call(x.astype(jnp.float32), values, scale, kind=np.int64(TYPES.index(kind)))
 
 
 def attend(

@@ -7,7 +7,7 @@ import jax
 
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
-from jaxspec.models.packed import is_packed, pack, unpack
+from jaxspec.models.packed import has_blocks, is_packed, pack, unpack
 from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
@@ -37,8 +37,14 @@ def with_kernels(model: "Model") -> "Model":
 
 
 def without_kernels(model: "Model") -> "Model":
-    """Returns the model with matrices as arrays, which runs on XLA's own operations; the model itself if it does."""
+    """Returns the model with matrices as arrays, which runs on XLA's own operations; the model itself if it does.
+
+    Raises:
+        InvalidConfig: its weights are in the blocks of a GGUF file, which only the kernels multiply.
+    """
     lm = model.lm
+    if has_blocks(model.params):
+        raise InvalidConfig(f"{model.name} was loaded with dtype 'file', which needs the CPU kernels; choose another")
     packed = any(map(is_packed, jax.tree.leaves(model.params, is_leaf=is_packed)))
     if not packed and not (isinstance(lm, TransformerLM) and lm.kernels):
         return model

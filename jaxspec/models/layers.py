@@ -7,21 +7,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.kernels import calls
-from jaxspec.models.packed import Packed
-from jaxspec.models.quantized import Quantized
+from jaxspec.models.packed import Matrix
 from jaxspec.models.rope import Rope
 
 
-def matmul(
-    x: Float[Array, "B T I"], weight: Array | Quantized | Packed, transposed: bool = False
-) -> Float[Array, "B T O"]:
+def matmul(x: Float[Array, "B T I"], weight: Array | Matrix, transposed: bool = False) -> Float[Array, "B T O"]:
     """Returns `x @ weight` in the weight's dtype, accumulated in float32.
 
-    A `transposed` array, a `Quantized` and a `Packed` are `[O, I]`; other weights are `[I, O]`.
+    A `transposed` array and a `Matrix` are `[O, I]`; other weights are `[I, O]`.
     """
     batch, tokens, width = x.shape
     rows = x.reshape(batch * tokens, width)
-    if isinstance(weight, (Quantized, Packed)):
+    if isinstance(weight, Matrix):
         return weight.product(rows).reshape(batch, tokens, -1)
     rows = rows.astype(weight.dtype)
     if len(rows) == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU's naive loop for one row takes 8 times as long as two
@@ -36,7 +33,7 @@ def matmul(
     return out[: batch * tokens].reshape(batch, tokens, -1)
 
 
-def look_up(table: Float[Array, "V E"] | Quantized | Packed, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """Returns the embeddings of the tokens, in float32.
 
     XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies

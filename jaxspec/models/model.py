@@ -1,6 +1,7 @@
 """A loaded model: network, parameters, tokenizer, chat template and stop tokens."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -8,6 +9,7 @@ import jax
 from jaxspec.core.networks import NETWORK, LanguageModel, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source
+from jaxspec.models.packed import is_packed, stored_types
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -38,9 +40,10 @@ class Model:
     preset: str | None = None
 
     def __repr__(self) -> str:
-        leaves = jax.tree.leaves(self.params)
-        kinds = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
-        parts = [type(self.lm).__name__, f"{sum(leaf.size for leaf in leaves) / 1e6:.1f} M parameters", kinds]
+        leaves = jax.tree.leaves(self.params, is_leaf=is_packed)
+        size = sum(math.prod(leaf.shape) for leaf in leaves)
+        kinds = sorted({kind for leaf in leaves for kind in stored_types(leaf)})
+        parts = [type(self.lm).__name__, f"{size / 1e6:.1f} M parameters", ", ".join(kinds)]
         parts += ["tokenizer"] * (self.tokenizer is not None) + ["chat template"] * (self.chat_template is not None)
         return f"Model({self.name!r}, {', '.join(filter(None, parts))})"
 

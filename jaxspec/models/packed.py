@@ -1,13 +1,13 @@
 """Weight matrices in the layout of the CPU kernels, whose products read memory in order.
 
 A matrix `[O, I]` is stored as `[O / 16, I / g, 16, g]`, padded with zeros, where g values fill four bytes: 1 of
-float32, 2 of bfloat16, 4 of int8. Int8 values are stored as uint8, with 128 added. A product first rounds its rows: to
-bfloat16 if the matrix is bfloat16; to int8 if it is int8, with one scale for each 32 values (the largest magnitude is
-127 steps), as llama.cpp does.
+float32, 2 of bfloat16, 4 of int8 (I is then padded to a multiple of 32). Int8 values are stored as uint8, with 128
+added. A product first rounds its rows: to bfloat16 if the matrix is bfloat16; to int8 if it is int8, with one scale for
+each 32 values (the largest magnitude is 127 steps), as llama.cpp does.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ from jaxtyping import Array, Float
 
 from jaxspec.core.records import Params
 from jaxspec.kernels import calls
-from jaxspec.kernels.library import available
+from jaxspec.models.blocks import BLOCK, LANES, Blocks
 from jaxspec.models.config import is_table
+from jaxspec.models.products import product
 from jaxspec.models.quantized import Quantized
 
-LANES = 16
 OFFSET = 128
 
 
@@ -54,7 +54,7 @@ class Packed:
             values = values.view(np.uint8) if xp is np else lax.bitcast_convert_type(values, jnp.uint8)
             values = values ^ np.uint8(OFFSET)
         group = 4 // values.dtype.itemsize
-        padding = ((0, -outputs % LANES), (0, -inputs % group))
+        padding = ((0, -outputs % LANES), (0, -inputs % (group if scale is None else BLOCK)))
         values = xp.pad(values, padding, constant_values=0 if scale is None else OFFSET)
         values = values.reshape(values.shape[0] // LANES, LANES, -1, group).swapaxes(1, 2)
         return cls(np.ascontiguousarray(values) if xp is np else values, scale, outputs, inputs)
@@ -91,44 +91,22 @@ class Packed:
 
     def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`, accumulated in float32; see the module for how its rows are rounded."""
-        return _product(x, self)
+        return product(x, self)
+
+    def multiply(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+        """Returns the product that the kernel computes."""
+        kind = "int8" if self.scale is not None else str(self.values.dtype)
+        return calls.multiply(x, self.values, self.scale, self.outputs, kind)
 
 
-@jax.custom_jvp
-def _product(x: Array, matrix: Packed) -> Array:
-    kernel = _with_kernel if available() else _with_xla
-    return lax.platform_dependent(x, matrix, cpu=kernel, default=_with_xla)
-
-
-@_product.defjvp
-def _product_jvp(primals: tuple[Array, Packed], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    x, matrix = primals
-    return _product(x, matrix), tangents[0] @ matrix.astype(x.dtype).T  # the weights are frozen
-
-
-def _with_xla(x: Array, matrix: Packed) -> Array:
-    whole = matrix.unpack()
-    if isinstance(whole, Quantized):
-        return whole.product(x)
-    return jnp.matmul(x.astype(whole.dtype), whole.T, precision="highest", preferred_element_type=jnp.float32)
-
-
-@jax.custom_batching.custom_vmap
-def _with_kernel(x: Array, matrix: Packed) -> Array:
-    return calls.multiply(x, matrix.values, matrix.scale, matrix.outputs)
-
-
-@_with_kernel.def_vmap
-def _batched(size: int, mapped: Sequence[Any], x: Array, matrix: Packed) -> tuple[Array, bool]:
-    # Rows of the mapped axis count like other rows.
-    if any(jax.tree.leaves(mapped[1])):  # several models at once
-        axes = (0 if mapped[0] else None, jax.tree.map(lambda leaf: 0 if leaf else None, mapped[1]))
-        return jax.vmap(_with_xla, axes)(x, matrix), True
-    return _with_kernel(x.reshape(-1, x.shape[-1]), matrix).reshape(size, x.shape[1], -1), True
+Matrix = Quantized | Packed | Blocks
+"""A weight matrix `[O, I]` that is not an array."""
 
 
 def pack_param(name: str, leaf: Any) -> Any:
     """Packs a parameter of a transformer if it is a matrix. `name` is the last part of its name."""
+    if isinstance(leaf, Blocks):
+        return leaf
     if isinstance(leaf, Quantized) or (leaf.ndim > 1 and is_table(name)):
         return Packed.pack(leaf)
     return Packed.pack(leaf.T) if leaf.ndim > 1 else leaf
@@ -156,14 +134,24 @@ def _map(convert: Callable[[str, Any], Any], params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: convert(path[-1].key, leaf),
         params,
-        is_leaf=lambda leaf: isinstance(leaf, (Quantized, Packed)),
+        is_leaf=lambda leaf: isinstance(leaf, Matrix),
     )
 
 
 def is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, Packed)
+    return isinstance(leaf, Packed | Blocks)
+
+
+def has_blocks(params: Params) -> bool:
+    """Returns True if any matrix is in the blocks of a GGUF file."""
+    return any(isinstance(leaf, Blocks) for leaf in jax.tree.leaves(params, is_leaf=is_packed))
+
+
+def stored_types(leaf: Any) -> tuple[str, ...]:
+    """Returns the names of the number formats of a parameter."""
+    return leaf.kinds if isinstance(leaf, Blocks) else tuple(str(array.dtype) for array in jax.tree.leaves(leaf))
 
 
 def is_quantized(params: Params) -> bool:
-    """Returns True if any matrix is int8."""
+    """Returns True if any matrix is int8 or in blocks."""
     return any(getattr(leaf, "dtype", None) in (np.int8, np.uint8) for leaf in jax.tree.leaves(params))

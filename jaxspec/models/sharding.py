@@ -18,7 +18,7 @@ from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import without_kernels
-from jaxspec.models.packed import Packed
+from jaxspec.models.packed import is_packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 
@@ -77,13 +77,13 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
 
     Args:
         name: last part of the parameter's name, which decides the split.
-        leaf: the array, a `Quantized` or a `Packed`.
+        leaf: an array or a `Matrix`.
         config: the model's configuration.
         mesh: the devices.
         shards: number of parts that the columns of a fused matrix are grouped in; see `group_by_shard`.
     """
     size = mesh.shape[MODEL]
-    if isinstance(leaf, Packed):
+    if is_packed(leaf):
         return replicate(leaf, mesh)
     if name in _FUSED and shards != size:
         if isinstance(leaf, Quantized):

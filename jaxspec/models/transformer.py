@@ -23,8 +23,7 @@ from jaxspec.kernels.library import available
 from jaxspec.models.attention import attend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import look_up, matmul, rms_norm, rotate, rotation
-from jaxspec.models.packed import Packed
-from jaxspec.models.quantized import Quantized
+from jaxspec.models.packed import Matrix
 
 
 def project(x: Float[Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
@@ -230,10 +229,10 @@ class TransformerLM:
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 
-    def embedding(self, params: Params) -> Float[Array, "V E"] | Quantized | Packed:
+    def embedding(self, params: Params) -> Float[Array, "V E"] | Matrix:
         """Returns the table of token embeddings, unscaled."""
         return params["embed"]
 
-    def unembedding(self, params: Params) -> Float[Array, "V E"] | Quantized | Packed:
+    def unembedding(self, params: Params) -> Float[Array, "V E"] | Matrix:
         """Returns the output head's table; it includes padded ids."""
         return params["embed"] if self.config.tie_embeddings else params["head"]

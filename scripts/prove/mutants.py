@@ -315,6 +315,46 @@ MUTANTS = (
         "kernels()->rotate(from, cosines.typed_data(), sines.typed_data(), to, half, width);",
         ("tests/kernels/test_kernels.py::test_rotation_equals_xlas",),
     ),
+    Mutant(
+        "nibbles-of-the-other-half",
+        "inputs of the high nibbles are multiplied with the low ones, and the other way round",
+        "kernels/src/blocks.h",
+        "k < 4 ? 0 : -4",
+        "k < 4 ? -4 : 0",
+        ("tests/kernels/test_blocks.py::test_products_are_exact_where_sums_are",),
+    ),
+    Mutant(
+        "offset-of-the-first-half",
+        "the offset of the second sixteen inputs of a block is taken of the first",
+        "kernels/src/blocks.h",
+        "start ? block.sum - block.first : block.first",
+        "block.first",
+        ("tests/kernels/test_blocks.py::test_products_are_exact_where_sums_are",),
+    ),
+    Mutant(
+        "minimum-by-the-scale",
+        "a block's minimum is multiplied by the whole number of its scale",
+        "kernels/src/blocks.h",
+        "from_whole(whole + Kind::factors)",
+        "from_whole(whole)",
+        ("tests/kernels/test_blocks.py::test_products_are_exact_where_sums_are",),
+    ),
+    Mutant(
+        "blocks-by-the-number-of-rows",
+        "from five rows on, a block's sum is rounded before it is added: other bits than one row alone",
+        "kernels/src/blocks.h",
+        "total[r] = fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);",
+        "total[r] = R > 4 ? to_float(sum[r]) * (Kind::of_output ? one : one * step) + total[r] : fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);",
+        ("tests/kernels/test_blocks.py::test_rows_are_rounded_by_32_and_none_depends_on_another",),
+    ),
+    Mutant(
+        "blocks-in-the-order-of-the-file",
+        "rows of query and key blocks stay as llama.cpp rotates them",
+        "checkpoints/gguf_blocks.py",
+        "return read_blocks(kind, order(raw))",
+        "return read_blocks(kind, raw)",
+        ("tests/checkpoints/test_gguf_blocks.py::test_all_weights_are_those_of_the_file",),
+    ),
 )
 
 

@@ -15,6 +15,7 @@ from jaxspec.kernels.library import VARIABLE
 from scripts.prove.mutants import build, prepared
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
+TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_blocks.py")
 PROCESSORS = ("AVX-512 with BF16 and VNNI", "AVX-512", "AVX2")
 
 
@@ -37,7 +38,7 @@ def main() -> int:
                 VARIABLE: processor,
             }
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
-            command += ["tests/kernels/test_kernels.py", "-m", "not slow", *sys.argv[1:]]
+            command += [*TESTS, "-m", "not slow", *sys.argv[1:]]
             print(processor, flush=True)
             failed += subprocess.run(command, cwd=folder, env=environment).returncode != 0
         return failed

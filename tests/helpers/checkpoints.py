@@ -193,8 +193,9 @@ def write_gguf(
     architecture: str = "llama",
     metadata: dict[str, Any] | None = None,
     tensors: dict | None = None,
+    raw: dict[str, tuple[str, np.ndarray]] | None = None,
 ) -> pathlib.Path:
-    """Writes a GGUF file and gives its path; matrices are of type `kind`, norms of F32.
+    """Writes a GGUF file and gives its path; matrices are of type `kind`, norms of F32, and `raw` as they are given.
 
     `metadata` adds or replaces entries (int -> uint32, float -> float32, bool, str, list), or drops them
     where None; `tensors` does the same with tensors, under their GGUF names.
@@ -230,8 +231,9 @@ def write_gguf(
                 break
     for name, array in (gguf_tensors(config, params) | (tensors or {})).items():
         if array is not None:
-            raw = TYPES[kind if array.ndim == 2 else "F32"]
-            writer.add_tensor(name, gguf.quants.quantize(array, raw), raw_dtype=raw)
+            given = kind if array.ndim == 2 else "F32"
+            given, held = (raw or {}).get(name) or (given, gguf.quants.quantize(array, TYPES[given]))
+            writer.add_tensor(name, held, raw_dtype=TYPES[given])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 
 import jaxspec
 from cases import random_heads
+from helpers.blocks import blocks_like
 from helpers.toys import noisy
 from jaxspec import Sampling
 from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.blocks import KINDS
+from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
@@ -24,6 +27,8 @@ CONFIG = ModelConfig(
     vocab_size=61, hidden_size=56, intermediate_size=100, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=12,
     qk_norm=True,
 )  # fmt: skip
+WIDE = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=256, head_dim=32, num_heads=8)
+DTYPES = ("float32", "bfloat16", "int8", "file")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8, 9, 7, 8], list(range(1, 40))]
 TEMPERATURE = np.array([0.8, 0.0, 0.8], np.float32)
 DRAFTERS: dict[str, Topology | Dynamic] = {
@@ -37,10 +42,25 @@ DRAFTERS: dict[str, Topology | Dynamic] = {
 
 def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
     """Returns a toy on the kernels, or one that drafts for it."""
-    lm = TransformerLM(CONFIG, "float32" if dtype == "int8" else dtype)
+    lm = TransformerLM(WIDE if dtype == "file" else CONFIG, dtype if dtype == "bfloat16" else "float32")
     params = noisy(lm.init_params(jax.random.key(seed)), seed, 0.1)
+    if dtype == "file":
+        lm = dataclasses.replace(lm, kernels=True)
+        return jaxspec.Model(lm, in_blocks(params, seed if draft == 0 else seed + 1))
     params = noisy(params, seed + 1, draft) if draft else params
     return with_kernels(jaxspec.Model(lm, quantize(params) if dtype == "int8" else params))
+
+
+def in_blocks(params, seed: int):
+    """Returns random parameters whose matrices are in blocks, of all types in turn."""
+    rng, kinds = np.random.default_rng(seed), itertools.cycle(KINDS)
+
+    def convert(path, leaf):
+        if leaf.ndim < 2:
+            return leaf
+        return blocks_like(rng, next(kinds), np.asarray(leaf if is_table(path[-1].key) else leaf.T))
+
+    return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def decode(target: jaxspec.Model, rows: list[int], seed: int, **drafting) -> list[tuple]:
@@ -81,7 +101,7 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
         assert found[row] == expected, (seed, row)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "tree"), DRAFTERS.items(), ids=DRAFTERS)
 def test_drafts_and_neighbours_change_no_bit(dtype, name, tree):
     for seed in range(3):
@@ -89,7 +109,7 @@ def test_drafts_and_neighbours_change_no_bit(dtype, name, tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_thousand_toys(dtype):
     for seed in range(67):
         for name, tree in DRAFTERS.items():

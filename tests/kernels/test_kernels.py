@@ -210,7 +210,7 @@ PROGRAM = """
 import pytest, sys
 from jaxspec.kernels import library
 assert library.describe() == sys.argv[1], library.describe()
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2], "-k", "not processor"]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:], "-k", "not processor"]))
 """
 
 
@@ -218,7 +218,8 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2], "-k", "
 @pytest.mark.parametrize("processor", ["AVX2", "AVX-512"])
 def test_the_kernels_of_older_processors(processor):
     environment = {**os.environ, "JAXSPEC_KERNELS": processor}
-    subprocess.run([sys.executable, "-c", PROGRAM, processor, __file__], env=environment, check=True, timeout=600)
+    files = [__file__, os.path.join(os.path.dirname(__file__), "test_blocks.py")]
+    subprocess.run([sys.executable, "-c", PROGRAM, processor, *files], env=environment, check=True, timeout=600)
 
 
 @pytest.mark.parametrize(("width", "turned"), [(64, None), (20, 10), (8, 8)])

@@ -163,7 +163,7 @@ def test_a_checkpoint_is_rounded_as_it_is_read(tmp_path):
     assert instance(TransformerLM, read.lm).dtype == "float32"
     assert read.bytes == TARGET.bytes
     assert memory_section(LM.config, "int8", 1, 64)["parameters_bytes"] == TARGET.bytes
-    with pytest.raises(InvalidConfig, match="float32, bfloat16, int8, got 'int4'"):
+    with pytest.raises(InvalidConfig, match="float32, bfloat16, int8, file, got 'int4'"):
         jaxspec.load(path, dtype="int4")
     with pytest.raises(InvalidConfig, match="int8"):
         jaxspec.save(TARGET, tmp_path / "other")

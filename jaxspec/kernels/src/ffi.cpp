@@ -67,38 +67,33 @@ constexpr long kTasks = 4;         // per thread
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
 ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> scale,
-                    ffi::ResultBuffer<ffi::F32> out) {
-  const auto dims = weights.dimensions();
+                    ffi::ResultBuffer<ffi::F32> out, int64_t kind) {
   const long rows = x.dimensions()[0], width = x.dimensions()[1], outputs = out->dimensions()[1];
-  Type type;
-  long bytes;
-  switch (weights.element_type()) {
-    case ffi::F32: type = Type::kFloat32; bytes = 4; break;
-    case ffi::BF16: type = Type::kBFloat16; bytes = 2; break;
-    case ffi::U8: type = Type::kInt8; bytes = 1; break;
-    default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or uint8");
-  }
-  const long group = 4 / bytes, padded = up(width, group), blocks = (outputs + 15) / 16;
-  if (dims.size() != 4 || dims[0] != blocks || dims[1] * group != padded || dims[2] != 16 || dims[3] != group)
-    return ffi::Error::InvalidArgument("weights must be packed as [O / 16, I / g, 16, g]");
+  if (kind < 0 || kind >= (long)Type::kCount) return ffi::Error::InvalidArgument("there is no such type of weights");
+  const Type type = (Type)kind;
+  const bool integers = type >= Type::kInt8;
+  const long bytes = type == Type::kFloat32 ? 4 : integers ? 1 : 2;  // of a value of a rounded row
+  const long padded = up(width, integers ? 32 : 4 / bytes), blocks = (outputs + 15) / 16;
+  const long stride = kernels()->stride(type, padded);
+  if ((long)weights.size_bytes() != blocks * stride)
+    return ffi::Error::InvalidArgument("the weights do not have the size that packing gives them");
   if (type == Type::kInt8 && (long)scale.element_count() != outputs)
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
   std::vector<char> values;
-  const long parts = type == Type::kInt8 ? (padded + kInt8Block - 1) / kInt8Block : 0;
-  std::vector<float> scales(rows * parts);
-  std::vector<int> sums(rows * parts);
+  const long parts = integers ? padded / 32 : 0;
+  std::vector<Rounded> parts_of_rows(rows * parts);
   const float* first = x.typed_data();
   const void* rounded = first;
   if (type != Type::kFloat32) {
     values.resize(rows * padded * bytes);
     for (long row = 0; row < rows; row++)
       kernels()->round(type, first + row * width, width, padded, values.data() + row * padded * bytes,
-                       scales.data() + row * parts, sums.data() + row * parts);
+                       parts_of_rows.data() + row * parts);
     rounded = values.data();
   }
   const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded, rounded,
-                        scales.data(), sums.data()};
-  const long tasks = blocks * padded * 16 * bytes < kLeast ? 1 : kTasks * pool.num_threads();
+                        parts_of_rows.data()};
+  const long tasks = blocks * stride < kLeast ? 1 : kTasks * pool.num_threads();
   const long share = std::max<long>(2, up((blocks + tasks - 1) / tasks, 2));
   in_parallel(pool, (blocks + share - 1) / share,
               [&](long task) { kernels()->multiply(type, product, task * share, std::min(blocks, (task + 1) * share)); });
@@ -164,7 +159,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_multiply, multiply,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("kind"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attend, attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -11,29 +11,41 @@
 namespace {
 
 template <class Kind>
-void round_one(const float* x, long width, long padded, void* out, float* scale, int* sum) {
+void round_one(const float* x, long width, long padded, void* out, Rounded* blocks) {
   auto* values = (typename Kind::Value*)out;
   std::fill(values, values + padded, (typename Kind::Value)0);
-  round_row(x, width, values, scale, sum);
+  round_row(x, width, values, blocks);
 }
 
 // Float32 rows are read as they are.
-void round(Type type, const float* x, long width, long padded, void* out, float* scale, int* sum) {
-  if (type == Type::kBFloat16) return round_one<BFloat16>(x, width, padded, out, scale, sum);
-  round_one<Int8>(x, width, padded, out, scale, sum);
+void round(Type type, const float* x, long width, long padded, void* out, Rounded* blocks) {
+  if (type == Type::kBFloat16) return round_one<BFloat16>(x, width, padded, out, blocks);
+  round_one<Int8>(x, width, padded, out, blocks);
 }
 
 template <class Kind>
 void product(const Product& p, long from, long to) {
-  const Rows<Kind> rows{(const typename Kind::Value*)p.values, p.scales, p.sums, p.width};
+  const Rows<Kind> rows{(const typename Kind::Value*)p.values, p.rounded, p.width};
   multiply<Kind>((const char*)p.weights, rows, p.rows, p.scale, p.out, p.outputs, from, to);
 }
 
-void multiply(Type type, const Product& p, long from, long to) {
-  if (type == Type::kFloat32) return product<Float32>(p, from, to);
-  if (type == Type::kBFloat16) return product<BFloat16>(p, from, to);
-  product<Int8>(p, from, to);
+struct Kind {
+  long (*stride)(long width);
+  void (*product)(const Product&, long from, long to);
+};
+
+template <class One>
+constexpr Kind kind() {
+  return {One::stride, product<One>};
 }
+
+// In the order of `Type`.
+constexpr Kind kKinds[] = {kind<Float32>(), kind<BFloat16>(), kind<Int8>(), kind<Q8_0>(), kind<Q4_0>(), kind<Q4_1>(),
+                           kind<Q5_0>(),    kind<Q5_1>(),     kind<Q4_K>(), kind<Q5_K>(), kind<Q6_K>()};
+
+long stride(Type type, long width) { return kKinds[(int)type].stride(width); }
+
+void multiply(Type type, const Product& p, long from, long to) { kKinds[(int)type].product(p, from, to); }
 
 void attend(const AttentionCall& call, long b, long h, long start, long number) {
   if (call.half) return attend<uint16_t>(call, b, h, start, number);
@@ -45,4 +57,4 @@ bool supported() { return SUPPORTED; }
 }  // namespace
 
 extern const Kernels TABLE;
-const Kernels TABLE = {NAME, supported, round, multiply, attend, rms_norm, rotate};
+const Kernels TABLE = {NAME, supported, stride, round, multiply, attend, rms_norm, rotate};

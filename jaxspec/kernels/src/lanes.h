@@ -54,6 +54,13 @@ inline Lanes power_of_two(Lanes n) {
 inline Lanes from_bfloat16(const uint16_t* at) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16))};
 }
+inline Lanes from_float16(const void* at) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at))}; }
+inline Lanes from_whole(const uint8_t* at) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)))};
+}
+inline Lanes from_whole(const int8_t* at) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)))};
+}
 // The first `count` lanes, whole numbers from -127 to 127.
 inline void store_int8(int8_t* at, Lanes x, long count) {
   _mm_mask_storeu_epi8(at, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
@@ -132,6 +139,18 @@ inline Lanes power_of_two(Lanes n) { return {power_of_two(n.a), power_of_two(n.b
 inline __m256 from_bfloat16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline Lanes from_bfloat16(const uint16_t* at) {
   return {from_bfloat16(_mm_loadu_si128((const __m128i*)at)), from_bfloat16(_mm_loadu_si128((const __m128i*)at + 1))};
+}
+// Every processor with AVX2 has the conversion of float16.
+inline Lanes from_float16(const void* at) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + 1))};
+}
+inline Lanes from_whole(const uint8_t* at) {
+  const __m128i all = _mm_loadu_si128((const __m128i*)at);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
+}
+inline Lanes from_whole(const int8_t* at) {
+  const __m128i all = _mm_loadu_si128((const __m128i*)at);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
 }
 inline void store_int8(int8_t* at, Lanes x, long count) {
   float copy[16];

@@ -4,19 +4,22 @@
 
 #include <cstdint>
 
-// Values of a row that share a scale when they are rounded to int8, a multiple of four.
-constexpr long kInt8Block = 32;
+// In the order of `TYPES` in jaxspec/kernels/calls.py. From int8 on, rows are rounded to int8 in blocks of 32 values.
+enum class Type { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kCount };
 
-enum class Type { kFloat32, kBFloat16, kInt8 };
+// A block of values that are rounded to int8.
+struct Rounded {
+  float scale, shift;  // a value is scale times a whole number; `shift` is scale times `sum`
+  int sum, first;      // of the whole numbers: of all, of the first half
+};
 
 struct Product {
   const void* weights;   // packed
   const float* scale;    // of the outputs of int8 weights
   float* out;            // [rows, outputs]
-  long rows, outputs, width;  // `width` is a multiple of the type's group
-  const void* values;    // the rows, rounded
-  const float* scales;  // of the blocks of int8 values
-  const int* sums;
+  long rows, outputs, width;  // `width` is padded as the weights are
+  const void* values;      // the rows, rounded
+  const Rounded* rounded;  // their blocks, if they are int8
 };
 
 struct AttentionCall;
@@ -24,7 +27,8 @@ struct AttentionCall;
 struct Kernels {
   const char* name;
   bool (*supported)();
-  void (*round)(Type, const float* x, long width, long padded, void* out, float* scale, int* sum);
+  long (*stride)(Type, long width);  // bytes of the weights of sixteen outputs
+  void (*round)(Type, const float* x, long width, long padded, void* out, Rounded* blocks);
   void (*multiply)(Type, const Product&, long from, long to);
   void (*attend)(const AttentionCall&, long b, long h, long start, long number);
   void (*rms_norm)(const float* x, const float* scale, float* out, long rows, long width, float epsilon);

@@ -1,0 +1,150 @@
+"""The blocks of GGUF files: takes their numbers apart, as ggml's quantization types lay them out."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.checkpoints.base import StoredTensor, check_finite, join_arrays
+from jaxspec.checkpoints.gguf_header import Tensor, decode, raw_rows, type_name
+from jaxspec.errors import CheckpointError
+from jaxspec.models.blocks import KINDS, Blocks, Split
+
+_ROWS = 2048  # taken apart at a time, so that codes of a whole matrix are never held
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def read_own(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Reads a tensor with the numbers of the file.
+
+    Types without a kernel are rounded to Q8_0, with a warning.
+
+    Args:
+        where: the file, for messages.
+        name: name of the tensor.
+        data: the file's memory map.
+        tensor: the tensor's entry.
+        order: brings its rows into the order of the model.
+
+    Returns:
+        Float32 or bfloat16 `[O, I]` or `[O]` if that is the tensor's type, `Blocks` otherwise.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+    """
+    import gguf
+
+    kind = type_name(tensor)
+    if kind in KINDS and len(tensor.shape) == 2:
+        raw = raw_rows(data, tensor)
+        if not is_finite(kind, raw):
+            raise CheckpointError(f"{where}: tensor {name} has weights that are not finite")
+        return read_blocks(kind, order(raw))
+    array = order(check_finite(where, name, decode(data, tensor)))
+    if kind in _FLOATS or array.ndim == 1:
+        return array.astype(ml_dtypes.bfloat16) if kind == "BF16" else array
+    warnings.warn(
+        f"{where}: tensors of type {kind} are rounded to Q8_0; there are kernels for {', '.join(KINDS)}", stacklevel=2
+    )
+    return read_blocks("Q8_0", gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0))
+
+
+def own_bytes(tensor: StoredTensor) -> int:
+    """Returns the memory of a tensor that `read_own` reads, in bytes."""
+    if tensor.type in _FLOATS or len(tensor.shape) == 1:
+        return math.prod(tensor.shape) * (2 if tensor.type == "BF16" else 4)
+    return KINDS.get(tensor.type, KINDS["Q8_0"]).bytes(*tensor.shape)
+
+
+def join(matrices: list[Any], transpose: bool) -> Any:
+    """Puts what `read_own` returned one below the other; if any part is an array, as an array."""
+    if all(isinstance(one, Blocks) for one in matrices):
+        return Blocks.stack(matrices)
+    return join_arrays([np.asarray(one.unpack()) if isinstance(one, Blocks) else one for one in matrices], transpose)
+
+
+def rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
+    """Reorders the rows of a query or key matrix from adjacent pairs (0, 1), (2, 3), ... of each head to halves.
+
+    Conversion to GGUF interleaves them because llama.cpp rotates adjacent entries; this library rotates halves.
+    """
+    return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def read_blocks(kind: str, raw: np.ndarray) -> Blocks:
+    """Packs a matrix without decoding it.
+
+    Args:
+        kind: the type of its blocks, a key of `KINDS`.
+        raw: uint8 `[O, bytes]`: its rows in the file.
+    """
+    parts = [Blocks.pack(kind, split(kind, raw[start : start + _ROWS])) for start in range(0, len(raw), _ROWS)]
+    packed = np.concatenate([part.parts[0] for part in parts])
+    return Blocks((packed,), (kind,), (len(raw),), parts[0].inputs)
+
+
+def is_finite(kind: str, raw: np.ndarray) -> bool:
+    """Returns True if all weights of a matrix are finite; arguments as those of `read_blocks`."""
+    return all(np.isfinite(array).all() for array in _halves(kind, _blocks(kind, raw)))
+
+
+def split(kind: str, raw: np.ndarray) -> Split:
+    """Takes the numbers of a matrix apart; arguments as those of `read_blocks`."""
+    blocks = _blocks(kind, raw)
+    take = {"Q4_K": _split_k, "Q5_K": _split_k, "Q6_K": _split_q6_k}.get(kind, _split_plain)
+    codes, *whole = [np.ascontiguousarray(array).reshape(len(raw), -1) for array in take(kind, blocks)]
+    halves = [array.reshape(len(raw), -1) for array in _halves(kind, blocks)]
+    if len(whole) == 2:  # these types subtract their minimum
+        halves[1] = -halves[1]
+    return Split(codes, tuple(halves), tuple(whole))
+
+
+def _blocks(kind: str, raw: np.ndarray) -> np.ndarray:
+    """Returns the blocks as `[*, bytes]`."""
+    import gguf
+
+    return raw.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+
+
+def _halves(kind: str, blocks: np.ndarray) -> list[np.ndarray]:
+    """Returns the float16 numbers of each block: its scale and, if there is one, its minimum."""
+    start = blocks.shape[1] - 2 if kind == "Q6_K" else 0
+    return [
+        blocks[:, at : at + 2].copy().view(np.float16) for at in range(start, start + 2 + 2 * KINDS[kind].minimum, 2)
+    ]
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns the low nibbles of the last axis, then the high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _split_plain(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    rest = blocks[:, 2 + 2 * KINDS[kind].minimum :]
+    if kind == "Q8_0":
+        return (rest ^ np.uint8(128),)
+    codes = _nibbles(rest[:, -16:])
+    if KINDS[kind].bits == 5:
+        codes |= np.unpackbits(rest[:, :4], axis=1, bitorder="little") << 4
+    return (codes,)
+
+
+def _split_k(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    # 8 scales and 8 minimums of 6 bits in three groups of 4 bytes: see get_scale_min_k4 in ggml-quants.c.
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    factors = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)
+    steps = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
+    codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32))
+    if kind == "Q5_K":
+        high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        codes |= high.reshape(codes.shape) << 4
+    return codes, factors, steps
+
+
+def _split_q6_k(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    return low | high.reshape(low.shape) << 4, blocks[:, 192:208]

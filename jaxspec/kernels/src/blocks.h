@@ -1,0 +1,195 @@
+// Products of rows that are rounded to int8 with matrices of whole numbers: int8 with a scale for each output, and the
+// blocks of GGUF files.
+//
+// A weight is scale * (code - offset) + minimum, where `code` has 4 to 8 bits and 32 inputs (16 in Q6_K) share scale and
+// minimum. A matrix [O, I] is stored as units of sixteen outputs, the lanes, by `unit` inputs. Sums over a block are whole
+// numbers and therefore exact in any order; the blocks are one chain. See jaxspec/models/blocks.py for the layout of a unit.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "lanes.h"
+#include "table.h"
+
+namespace {
+
+inline int four_bytes(const void* at) {
+  int word;
+  std::memcpy(&word, at, 4);
+  return word;
+}
+
+// Sixteen groups of four bytes, and sixteen sums of int32.
+#if defined(AVX512_VNNI)
+using Bytes = __m512i;
+inline Bytes bytes(const void* at) { return _mm512_loadu_si512(at); }
+inline Bytes spread(int value) { return _mm512_set1_epi32(value); }
+inline Bytes common(Bytes x, Bytes y) { return _mm512_and_si512(x, y); }
+inline Bytes joined(Bytes x, Bytes y) { return _mm512_or_si512(x, y); }
+inline Bytes shifted(Bytes x, int n) { return n < 0 ? _mm512_srli_epi32(x, -n) : _mm512_slli_epi32(x, n); }
+inline Lanes to_float(Bytes x) { return {_mm512_cvtepi32_ps(x)}; }
+#else
+struct Bytes {
+  __m256i a, b;
+};
+inline Bytes bytes(const void* at) {
+  return {_mm256_loadu_si256((const __m256i*)at), _mm256_loadu_si256((const __m256i*)at + 1)};
+}
+inline Bytes spread(int value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+inline Bytes common(Bytes x, Bytes y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline Bytes joined(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline __m256i shifted(__m256i x, int n) { return n < 0 ? _mm256_srli_epi32(x, -n) : _mm256_slli_epi32(x, n); }
+inline Bytes shifted(Bytes x, int n) { return {shifted(x.a, n), shifted(x.b, n)}; }
+inline Lanes to_float(Bytes x) { return both(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+
+// Codes below 128, or from -128 to 127 if `full`: two products always fit into 16 bits.
+template <bool full>
+inline __m256i dot(__m256i w, __m256i x) {
+  const __m256i pairs = full ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#endif
+
+enum class Scales { kOfOutput, kOfBlock, kOfUnit };
+
+// A type of blocks: bits of a code, its offset, whose the scale is, inputs with the same scale, whether there is a minimum.
+// In units of 256 inputs, scales and minimums are float16 times a whole number, `Factor`, of each block.
+template <int bits_, int offset_, Scales scales, int part_ = 32, bool minimum_ = false, class Factor_ = uint8_t>
+struct Block {
+  using Value = int8_t;
+  using Factor = Factor_;
+  static constexpr bool rounded = true, of_output = scales == Scales::kOfOutput, of_unit = scales == Scales::kOfUnit;
+  static constexpr bool minimum = minimum_;
+  static constexpr int bits = bits_, part = part_, unit = of_unit ? 256 : 32, parts = unit / part;
+  static constexpr int halves = of_output ? 0 : minimum ? 64 : 32;  // bytes of float16 scales and minimums
+  static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of whole numbers, of scales or of minimums
+  static constexpr int header = halves + (minimum ? 2 : 1) * factors, size = header + unit / 32 * bits * 64;
+#if defined(AVX512_VNNI)
+  static constexpr int offset = offset_;
+  static Bytes add(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#else
+  static constexpr int offset = bits == 8 ? 0 : offset_;
+  static Bytes add(Bytes sum, Bytes w, Bytes x) {
+    constexpr bool full = bits == 8;
+    return {_mm256_add_epi32(sum.a, dot<full>(w.a, x.a)), _mm256_add_epi32(sum.b, dot<full>(w.b, x.b))};
+  }
+#endif
+  static long stride(long width) { return width / unit * size; }
+
+  // The codes of inputs 4 k to 4 k + 3 of a block of 32.
+  static Bytes codes(const char* at, int k) {
+    if constexpr (bits == 8) {
+#if defined(AVX512_VNNI)
+      return bytes(at + 64 * k);
+#else
+      const __m256i sign = _mm256_set1_epi8((char)0x80);
+      const Bytes w = bytes(at + 64 * k);
+      return {_mm256_xor_si256(w.a, sign), _mm256_xor_si256(w.b, sign)};
+#endif
+    } else {
+      const Bytes low = common(shifted(bytes(at + 64 * (k % 4)), k < 4 ? 0 : -4), spread(0x0f0f0f0f));
+      if constexpr (bits == 4) return low;
+      constexpr int more = bits - 4, each = more ? 8 / more : 8;  // higher bits of a code; groups with them in one vector
+      const Bytes high = shifted(bytes(at + 256 + 64 * (k / each)), 4 - more * (k % each));
+      return joined(low, common(high, spread(((16 << more) - 16) * 0x01010101)));
+    }
+  }
+};
+
+using Int8 = Block<8, 128, Scales::kOfOutput>;
+using Q8_0 = Block<8, 128, Scales::kOfBlock>;
+using Q4_0 = Block<4, 8, Scales::kOfBlock>;
+using Q4_1 = Block<4, 0, Scales::kOfBlock, 32, true>;
+using Q5_0 = Block<5, 16, Scales::kOfBlock>;
+using Q5_1 = Block<5, 0, Scales::kOfBlock, 32, true>;
+using Q4_K = Block<4, 0, Scales::kOfUnit, 32, true>;
+using Q5_K = Block<5, 0, Scales::kOfUnit, 32, true>;
+using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
+
+// R rows times sixteen outputs, of which `last` exist. Rounded is that of the first row, with `blocks` for each row.
+template <class Kind, int R>
+void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
+                long outputs, long last, bool fetch) {
+  const long blocks = width / 32, stride = Kind::stride(width);
+  Lanes total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) total[r] = zeros();
+  for (long i = 0; i < width; weights += Kind::size) {
+    Lanes factor = zeros(), minimum = zeros();
+    if constexpr (!Kind::of_output) factor = from_float16(weights);
+    if constexpr (Kind::minimum) minimum = from_float16(weights + 32);
+    const char* codes = weights + Kind::header;
+    for (int part = 0; part < Kind::parts; i += 32, codes += 64 * Kind::bits, rounded++) {
+      if (fetch) {
+#pragma GCC unroll 8
+        for (int line = 0; line < Kind::bits; line++) {
+          _mm_prefetch(codes + 64 * line + stride, _MM_HINT_T1);  // the next outputs, into the second-level cache
+          _mm_prefetch(codes + 64 * line + 512, _MM_HINT_T0);
+        }
+      }
+#pragma GCC unroll 2
+      for (int start = 0; start < 32; start += Kind::part, part++) {
+        Bytes sum[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Rounded& block = rounded[r * blocks];
+          const int added = Kind::part == 32 ? block.sum : start ? block.sum - block.first : block.first;
+          sum[r] = spread(-Kind::offset * added);
+        }
+#pragma GCC unroll 8
+        for (int k = start / 4; k < (start + Kind::part) / 4; k++) {
+          const Bytes w = Kind::codes(codes, k);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sum[r] = Kind::add(sum[r], w, spread(four_bytes(x + r * width + i + 4 * k)));
+        }
+        Lanes step = factor, least = minimum;
+        if constexpr (Kind::of_unit) {
+          const auto* whole = (const typename Kind::Factor*)(weights + Kind::halves) + part * kLanes;
+          step = factor * from_whole(whole);
+          if constexpr (Kind::minimum) least = minimum * from_whole(whole + Kind::factors);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Rounded& block = rounded[r * blocks];
+          const Lanes one = splat(block.scale);
+          total[r] = fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);
+          if constexpr (Kind::minimum) total[r] = fma(least, splat(block.shift), total[r]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) store(out + r * outputs, Kind::of_output ? total[r] * load(scale, last) : total[r], last);
+}
+
+// Rounds a row to whole numbers from -127 to 127, by blocks of 32, the largest magnitude of which is 127.
+inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
+  for (long from = 0; from < width; from += 32, block++) {
+    const long to = std::min(width, from + 32);
+    Lanes top = zeros(), bad = zeros();
+    for (long i = from; i < to; i += kLanes) {
+      const Lanes part = to - i < kLanes ? load(x + i, to - i) : load(x + i);
+      top = max(magnitude(part), top);  // passes over NaN
+      bad = fma(part, zeros(), bad);    // NaN if any value is not finite
+    }
+    const float most = highest(top);
+    const bool finite = total(bad) == 0.0f;
+    const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / 127.0f;
+    *block = {scale, scale, 0, 0};
+    if (!finite || most < 1e-30f) continue;  // the values stay zero, as the inverse might be infinite
+    const Lanes factor = splat(127.0f / most);
+    for (long i = from; i < to; i += kLanes) {
+      const long part = std::min(kLanes, to - i);
+      const Lanes whole = rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor);
+      store_int8(out + i, whole, part);
+      const int added = (int)total(whole);
+      if (i == from) block->first = added;
+      block->sum += added;
+    }
+    block->shift = scale * (float)block->sum;
+  }
+}
+
+}  // namespace

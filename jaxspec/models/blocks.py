@@ -1,0 +1,240 @@
+"""Weight matrices in the blocks of a GGUF file, packed for the CPU kernels.
+
+A weight is `scale * (code - offset) + minimum`: its code has 4 to 8 bits, and a block of 32 inputs (in Q6_K a part of
+16) shares scale and minimum. These are float16; in the types whose name ends with K, a float16 number for 256 inputs
+times a whole number for each block. All of them are kept, so the weights are exactly those of the file.
+
+A matrix `[O, I]` is stored as `[O / 16, I / u, bytes]`, in units of 16 outputs by u inputs that share float16 numbers,
+32 or 256. A unit holds, for each of its 16 outputs: float16 scale; float16 minimum; whole numbers of the scales of its
+blocks; those of the minimums; then block after block the codes, where inputs 4 k to 4 k + 3 form group k of 8. Codes of
+8 bits are stored one group after another, others as nibbles, group k low and group k + 4 high, followed by the bits
+above the nibble in planes: one of the 8 groups' fifth bits, or two of 4 groups' fifth and sixth bits.
+
+The kernels round the rows of a product to int8, with one scale for each 32 values.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxspec.kernels import calls
+from jaxspec.models.products import product
+
+LANES, BLOCK = 16, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A type of blocks.
+
+    Attributes:
+        bits: of a code.
+        offset: subtracted from codes.
+        unit: inputs that share float16 numbers.
+        part: inputs that share a scale.
+        minimum: whether blocks have a minimum.
+        factor: dtype of the whole numbers by which scales are multiplied, if `unit` is 256.
+    """
+
+    bits: int
+    offset: int = 0
+    unit: int = BLOCK
+    part: int = BLOCK
+    minimum: bool = False
+    factor: type = np.uint8
+
+    @property
+    def factors(self) -> int:
+        """Number of whole numbers of scales, or of minimums, in a unit."""
+        return self.unit // self.part if self.unit > BLOCK else 0
+
+    def bytes(self, outputs: int, inputs: int) -> int:
+        """Returns the size of a packed matrix."""
+        lane = (1 + self.minimum) * (2 + self.factors) + self.unit * self.bits // 8
+        return -(-outputs // LANES) * LANES * (inputs // self.unit) * lane
+
+
+KINDS = {
+    "Q8_0": Kind(8, 128),
+    "Q4_0": Kind(4, 8),
+    "Q4_1": Kind(4, minimum=True),
+    "Q5_0": Kind(5, 16),
+    "Q5_1": Kind(5, minimum=True),
+    "Q4_K": Kind(4, unit=256, minimum=True),
+    "Q5_K": Kind(5, unit=256, minimum=True),
+    "Q6_K": Kind(6, 32, unit=256, part=16, factor=np.int8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The numbers of a matrix in blocks, apart.
+
+    Attributes:
+        codes: uint8 `[O, I]`.
+        halves: float16 `[O, I / unit]`: scales and, if there are any, minimums.
+        whole: uint8 or int8 `[O, I / part]`, by which they are multiplied; none if the unit is a block.
+    """
+
+    codes: np.ndarray
+    halves: tuple[np.ndarray, ...]
+    whole: tuple[np.ndarray, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A packed weight matrix `[O, I]`, or several one below the other, of different types.
+
+    Attributes:
+        parts: uint8 `[O / 16, I / unit, bytes]` of each matrix.
+        kinds: the type of each, a key of `KINDS`.
+        outputs: O of each.
+        inputs: I.
+    """
+
+    parts: tuple[Any, ...]
+    kinds: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    outputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    inputs: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def pack(cls, kind: str, split: Split) -> "Blocks":
+        """Packs a matrix; the result holds a NumPy array."""
+        outputs, inputs = split.codes.shape
+        return cls((_pack(KINDS[kind], split),), (kind,), (outputs,), inputs)
+
+    @classmethod
+    def stack(cls, matrices: Sequence["Blocks"]) -> "Blocks":
+        """Puts matrices with equally many inputs one below the other."""
+        parts, kinds, outputs = [], [], []
+        for one in matrices:
+            for part, kind, number in zip(one.parts, one.kinds, one.outputs):
+                if kinds and kinds[-1] == kind and outputs[-1] % LANES == 0:
+                    parts[-1], outputs[-1] = np.concatenate([parts[-1], part]), outputs[-1] + number
+                    continue
+                parts, kinds, outputs = [*parts, part], [*kinds, kind], [*outputs, number]
+        return cls(tuple(parts), tuple(kinds), tuple(outputs), matrices[0].inputs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(self.outputs), self.inputs
+
+    def __getitem__(self, rows: Any) -> Any:
+        if rows is Ellipsis:
+            return self
+        part, *others = self.parts
+        if others or isinstance(rows, slice):
+            return self.unpack()[rows]
+        return _decode(KINDS[self.kinds[0]], part[rows // LANES], rows % LANES)
+
+    def take(self, rows: Int[Array, "R"]) -> "Blocks":
+        """Returns the matrix of some rows, in the same blocks."""
+        part, *others = self.parts
+        assert not others, self.kinds
+        padded = jnp.pad(rows, (0, -len(rows) % LANES))
+        fields = [  # [R, n, c, 1, w] becomes [R / 16, n, c, 16, w]
+            jnp.moveaxis(field.reshape(-1, LANES, *field.shape[1:3], field.shape[-1]), 1, 3)
+            for field in _fields(KINDS[self.kinds[0]], part[padded // LANES], padded % LANES)
+        ]
+        taken = jnp.concatenate([field.reshape(*field.shape[:2], -1) for field in fields], axis=-1)
+        return Blocks((taken,), self.kinds, (len(rows),), self.inputs)
+
+    def unpack(self) -> Float[Array, "O I"]:
+        """Returns the matrix in float32, equal to the file's."""
+        return jnp.concatenate(
+            [
+                _decode(KINDS[kind], jnp.asarray(part)).reshape(-1, self.inputs)[:outputs]
+                for part, kind, outputs in zip(self.parts, self.kinds, self.outputs)
+            ]
+        )
+
+    def astype(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+        """Returns the matrix in floating point."""
+        return self.unpack().astype(dtype)
+
+    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+        """Returns `x @ matrix.T`; see the module for how its rows are rounded."""
+        return product(x, self)
+
+    def multiply(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+        """Returns the product that the kernel computes."""
+        found = [
+            calls.multiply(x, part, None, outputs, kind)
+            for part, kind, outputs in zip(self.parts, self.kinds, self.outputs)
+        ]
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+
+def _pack(kind: Kind, split: Split) -> np.ndarray:
+    outputs, inputs = split.codes.shape
+    units, rows = inputs // kind.unit, -(-outputs // LANES)
+
+    def field(array: np.ndarray, width: int) -> np.ndarray:
+        """Brings `[O, I / unit * count * width]` bytes into the order `[O / 16, I / unit, count, 16, width]`."""
+        array = np.pad(array.view(np.uint8), ((0, -outputs % LANES), (0, 0)))
+        array = array.reshape(rows, LANES, units, -1, width)
+        return np.ascontiguousarray(np.moveaxis(array, 1, 3))
+
+    found = [field(array, 2) for array in split.halves] + [field(array, 1) for array in split.whole]
+    codes = field(split.codes, 4).reshape(rows, units, kind.unit // BLOCK, 8, LANES, 4)
+    if kind.bits < 8:
+        planes = [codes[..., :4, :, :] & 15 | codes[..., 4:, :, :] << 4]
+        if kind.bits > 4:
+            more = kind.bits - 4
+            high = (codes >> 4).reshape(*codes.shape[:3], more, 8 // more, LANES, 4)
+            places = more * np.arange(8 // more, dtype=np.uint8)[:, None, None]
+            planes.append(np.bitwise_or.reduce(high << places, axis=4))
+        codes = np.concatenate(planes, axis=3)
+    return np.concatenate([array.reshape(rows, units, -1) for array in (*found, codes)], axis=2)
+
+
+def _fields(kind: Kind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b n c L w"]]:
+    """Returns the fields of units `[*b, n, bytes]`: of all 16 outputs, or of one of each, given `[*b]`."""
+    numbers = 1 + kind.minimum
+    sizes = [(1, 2)] * numbers + [(kind.factors, 1)] * (numbers if kind.factors else 0)
+    found, at = [], 0
+    for count, width in [*sizes, (kind.unit // BLOCK * kind.bits, 4)]:
+        size = count * LANES * width
+        field = units[..., at : at + size].reshape(*units.shape[:-1], count, LANES, width)
+        at += size
+        if lane is not None:
+            field = jnp.take_along_axis(field, lane.reshape(*lane.shape, 1, 1, 1, 1), axis=-2)
+        found.append(field)
+    return found
+
+
+def _decode(kind: Kind, units: Any, lane: Any = None) -> Float[Array, "*b I"]:
+    """Decodes units `[*b, I / u, bytes]` to float32: all outputs `[*b, 16, I]`, or one of each, `[*b, I]`."""
+    *numbers, codes = _fields(kind, units, lane)
+    halves = [lax.bitcast_convert_type(field, jnp.float16).astype(jnp.float32) for field in numbers[: 1 + kind.minimum]]
+    if kind.factors:
+        whole = zip(numbers[len(halves) :], (kind.factor, np.uint8))
+        whole = [lax.bitcast_convert_type(field[..., 0], dtype).astype(jnp.float32) for field, dtype in whole]
+        halves = [half * one for half, one in zip(halves, whole)]
+    codes = codes.reshape(*codes.shape[:-3], -1, kind.bits, *codes.shape[-2:])  # [*b, n, blocks, bits, L, 4]
+    if kind.bits < 8:
+        low = codes[..., :4, :, :]
+        low = jnp.concatenate([low & 15, low >> 4], axis=-3)
+        if kind.bits > 4:
+            more = kind.bits - 4
+            high = jnp.repeat(codes[..., 4:, :, :], 8 // more, axis=-3)
+            places = more * (jnp.arange(8, dtype=jnp.uint8) % (8 // more))[:, None, None]
+            low = low | ((high >> places) & ((1 << more) - 1)) << 4
+        codes = low
+    # [*b, n, blocks, 8, L, 4] becomes [*b, n, parts, L, part]
+    split = codes.reshape(*codes.shape[:-4], -1, kind.part // 4, *codes.shape[-2:]).swapaxes(-3, -2)
+    split = split.reshape(*split.shape[:-2], kind.part)
+    weights = halves[0][..., None] * (split.astype(jnp.float32) - kind.offset)
+    if kind.minimum:
+        weights += halves[1][..., None]
+    weights = jnp.moveaxis(weights, -2, -4)  # [*b, L, n, parts, part]
+    weights = weights.reshape(*weights.shape[:-3], -1)
+    return weights if lane is None else weights[..., 0, :]
