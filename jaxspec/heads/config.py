@@ -61,6 +61,11 @@ class HeadsConfig:
             raise InvalidConfig(f"draft_vocab_size must be a whole number from 1 to {self.vocab_size}, got {rows!r}")
 
     @property
+    def summary(self) -> str:
+        """The kind of heads in a few words."""
+        return f"{self.num_heads} heads, inputs={self.inputs!r}"
+
+    @property
     def rows(self) -> int:
         """The number of rows of a projection, one for each token that can be guessed."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
