@@ -55,6 +55,7 @@ DRAFTERS = Members(
         "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
         "model": "jaxspec.drafters.model:ModelDraft",
         "medusa": "jaxspec.drafters.medusa:Medusa",
+        "eagle": "jaxspec.drafters.eagle:Eagle",
     },
 )
 

@@ -2,11 +2,13 @@
 
 import argparse
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.errors import JaxspecError
+from jaxspec.models.config import ModelConfig
 
 PROMPTS = (
     "The capital of France is",
@@ -39,7 +41,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
     stored = found.stored.values()
     readers = LAYOUTS[found.layout].readers if found.layout in LAYOUTS else "this library"
-    heads = {"layout": found.layout, "read_by": readers} | dict(found.sizes)
+    heads = {"layout": found.layout, "read_by": readers} | _sizes(found.sizes)
     heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
     if isinstance(base := found.settings.get("base_model_name_or_path"), str):
         heads["made_for"] = shortened(base)
@@ -75,6 +77,14 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
         "conditional_acceptance": [round(share, 4) for share in stats.conditional_acceptance],
         "verdict": "they work" if first >= FLOOR else "they do not work with this target, or are not trained",
     }
+
+
+def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sizes as a flat mapping; those of the layers of an EAGLE head are among its own."""
+    found = {}
+    for name, value in sizes.items():
+        found |= vars(value) if isinstance(value, ModelConfig) else {name: value}
+    return found
 
 
 def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:

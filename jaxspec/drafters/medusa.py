@@ -22,7 +22,7 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
-from jaxspec.heads.network import HeadsConfig, check_target, module, normed
+from jaxspec.heads.network import HeadsConfig, check_kind, check_target, module, normed
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.packed import Packed
 from jaxspec.models.transformer import TransformerLM
@@ -73,6 +73,7 @@ class Medusa:
         heads, lm = inputs.heads, inputs.target.lm
         if heads is None:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
+        check_kind(heads, HeadsConfig, "medusa")
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm

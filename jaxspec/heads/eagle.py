@@ -9,7 +9,9 @@ that. Rows of committed text start from the target's states; the row of a drafte
 before it.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +21,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
+from jaxspec.core.networks import HeadTarget
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
 from jaxspec.heads.network import Frozen, as_ids
-from jaxspec.models.layers import matmul, rms_norm, rotation
+from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
 from jaxspec.models.transformer import Block, project
 
+_ROWS, _SAME = 8192, 2**-8
+"""Rows that are compared at once, and the largest difference of a copy, relative to the largest value: bfloat16's."""
 
-class Eagle(nnx.Module):
+
+class EagleHead(nnx.Module):
     """The head of an `EagleConfig`. Activations are float32 between matmuls; norms and biases are float32."""
 
     def __init__(self, config: EagleConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
@@ -61,7 +67,7 @@ class Eagle(nnx.Module):
         """
         c, width = self.config, self.config.feature_size
         if c.version == 1:
-            return features
+            return features.astype(jnp.float32)
         taps = features[..., width:]
         if c.norm_before_fc:
             taps = self._norm(taps, self.input_norm, kernels)
@@ -108,7 +114,7 @@ class Eagle(nnx.Module):
 
     def start(
         self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"], kernels: bool = False
-    ) -> tuple[Float[Array, "B T 2E"], Float[Array, "B T E"]]:
+    ) -> tuple[Float[Array, "B T 2*E"], Float[Array, "B T E"]]:
         """Returns what the attention of an EAGLE-3 head's first layer reads, and the residual stream before it."""
         words = self._norm(embeddings, self.layers[0].attn_norm, kernels)
         normed = self._norm(states, self.hidden_norm, kernels)
@@ -133,10 +139,10 @@ class Eagle(nnx.Module):
 
 @functools.lru_cache
 def _graph(config: EagleConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Eagle(config, rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: EagleHead(config, rngs=nnx.Rngs(0))))[0]
 
 
-def eagle(config: EagleConfig, params: Params) -> Eagle:
+def module(config: EagleConfig, params: Params) -> EagleHead:
     """Returns the module with these parameters, which are the pure dict of its state."""
     return nnx.merge(_graph(config), nnx.State(params))
 
@@ -145,6 +151,28 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: DTypeLike)
     """Returns an empty cache of the head's layers; it holds one row for each token of the text but the first."""
     c = config.decoder
     return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+
+
+def share_embedding(config: EagleConfig, named: dict[str, Array], target: Any) -> tuple[EagleConfig, dict[str, Array]]:
+    """Drops the head's own embedding if it is a copy of the target's (`jaxspec.models.model.Model`).
+
+    Args:
+        config: sizes of the head.
+        named: its parameters by name.
+        target: the model that the head drafts for.
+    """
+    if not config.own_embedding or config.feature_size != config.hidden_size or not isinstance(target.lm, HeadTarget):
+        return config, named
+    own, table = named["embed"], target.lm.embedding(target.params)
+    if table.shape != own.shape:
+        return config, named
+    for start in range(0, len(own), _ROWS):
+        ids = jnp.arange(start, min(start + _ROWS, len(own)))
+        ours, theirs = own[ids].astype(jnp.float32), look_up(table, ids[None])[0]
+        if jnp.abs(ours - theirs).max() > _SAME * jnp.abs(theirs).max():
+            return config, named
+    rest = {name: leaf for name, leaf in named.items() if name != "embed"}
+    return dataclasses.replace(config, own_embedding=False), rest
 
 
 def init_params(
@@ -164,7 +192,7 @@ def init_params(
     Raises:
         InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
     """
-    params = nnx.to_pure_dict(nnx.state(Eagle(config, rngs=nnx.Rngs(params=key))))
+    params = nnx.to_pure_dict(nnx.state(EagleHead(config, rngs=nnx.Rngs(params=key))))
     if (tokens := as_ids(config, tokens)) is not None:
         params["tokens"] = tokens
     if projection is not None and config.own_projection:

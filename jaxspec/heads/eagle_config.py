@@ -1,6 +1,7 @@
 """The sizes of an EAGLE head. Nothing here imports JAX."""
 
 import dataclasses
+from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.config import ModelConfig
@@ -48,6 +49,8 @@ class EagleConfig:
     norm_output: bool = False
     own_embedding: bool = False
     own_projection: bool = False
+
+    drafter: ClassVar[str] = "eagle"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -107,6 +110,12 @@ class EagleConfig:
         return self.hidden_size if self.target_size is None else self.target_size
 
     @property
+    def tables(self) -> tuple[str, ...]:
+        """The methods of the target that return tables which the head reads, besides its `head`."""
+        rows = self.draft_vocab_size is not None and not self.own_projection
+        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
+
+    @property
     def summary(self) -> str:
         """The kind of head in a few words."""
         layers = self.decoder.num_layers
@@ -116,6 +125,11 @@ class EagleConfig:
     def rows(self) -> int:
         """The number of tokens that can be guessed."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of layers and taps."""
+        return self.decoder.num_layers + self.num_taps
 
     @property
     def num_taps(self) -> int:

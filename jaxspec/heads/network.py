@@ -226,7 +226,20 @@ def check_heads(heads: Any) -> None:
         raise InvalidConfig(f"heads must be DraftHeads, as jaxspec.load_heads returns them; got {shown(heads)}")
 
 
-def check_target(config: HeadsConfig, target: Any) -> None:
+def check_kind(heads: DraftHeads, kind: type, drafter: str) -> None:
+    """Refuses heads that are for another drafter.
+
+    Raises:
+        InvalidConfig: their sizes are not of this kind.
+    """
+    if not isinstance(heads.config, kind):
+        raise InvalidConfig(
+            f"the drafter {drafter!r} cannot use {heads.name!r}, {heads.config.summary}; these are for the drafter "
+            f"{heads.config.drafter!r}"
+        )
+
+
+def check_target(config: HeadsConfig | EagleConfig, target: Any) -> None:
     """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
 
     Raises:
@@ -234,11 +247,9 @@ def check_target(config: HeadsConfig, target: Any) -> None:
         InvalidConfig: the target lacks an embedding or a projection that the heads read.
     """
     lm = target.lm
-    tables = ["embedding"] * config.reads_words
-    tables += ["unembedding"] * (config.draft_vocab_size is not None and config.projection == "shared")
-    need_members(lm, tables, "these heads read the target's")
+    need_members(lm, config.tables, "these heads read the target's")
     width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
-    sizes = (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
+    sizes = (("features", config.feature_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
     for name, own, other in sizes:
         if own != other:
             raise ShapeMismatch(
