@@ -5,6 +5,7 @@ target's states once it is committed, in one call for all tokens of a round.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
-from jaxspec.errors import MissingDraft
+from jaxspec.errors import InvalidConfig, MissingDraft, shown
 from jaxspec.heads.eagle import EagleConfig, EagleHead, init_cache, module
 from jaxspec.heads.network import check_kind, check_target
 from jaxspec.kernels.library import available
@@ -42,7 +43,7 @@ class Eagle:
     the dynamic ones.
 
     Attributes:
-        config: sizes of the head.
+        config: sizes of the head; the options `rope_theta` and `taps` replace what its file says.
         target: the model whose states the head reads, and whose embedding and projection it may share.
         tree: the topology, or the sizes of a dynamic tree.
 
@@ -54,7 +55,7 @@ class Eagle:
     target: LanguageModel
     tree: Topology | Dynamic = chain(4)
 
-    takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads"})
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads", "rope_theta", "taps"})
     draws = True
 
     def __post_init__(self):
@@ -66,7 +67,7 @@ class Eagle:
         if heads is None:
             raise MissingDraft("the drafter 'eagle' needs an EAGLE head (heads=..., or --heads)")
         check_kind(heads, EagleConfig, "eagle")
-        config: EagleConfig = heads.config
+        config = _with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
         dtype = _dtype(target)
         params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
@@ -158,6 +159,23 @@ class Eagle:
     @property
     def _kernels(self) -> bool:
         return self._packed and available()
+
+
+def _with_options(config: EagleConfig, options: Mapping[str, Any]) -> EagleConfig:
+    """Returns the sizes with the base of rotary positions, and the taps, that the options state."""
+    if (theta := options.get("rope_theta")) is not None:
+        rope = dataclasses.replace(config.decoder.rope, theta=theta)
+        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, rope=rope))
+    if (taps := options.get("taps")) is not None:
+        parts = taps.split(",") if isinstance(taps, str) else taps if isinstance(taps, (list, tuple)) else ()
+        numbers = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+        if len(numbers) != config.num_taps:
+            raise InvalidConfig(
+                f"taps must be {config.num_taps} layers of the target, as the head reads, such as "
+                f"(2, 15, 27) or '2,15,27'; got {shown(taps)}"
+            )
+        config = dataclasses.replace(config, taps=numbers)
+    return config
 
 
 def _dtype(target: LanguageModel) -> str:

@@ -163,10 +163,12 @@ def test_generate_with_heads(call, target, heads, tmp_path):
     ("words", "said"),
     [
         (["generate", "x", "--target", "m", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
-        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa, not prompt-lookup"),
-        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa, not none"),
+        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa or eagle, not prompt-lookup"),
+        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa or eagle, not none"),
         (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
-        (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa"),
+        (["bench", "--target", "m", "--drafters", "none,eagle"], "the drafter eagle needs --heads SOURCE"),
+        (["generate", "x", "--target", "m", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
+        (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa or eagle, which is not"),
         (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
     ],
 )
