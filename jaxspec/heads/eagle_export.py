@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jaxspec.checkpoints.base import file_names, file_shapes
 from jaxspec.core.networks import TappedTarget, need_members
@@ -60,7 +60,7 @@ def eagle_contents(
     return tensors, layout.config_json(config, base, None if default else config.taps)
 
 
-def projection_of(target: Any, ids: Int[np.ndarray, "R"] | None) -> Any:
+def projection_of(target: Any, ids: Int[Array | np.ndarray, "R"] | None) -> Any:
     """Returns the target's projection, or its rows of these ids.
 
     Raises:

@@ -46,7 +46,7 @@ def open_eagle(
     if maps:
         rows = next(iter(shapes.get("lm_head.weight", ())), None)
         vocab, ids = read_ids(where, plain, vocab or reader.vocab, rows)
-    config = reader.read(vocab, ids is not None)
+    config = reader.read(vocab, None if ids is None else len(ids))
 
     def read(name: str) -> np.ndarray:
         return check_finite(kept[name].where, name, kept[name].read())

@@ -43,12 +43,12 @@ class SizeReader:
         """The size of the vocabulary by config.json; None if it does not say it."""
         return self._whole("vocab_size")
 
-    def read(self, vocab: int | None, reduced: bool) -> EagleConfig:
+    def read(self, vocab: int | None, drafted: int | None) -> EagleConfig:
         """Returns the sizes.
 
         Args:
             vocab: the size of the vocabulary, if tensors say it.
-            reduced: True if only a part of the vocabulary is drafted.
+            drafted: the number of tokens that are drafted; None for all.
 
         Raises:
             CheckpointError: a tensor is missing, or sizes are missing or do not fit together.
@@ -61,7 +61,7 @@ class SizeReader:
             raise CheckpointError(f"{self._where}: {queries} queries and {keys} keys are no whole heads of {width}")
         has = self._shapes.__contains__
         rows = self._shapes.get("lm_head.weight", (None,))[0]
-        vocab = vocab or self.vocab or (None if reduced else rows)
+        vocab = vocab or self.vocab or (None if drafted else rows)
         if vocab is None:
             raise CheckpointError(f"{self._where}: config.json does not say vocab_size")
         decoder = make_config(
@@ -85,7 +85,7 @@ class SizeReader:
         )
         self._compare(decoder, rows)
         own = {"fc_bias": has("fc.bias"), "own_embedding": has("embed_tokens.weight")}
-        more = {} if self._layout.version == 1 else self._eagle3(hidden, reads, rows, reduced)
+        more = {} if self._layout.version == 1 else self._eagle3(hidden, reads, rows, drafted)
         try:
             config = EagleConfig(decoder, self._layout.version, **own, **more)
         except InvalidConfig as error:
@@ -97,7 +97,7 @@ class SizeReader:
             )
         return config
 
-    def _eagle3(self, hidden: int, reads: int, rows: int | None, reduced: bool) -> dict[str, Any]:
+    def _eagle3(self, hidden: int, reads: int, rows: int | None, drafted: int | None) -> dict[str, Any]:
         target = self._whole("target_hidden_size")
         count, rest = divmod(reads, target or hidden)
         if rest:
@@ -113,9 +113,8 @@ class SizeReader:
             "norm_before_residual": self._flag("norm_before_residual"),
             "norm_output": self._flag("norm_output") or self._flag("return_hidden_post_norm"),
             "own_projection": rows is not None,
+            "draft_vocab_size": drafted,
         }
-        if reduced:
-            more["draft_vocab_size"] = rows
         for key in ("fc_norm", "norm_before_fc"):
             if key in self._more and self._flag(key) != more[key]:
                 raise CheckpointError(

@@ -168,7 +168,10 @@ def test_generate_with_heads(call, target, heads, tmp_path):
         (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
         (["bench", "--target", "m", "--drafters", "none,eagle"], "the drafter eagle needs --heads SOURCE"),
         (["generate", "x", "--target", "m", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
-        (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa or eagle, which is not"),
+        (
+            ["bench", "--drafters", "none", "--heads", "h"],
+            "is for the drafter medusa or eagle, not in --drafters",
+        ),
         (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
     ],
 )
