@@ -39,8 +39,7 @@ class EagleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle:
-    """Draws from the distribution of an EAGLE-1 or EAGLE-3 head, which reads states of the target; EAGLE-2's trees are
-    the dynamic ones.
+    """Draws from the distribution of an EAGLE head on states of the target; with a dynamic tree EAGLE-1 is EAGLE-2.
 
     Attributes:
         config: sizes of the head; the options `rope_theta` and `taps` replace what its file says.

@@ -112,3 +112,51 @@ def write(folder: pathlib.Path, name: str) -> pathlib.Path:
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(case.entries))
     return folder
+
+
+# Heads with every switch, for `scripts/golden/make_eagle_switches.py`.
+
+STEPS = 3
+"""Tokens that each head reads after each token of the text, the first with the target's state."""
+LAYER: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchCase:
+    """A head: the settings of its layers of a kind, and its switches."""
+
+    kind: str
+    layer: Mapping[str, Any]
+    switches: Mapping[str, Any]
+    draft_vocab_size: int = 14
+
+
+SWITCHES = {
+    "plain": SwitchCase("llama", LAYER, {"norm_before_residual": False}),
+    "3.1": SwitchCase("llama", LAYER, {"fc_norm": True, "norm_output": True}, 40),
+    "one norm before": SwitchCase(
+        "llama", {**LAYER, "rope_theta": 500000.0}, {"norm_before_fc": True, "norm_before_residual": True}
+    ),
+    "two layers of Qwen3": SwitchCase(
+        "qwen3",
+        {**LAYER, "num_hidden_layers": 2, "attention_bias": True},
+        {"norm_output": True, "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [3, 8]},
+    ),
+    "biases": SwitchCase("llama", {**LAYER, "attention_bias": True, "mlp_bias": True}, {"fc_norm": True}),
+}
+
+
+def drafted(vocab: int, count: int) -> np.ndarray:
+    """The ids of a reduced vocabulary, ascending."""
+    return np.sort(np.random.default_rng(1).choice(vocab, count, replace=False))
+
+
+def switch_inputs(name: str, case: SwitchCase) -> tuple[np.ndarray, np.ndarray]:
+    """The taps of the target `[1, T - 1, *]`, and the text `[1, T]`."""
+    taps = len(case.switches.get("eagle_aux_hidden_state_layer_ids", range(3)))
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    states = rng.standard_normal((1, 9, taps * case.layer["hidden_size"])).astype(np.float32)
+    return states, rng.integers(0, case.layer["vocab_size"], (1, 10))
