@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
+    from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
     from jaxspec.train.run import train_heads as train_heads
 
@@ -89,6 +91,7 @@ _MODULES = {
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.bench.tune": ("tune",),
+    "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.run": ("train_heads",),
 }

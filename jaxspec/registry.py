@@ -83,7 +83,14 @@ SCHEDULES = Members(
     },
 )
 
-TRAINEES = Members("jaxspec.trainees", {"medusa": "jaxspec.train.medusa_settings:MedusaSettings"})
+TRAINEES = Members(
+    "jaxspec.trainees",
+    {
+        "medusa": "jaxspec.train.medusa_settings:MedusaSettings",
+        "eagle1": "jaxspec.train.eagle_settings:Eagle1Settings",
+        "eagle3": "jaxspec.train.eagle_settings:Eagle3Settings",
+    },
+)
 """Kinds of heads that can be trained: the classes of their settings (`jaxspec.train.trainee.TraineeSettings`)."""
 
 

@@ -11,6 +11,7 @@ before it.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
 from jaxspec.heads.network import Frozen, as_ids
 from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import Block, project
 
 _ROWS, _SAME = 8192, 2**-8
@@ -98,19 +101,42 @@ class EagleHead(nnx.Module):
         Returns:
             The rows' states, and their keys and values, for the caller to commit or to drop.
         """
-        c, entries, first = self.config, [], 0
-        turned = rotation(window.positions, c.decoder.rope, c.decoder.head_dim)
-        if c.version == 1:
+        entries = []
+        turned = rotation(window.positions, self.config.decoder.rope, self.config.decoder.head_dim)
+
+        def attention(layer: int, read: Array) -> Array:
+            mixed, new = self.layers[layer].attention(read, layer, turned, window, cache, past, 1, kernels)
+            entries.append(new)
+            return mixed
+
+        states = self.run(states, embeddings, attention, kernels)
+        return states, KV(*(jnp.stack(a) for a in zip(*entries)))
+
+    def run(
+        self,
+        states: Float[Array, "B T E"],
+        embeddings: Float[Array, "B T E"],
+        attention: Callable[[int, Array], Array],
+        kernels: bool = False,
+    ) -> Float[Array, "B T E"]:
+        """Returns the rows' states, with attention of the caller's.
+
+        Args:
+            states: the state before each token.
+            embeddings: of the tokens, unscaled.
+            attention: a function from the number of a layer and its normed input to the output of its attention.
+            kernels: use the CPU kernels.
+        """
+        first = 0
+        if self.config.version == 1:
             x = project(jnp.concatenate([embeddings, states], axis=-1), self.fc, self.fc_bias)
         else:
             read, kept = self.start(states, embeddings, kernels)
-            mixed, new = self.layers[0].attention(read, 0, turned, window, cache, past, 1, kernels)
-            x, first = self.layers[0].mlp(kept + mixed, kernels=kernels), 1
-            entries.append(new)
-        for layer in range(first, c.decoder.num_layers):
-            x, new = self.layers[layer](x, layer, turned, window, cache, past, 1, kernels)
-            entries.append(new)
-        return self.finish(x, kernels), KV(*(jnp.stack(a) for a in zip(*entries)))
+            x, first = self.layers[0].mlp(kept + attention(0, read), kernels=kernels), 1
+        for layer in range(first, self.config.decoder.num_layers):
+            block = self.layers[layer]
+            x = block.mlp(x + attention(layer, self._norm(x, block.attn_norm, kernels)), kernels=kernels)
+        return self.finish(x, kernels)
 
     def start(
         self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"], kernels: bool = False
@@ -178,7 +204,7 @@ def share_embedding(config: EagleConfig, named: dict[str, Array], target: Any) -
 def init_params(
     config: EagleConfig,
     key: Array,
-    projection: Float[Array | np.ndarray, "V E"] | None = None,
+    projection: Float[Array | np.ndarray, "V E"] | Quantized | Packed | None = None,
     tokens: Int[Array | np.ndarray, "R"] | None = None,
 ) -> Params:
     """Returns parameters before training, a pure dict of float32 arrays. Norms are 1, biases 0, matrices normal.
@@ -200,5 +226,5 @@ def init_params(
         if projection.shape != expected:
             raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
         rows = projection if tokens is None else projection[tokens]
-        params["head"] = jnp.asarray(rows, jnp.float32)
+        params["head"] = jnp.asarray(rows.astype(jnp.float32))
     return jax.tree.map(jnp.asarray, params)

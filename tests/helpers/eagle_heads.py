@@ -160,3 +160,12 @@ def switch_inputs(name: str, case: SwitchCase) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     states = rng.standard_normal((1, 9, taps * case.layer["hidden_size"])).astype(np.float32)
     return states, rng.integers(0, case.layer["vocab_size"], (1, 10))
+
+
+def supervision(name: str, case: SwitchCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The target's features `[1, T, E]`, its projection `[V, E]`, and the tokens `[1, T]` that are trained on."""
+    _, text = switch_inputs(name, case)
+    rng = np.random.default_rng(zlib.crc32(f"{name}, supervision".encode()))
+    e, size = case.layer["hidden_size"], text.shape[1]
+    features, table = rng.standard_normal((1, size, e)), rng.standard_normal((case.layer["vocab_size"], e))
+    return features.astype(np.float32), table.astype(np.float32), np.arange(size)[None] >= 4
