@@ -105,7 +105,7 @@ def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
             found |= {key: entry for key, entry in vars(value).items() if isinstance(entry, (int, float, str))}
             found["rope_theta"] = value.rope.theta
         else:
-            found[name] = value
+            found[name] = ", ".join(map(str, value)) if isinstance(value, tuple) else value
     return found
 
 
