@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
     from jaxspec.generation.precompile import precompile as precompile
+    from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
     from jaxspec.heads.files import save_heads as save_heads
@@ -82,6 +83,7 @@ _MODULES = {
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.heads.export": ("export_heads",),
     "jaxspec.heads.files": ("load_heads", "save_heads"),
+    "jaxspec.heads.eagle_config": ("EagleConfig",),
     "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model",),
     "jaxspec.checkpoints.load": ("load",),

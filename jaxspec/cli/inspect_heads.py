@@ -99,9 +99,13 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
 
 def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sizes as a flat mapping; those of the layers of an EAGLE head are among its own."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in sizes.items():
-        found |= vars(value) if isinstance(value, ModelConfig) else {name: value}
+        if isinstance(value, ModelConfig):
+            found |= {key: entry for key, entry in vars(value).items() if isinstance(entry, (int, float, str))}
+            found["rope_theta"] = value.rope.theta
+        else:
+            found[name] = ", ".join(map(str, value)) if isinstance(value, tuple) else value
     return found
 
 

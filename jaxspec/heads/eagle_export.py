@@ -51,7 +51,7 @@ def eagle_contents(
         array = array if array.ndim < 2 or is_table(kind) else array.T
         ends = np.cumsum([rows for rows, *_ in file_shapes(config.decoder, kind, shape, len(parts))])
         tensors |= zip(parts, np.split(array, ends[:-1]), strict=True)
-    if config.version == 3:
+    if config.version == 3 and not (layout.nested and config.draft_vocab_size is None):  # speculators has no such map
         ids = np.asarray(params.get("tokens", np.arange(config.rows)))
         tensors[OFFSETS] = (ids - np.arange(config.rows)).astype(np.int64)
         tensors[MEMBERS] = np.isin(np.arange(config.vocab_size), ids)

@@ -315,6 +315,46 @@ MUTANTS = (
         "kernels()->rotate(from, cosines.typed_data(), sines.typed_data(), to, half, width);",
         ("tests/kernels/test_kernels.py::test_rotation_equals_xlas",),
     ),
+    Mutant(
+        "tap-of-the-layer-before",
+        "a draft head reads the target's states one layer too early (vLLM #43671)",
+        "models/transformer.py",
+        "*(streams[tap] for tap in taps)",
+        "*(streams[tap - 1] for tap in taps)",
+        ("tests/models/test_taps.py::test_features_begin_with_those_of_the_target",),
+    ),
+    Mutant(
+        "eagle-first-token-kept",
+        "an EAGLE head pairs each token with its own state, and not with the one before (vLLM #14464)",
+        "drafters/eagle.py",
+        "first = ((advance.start == 0) & (advance.count > 0)).astype(jnp.int32)",
+        "first = jnp.zeros_like(advance.start)",
+        ("tests/drafters/test_eagle_reference.py::test_dynamic_trees_of_two_rounds[0-eagle1]",),
+    ),
+    Mutant(
+        "eagle-rows-one-late",
+        "the drafted tokens of an EAGLE head stand one position too far",
+        "drafters/eagle.py",
+        "window = as_window(level, cache.length - 1)",
+        "window = as_window(level, cache.length)",
+        ("tests/drafters/test_eagle_reference.py::test_dynamic_trees_of_two_rounds",),
+    ),
+    Mutant(
+        "eagle-output-not-normed",
+        "norm_output norms what the projection reads alone, not what is fed back (SpecForge before #879)",
+        "heads/eagle.py",
+        "return self._norm(x, self.norm, kernels) if self.config.norm_output else x",
+        "return x",
+        ("tests/heads/test_eagle_switches.py::test_three_steps_after_every_token[3.1]",),
+    ),
+    Mutant(
+        "eagle-residual-not-normed",
+        "norm_before_residual is read and not applied (SGLang)",
+        "heads/eagle.py",
+        "normed if self.config.norm_before_residual else states",
+        "states",
+        ("tests/heads/test_eagle_switches.py::test_three_steps_after_every_token[one-norm-before]",),
+    ),
 )
 
 

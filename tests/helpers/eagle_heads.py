@@ -137,10 +137,10 @@ class SwitchCase:
 SWITCHES = {
     "plain": SwitchCase("llama", LAYER, {"norm_before_residual": False}),
     "3.1": SwitchCase("llama", LAYER, {"fc_norm": True, "norm_output": True}, 40),
-    "one norm before": SwitchCase(
+    "one-norm-before": SwitchCase(
         "llama", {**LAYER, "rope_theta": 500000.0}, {"norm_before_fc": True, "norm_before_residual": True}
     ),
-    "two layers of Qwen3": SwitchCase(
+    "two-layers-of-Qwen3": SwitchCase(
         "qwen3",
         {**LAYER, "num_hidden_layers": 2, "attention_bias": True},
         {"norm_output": True, "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [3, 8]},
