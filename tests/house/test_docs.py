@@ -48,7 +48,9 @@ SHORT = {
     "bench": "--limit 1 --repeats 1 --max-new-tokens 4",
     "tune": "--limit 1 --max-new-tokens 8",
     "acceptance": "--limit 1 --max-new-tokens 8 --draws 2",
-    "train": "--steps 4 --heads 2 --batch 2 --answer-tokens 12 --row-tokens 128 --held-out 0.1",
+    "train": "--steps 4 --batch 2 --answer-tokens 12 --row-tokens 128 --held-out 0.1",
+    "train medusa": "--heads 2",
+    "train eagle3": "--depth 2",
 }
 """Options that make a command short, and nothing else."""
 
@@ -148,7 +150,8 @@ def world(shelf, tmp_path, monkeypatch):
 def command(line: str, capsys) -> None:
     """Runs a command as it is written, with what makes it short."""
     words = shlex.split(line)[1:]
-    short = [] if "--help" in words else shlex.split(SHORT.get(words[0], ""))
+    shortened = " ".join(SHORT.get(name, "") for name in (words[0], " ".join(words[:2])))
+    short = [] if "--help" in words else shlex.split(shortened)
     status = main([*words, *short])
     out, err = capsys.readouterr()
     assert status == 0, f"{line}\n{err}"
@@ -168,7 +171,7 @@ def run(block: Block, names: dict, capsys, fit: int = 0) -> None:
         return
     for line in lines(block) if not block.language else ():
         if line.startswith("jaxspec ") and not reason(line):
-            command(line + f" --fit-prompts {fit}" * line.startswith("jaxspec train medusa --target"), capsys)
+            command(line + f" --fit-prompts {fit}" * bool(re.match(r"jaxspec train \w+ --target", line)), capsys)
 
 
 @pytest.mark.parametrize("block", ALONE)
