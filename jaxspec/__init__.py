@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
     from jaxspec.generation.precompile import precompile as precompile
+    from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
     from jaxspec.heads.files import save_heads as save_heads
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
+    from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
     from jaxspec.train.run import train_heads as train_heads
 
@@ -80,6 +83,7 @@ _MODULES = {
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.heads.export": ("export_heads",),
     "jaxspec.heads.files": ("load_heads", "save_heads"),
+    "jaxspec.heads.eagle_config": ("EagleConfig",),
     "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model",),
     "jaxspec.checkpoints.load": ("load",),
@@ -89,6 +93,7 @@ _MODULES = {
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.bench.tune": ("tune",),
+    "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.run": ("train_heads",),
 }

@@ -55,6 +55,7 @@ DRAFTERS = Members(
         "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
         "model": "jaxspec.drafters.model:ModelDraft",
         "medusa": "jaxspec.drafters.medusa:Medusa",
+        "eagle": "jaxspec.drafters.eagle:Eagle",
     },
 )
 
@@ -82,7 +83,14 @@ SCHEDULES = Members(
     },
 )
 
-TRAINEES = Members("jaxspec.trainees", {"medusa": "jaxspec.train.medusa_settings:MedusaSettings"})
+TRAINEES = Members(
+    "jaxspec.trainees",
+    {
+        "medusa": "jaxspec.train.medusa_settings:MedusaSettings",
+        "eagle1": "jaxspec.train.eagle_settings:Eagle1Settings",
+        "eagle3": "jaxspec.train.eagle_settings:Eagle3Settings",
+    },
+)
 """Kinds of heads that can be trained: the classes of their settings (`jaxspec.train.trainee.TraineeSettings`)."""
 
 

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +24,8 @@ from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
+from jaxspec.heads import eagle
+from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import flatten, init_params, unflatten
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
@@ -51,6 +54,7 @@ DRAFTERS = {
     "early-exit": DrafterCase("2x1", {"exit_layers": 1}),
     "model": DrafterCase("2x1", any_network=True),
     "medusa": DrafterCase("2x1"),
+    "eagle": DrafterCase("2x1", {"rope_theta": 5000.0, "taps": "1,2"}),
 }
 ANY_NETWORK = [name for name, case in DRAFTERS.items() if case.any_network]
 
@@ -96,6 +100,17 @@ def random_heads(target: jaxspec.Model, count: int = 2) -> jaxspec.DraftHeads:
     return jaxspec.DraftHeads(config, unflatten(random))
 
 
+def random_eagle(target: jaxspec.Model) -> jaxspec.DraftHeads:
+    """Returns an EAGLE-3.1 head with random parameters, which reads two taps and drafts every other token."""
+    sizes = instance(TransformerLM, target.lm).config
+    decoder = dataclasses.replace(sizes, num_layers=1, window=None, windowed=(), window_rope=None)
+    ids = np.arange(0, sizes.vocab_size, 2)
+    config = EagleConfig(
+        decoder, taps=(1, 1), draft_vocab_size=len(ids), fc_norm=True, norm_output=True, own_projection=True
+    )
+    return jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(0), tokens=ids))
+
+
 def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
     """Returns the arguments of `jaxspec.generate` that draft with the drafter of this name."""
     case, takes = DRAFTERS[name], registry.find("drafter", name).takes
@@ -105,7 +120,7 @@ def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
     if "draft" in takes:
         given["draft"] = jaxspec.Model(target.lm, noisy(target.params, 1, 0.3), target.tokenizer)
     if "heads" in takes:
-        given["heads"] = random_heads(target)
+        given["heads"] = random_eagle(target) if name == "eagle" else random_heads(target)
     return given
 
 

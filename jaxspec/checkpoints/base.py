@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.rope import Rope
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FILE = "file"
@@ -144,12 +145,28 @@ def make_config(where: str, **values: Any) -> ModelConfig:
         raise CheckpointError(f"{where}: {error}") from None
 
 
+def parse_config(where: str, values: Mapping[str, Any]) -> ModelConfig:
+    """Makes a `ModelConfig` from the JSON of its fields.
+
+    Raises:
+        CheckpointError: a value is invalid; the message names the file.
+        InvalidConfig, KeyError, TypeError, ValueError: so is a field, or it is missing or unknown.
+    """
+    values = dict(values)
+    for name in ("rope", "window_rope"):
+        if values[name] is not None:
+            values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
+    values["windowed"] = tuple(values["windowed"])
+    return make_config(where, **values)
+
+
 def canonical_tensors(
     where: str,
     config: ModelConfig,
     names: Mapping[str, tuple[str, ...]],
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Any],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     join: Callable[[list[Any], bool], Any] | None = None,
 ) -> dict[str, Callable[[], Any]]:
     """Maps a file's tensors to canonical parameters, which they must match one to one.
@@ -157,10 +174,11 @@ def canonical_tensors(
     Args:
         where: the file, for messages.
         config: sizes and constants of the model.
-        names: maps each kind of parameter ("embed", "qkv", ...) to the file's tensors that it consists of, in order,
-            with `{}` for the index of the layer.
+        names: maps each kind of parameter ("embed", "qkv", ...), or its whole name, to the file's tensors that it
+            consists of, in order, with `{}` for the index of the layer.
         found: the file's tensors and their shapes; matrices are `[out, in]`.
-        read: reads one tensor of the file, in float32.
+        read: reads one tensor of the file.
+        shapes: the parameters; `config.param_shapes()` by default.
         join: returns a parameter, given its tensors and whether the model has it transposed; None for `join_arrays`.
 
     Returns:
@@ -173,16 +191,21 @@ def canonical_tensors(
         raise CheckpointError(f"{where}: {config.num_layers} layers and only {len(found)} tensors")
     expected: dict[str, tuple[int, ...]] = {}
     readers = {}
-    for canonical, shape in config.param_shapes().items():
-        *layer, kind = canonical.split(".")
-        parts = [name.format(*layer[1:]) for name in names[kind]]
+    for canonical, shape in (config.param_shapes() if shapes is None else shapes).items():
+        parts, kind = file_names(names, canonical)
         out_in = not is_table(kind) and len(shape) == 2
-        expected |= zip(parts, _file_shapes(config, kind, shape, len(parts)), strict=True)
+        expected |= zip(parts, file_shapes(config, kind, shape, len(parts)), strict=True)
         readers[canonical] = functools.partial(_read_parts, read, parts, join or join_arrays, out_in)
     check_names(where, expected, found)
     for name, shape in expected.items():
         check_shape(where, name, found[name], shape)
     return readers
+
+
+def file_names(names: Mapping[str, tuple[str, ...]], canonical: str) -> tuple[list[str], str]:
+    """Returns the names of the file's tensors that a parameter consists of, and the kind of parameter."""
+    *layer, kind = canonical.split(".")
+    return [name.format(*layer[1:]) for name in names.get(canonical) or names[kind]], kind
 
 
 def check_names(where: str, expected: Iterable[str], found: Iterable[str]) -> None:
@@ -208,7 +231,7 @@ def check_finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
     """Returns the file's shapes of a parameter's tensors: matrices are `[out, in]`, fused ones may be separate."""
     if parts == 1:
         return [shape if is_table(kind) else shape[::-1]]

@@ -131,7 +131,9 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         config=config,
         source=where,
         tensors=canonical(lambda name: order(name, read_file(name))),
-        own=canonical(lambda name: read_own(where, name, data, tensors[name], functools.partial(order, name)), join),
+        own=canonical(
+            lambda name: read_own(where, name, data, tensors[name], functools.partial(order, name)), join=join
+        ),
         stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
         bos_id=ids["bos"],
         add_bos=bool(adds_bos) and ids["bos"] is not None,

@@ -176,7 +176,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "rope": reader.read("full_attention"),
         "window": window,
         "windowed": windowed,
-        "activation": _activation(where, entries),
+        "activation": read_activation(where, entries),
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
@@ -190,7 +190,8 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
 
 
-def _activation(where: str, entries: Mapping) -> str:
+def read_activation(where: str, entries: Mapping) -> str:
+    """Returns `ModelConfig.activation`; raises `CheckpointError` if it is not supported."""
     name = entries.get("hidden_activation", entries.get("hidden_act", "silu"))
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise CheckpointError(

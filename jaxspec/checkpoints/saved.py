@@ -26,11 +26,10 @@ from jaxspec.checkpoints.base import (
     TokenizerSource,
     check_names,
     check_shape,
-    make_config,
+    parse_config,
 )
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.rope import Rope
 from jaxspec.storage.reading import check_path, read_json
 
 if TYPE_CHECKING:
@@ -110,12 +109,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         manifest = read_json(directory / MANIFEST)
         if manifest.get("format") != "jaxspec" or manifest.get("version") != VERSION:
             raise CheckpointError(f"{where}: expected format jaxspec, version {VERSION}")
-        values = dict(manifest["config"])
-        for name in ("rope", "window_rope"):
-            if values[name] is not None:
-                values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
-        values["windowed"] = tuple(values["windowed"])
-        config = make_config(where, **values)
+        config = parse_config(where, manifest["config"])
         stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
         special = dict(manifest["special_tokens"])
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:

@@ -25,6 +25,8 @@ _STORAGES = {
     "FloatStorage": ("F32", np.dtype(np.float32)),
     "HalfStorage": ("F16", np.dtype(np.float16)),
     "BFloat16Storage": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+    "LongStorage": ("I64", np.dtype(np.int64)),
+    "BoolStorage": ("BOOL", np.dtype(np.bool_)),
 }
 _REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
 _KNOWN = {_REBUILD, _ORDERED, *(("torch", name) for name in _STORAGES)}

@@ -17,6 +17,7 @@ from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.drafting import (
     TREE_GRAMMAR,
+    WITH_HEADS,
     add_drafter_options,
     add_heads,
     load_heads,
@@ -231,6 +232,7 @@ def completed(
 ) -> "Method":
     """Adds to a method the models and options that its drafter takes; its own options take precedence."""
     own = method.drafting
+    heads = heads if heads is None or own.drafter not in WITH_HEADS or own.drafter == heads.config.drafter else None
     all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
@@ -259,10 +261,11 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         from jaxspec.generation.drafting import Drafting
 
         methods.append(Method("tuned", Drafting.load(args.tuned)))
-    takes = set().union(*(find("drafter", str(method.drafting.drafter)).takes for method in methods))
-    for option, field, drafter in (("draft_model", "draft", "model"), ("heads", "heads", "medusa")):
+    names = [str(method.drafting.drafter) for method in methods]
+    takes = set().union(*(find("drafter", name).takes for name in names))
+    for option, field, users in (("draft_model", "draft", ("model",)), ("heads", "heads", WITH_HEADS)):
         if getattr(args, option) is not None and field not in takes:
-            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {drafter}, which is not in --drafters")
+            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {' or '.join(users)}, not in --drafters")
     for name, _ in args.drafter_option:
         if name not in takes:
             raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
@@ -273,7 +276,8 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     if "heads" in takes:
         args.heads = args.heads or own_heads(args.target)
     if "heads" in takes and args.heads is None:
-        raise UsageError("the drafter medusa needs --heads SOURCE")
+        needs = next(name for name in names if "heads" in find("drafter", name).takes)
+        raise UsageError(f"the drafter {needs} needs --heads SOURCE")
     return methods
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
+WITH_HEADS = ("medusa", "eagle")
+"""The drafters that take `--heads`."""
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
     "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
@@ -30,7 +32,8 @@ def add_heads(add: Callable) -> None:
     add(
         "--heads",
         metavar="SOURCE",
-        help="heads of the drafter 'medusa': a directory, a file, a Hub repository (default: the preset's own)",
+        help="heads of the drafters 'medusa' and 'eagle': a directory, a file, a Hub repository (default of "
+        "medusa: the preset's own)",
     )
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
 
@@ -101,14 +104,15 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         args.draft_model = args.draft_model or own_draft(args.target)
     if args.drafter == "medusa":
         args.heads = args.heads or own_heads(args.target)
-    for option, drafter in (("draft_model", "model"), ("heads", "medusa")):
-        if getattr(args, option) is not None and args.drafter != drafter:
-            raise UsageError(f"--{option.replace('_', '-')} is for --drafter {drafter}, not {args.drafter}")
+    for option, drafters in (("draft_model", ("model",)), ("heads", WITH_HEADS)):
+        if getattr(args, option) is not None and args.drafter not in drafters:
+            name, users = option.replace("_", "-"), " or ".join(drafters)
+            raise UsageError(f"--{name} is for --drafter {users}, not {args.drafter}")
     check_drafter_options(args)
     if args.drafter == "model" and args.draft_model is None:
         raise UsageError("--drafter model needs --draft-model SOURCE")
-    if args.drafter == "medusa" and args.heads is None:
-        raise UsageError("--drafter medusa needs --heads SOURCE")
+    if args.drafter in WITH_HEADS and args.heads is None:
+        raise UsageError(f"--drafter {args.drafter} needs --heads SOURCE")
     if tuned is not None:
         return tuned
     return args.draft_length if args.tree is None else parse_tree(args.tree)

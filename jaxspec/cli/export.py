@@ -1,7 +1,7 @@
 """Writes draft heads in the layout of another system: 'jaxspec export HEADS --layout vllm --out DIR'.
 
-Heads trained with '--inputs hidden' (Medusa's kind) can be exported. Those that read tokens ('--inputs path' or
-'recurrent') cannot: no other system has a layout for them, and only jaxspec serves them.
+EAGLE heads can be exported, and heads trained with '--inputs hidden' (Medusa's kind). Those with '--inputs path' or
+'recurrent' cannot: no other system has a layout for them, and only jaxspec serves them.
 """
 
 import argparse
@@ -18,10 +18,9 @@ def add_options(parser: Parser) -> None:
     add("heads", metavar="HEADS", help="a directory, a file or a repository of the Hub, in any layout that is read")
     add(
         "--layout",
-        default=EXPORTED[0],
         type=one_of("layout", EXPORTED),
         metavar="|".join(EXPORTED),
-        help=f"{'; '.join(layouts)} (default: {EXPORTED[0]})",
+        help=f"{'; '.join(layouts)} (default: the first that can hold them)",
     )
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where to write them")
     add("--target", metavar="SOURCE", help=f"the model they draft for, whose projection is copied: {SOURCES}")
@@ -41,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
     # The layout is checked before the target, which may be large, is loaded.
     found = open_heads(args.heads, allow_pickle=args.allow_pickle)
-    check_layout(found.config_of_any_vocabulary(), LAYOUTS[args.layout])
+    if args.layout is not None:
+        check_layout(found.config_of_any_vocabulary(), LAYOUTS[args.layout])
     target = None if args.target is None else show.load(args.target, args.dtype or DTYPES[0])
     heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
     for note in heads.notes:

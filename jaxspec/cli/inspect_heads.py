@@ -2,11 +2,13 @@
 
 import argparse
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.errors import JaxspecError
+from jaxspec.models.config import ModelConfig
 
 PROMPTS = (
     "The capital of France is",
@@ -14,6 +16,8 @@ PROMPTS = (
     "def fibonacci(n):",
 )
 TOKENS = 32
+CHAIN = 5
+"""The tokens that an EAGLE head drafts."""
 FLOOR = 0.1
 """The least acceptance rate of a first head that works; those of trained heads are at least three times as high."""
 
@@ -39,7 +43,7 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
         return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
     stored = found.stored.values()
     readers = LAYOUTS[found.layout].readers if found.layout in LAYOUTS else "this library"
-    heads = {"layout": found.layout, "read_by": readers} | dict(found.sizes)
+    heads = {"layout": found.layout, "read_by": readers} | _sizes(found.sizes)
     heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
     if isinstance(base := found.settings.get("base_model_name_or_path"), str):
         heads["made_for"] = shortened(base)
@@ -57,15 +61,30 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 
 
 def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[str, Any]:
-    """Decodes prompts greedily with a chain of all heads, and returns the acceptance rate of each head."""
-    import jaxspec
+    """Decodes prompts greedily with a chain, and returns the acceptance rate of each drafted token.
 
-    texts = jaxspec.generate(
-        target, list(prompts), drafter="medusa", heads=heads, tree=heads.config.num_heads,
-        max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose,
-    )  # fmt: skip
+    An EAGLE head is also tried with the target's rotary positions, if it has others.
+    """
+    import jaxspec
+    from jaxspec.heads.eagle_config import EagleConfig
+    from jaxspec.models.transformer import TransformerLM
+
+    config, rates = heads.config, {}
+    eagle = isinstance(config, EagleConfig)
+
+    def decode(**options: Any) -> Any:
+        return jaxspec.generate(
+            target, list(prompts), drafter=config.drafter, heads=heads, tree=CHAIN if eagle else config.num_heads,
+            max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose, drafter_options=options,
+        )  # fmt: skip
+
+    texts = decode()
     stats = texts.stats
     first = stats.acceptance_by_position[0]
+    if eagle and isinstance(target.lm, TransformerLM) and target.lm.config.rope.theta != config.decoder.rope.theta:
+        theta = target.lm.config.rope.theta
+        shares = decode(rope_theta=theta).stats.acceptance_by_position
+        rates = {f"acceptance_with_rope_theta_{theta:g}": [round(share, 4) for share in shares]}
     return {
         "target": target.name,
         "prompts": len(texts),
@@ -73,8 +92,21 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
         "tokens_per_round": round(stats.tokens_per_round, 4),
         "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position],
         "conditional_acceptance": [round(share, 4) for share in stats.conditional_acceptance],
+        **rates,
         "verdict": "they work" if first >= FLOOR else "they do not work with this target, or are not trained",
     }
+
+
+def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sizes as a flat mapping; those of the layers of an EAGLE head are among its own."""
+    found: dict[str, Any] = {}
+    for name, value in sizes.items():
+        if isinstance(value, ModelConfig):
+            found |= {key: entry for key, entry in vars(value).items() if isinstance(entry, (int, float, str))}
+            found["rope_theta"] = value.rope.theta
+        else:
+            found[name] = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+    return found
 
 
 def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:

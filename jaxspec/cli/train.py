@@ -1,7 +1,7 @@
-"""Trains draft heads for a target: 'jaxspec train medusa --target TARGET --prompts FILE --out DIR'.
+"""Trains draft heads for a target: 'jaxspec train eagle3 --target TARGET --prompts FILE --out DIR'.
 
 Everything is kept in the folder, and the same command resumes an interrupted run. At the end, DIR/heads holds the heads
-with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter medusa --heads DIR/heads'.
+with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter eagle --heads DIR/heads'.
 """
 
 import argparse
@@ -64,21 +64,36 @@ def add_options(parser: Parser) -> None:
     add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: that of --dtype)")
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
         help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
+    own: dict[str, argparse.Action] = {}
     for name in TRAINEES:
-        _add_settings(parser.add_argument_group(f"settings of {name}").add_argument, find(KIND, name))
-    _add_settings(parser.add_argument_group("settings").add_argument, Settings)
+        _add_settings(parser.add_argument_group(f"settings of {name}").add_argument, find(KIND, name), own, name)
+    _add_settings(parser.add_argument_group("settings").add_argument, Settings, {})
 
 
-def _add_settings(add: Callable, settings: Any) -> None:
-    """Adds a flag for every field of a class of settings; a flag that is not used leaves no attribute."""
+def _add_settings(add: Callable, settings: Any, there: dict[str, argparse.Action], kind: str = "") -> None:
+    """Adds a flag for every field of a class of settings; a flag that is not used leaves no attribute.
+
+    Args:
+        add: adds an argument to the parser.
+        settings: the class.
+        there: the flags of other kinds by name, which may be of the same name and type; the new ones are added.
+        kind: the name of the kind of heads.
+    """
     for field in dataclasses.fields(settings):
+        if field.name in there:
+            action = there[field.name]
+            action.help = f"{action.help}; of {kind}: {field.metadata['about']} (default: {field.default})"
+            continue
         words: dict[str, Any] = {"type": type(field.default), "metavar": "N" if type(field.default) is int else "X"}
+        if type(field.default) is str:
+            words["metavar"] = field.name.upper()
         if choices := field.metadata["choices"]:
             words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
         if isinstance(field.default, bool):
             words = {"action": argparse.BooleanOptionalAction}
-        about = f"{field.metadata['about']} (default: {field.default})"
-        add(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, help=about, **words)
+        about = f"{field.metadata['about']} (default: {field.default if field.default != '' else 'none'})"
+        flag = f"--{field.name.replace('_', '-')}"
+        there[field.name] = add(flag, default=argparse.SUPPRESS, help=about, **words)
 
 
 def _settings_of(args: argparse.Namespace, settings: Any) -> Any:

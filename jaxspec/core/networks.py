@@ -1,8 +1,9 @@
 """Protocols of networks: what every target and draft model does, and what some do besides."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,26 @@ class LayeredTarget(LanguageModel, Protocol):
 
 
 @runtime_checkable
+class TappedTarget(LanguageModel, Protocol):
+    """A language model that gives the residual stream before chosen layers, which the drafter "eagle" reads.
+
+    It is a frozen dataclass: `dataclasses.replace(model, taps=(2, 6, 9))` is the model whose `apply` returns features
+    `[B, T, (1 + n) E]`: its own, then the n taps. Tap i is the residual stream after i layers, without a norm. The
+    taps may be in any order, and repeat. `head` reads the first E of these features.
+    """
+
+    @property
+    def depth(self) -> int:
+        """The number of layers; the last tap."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The numbers of layers, from 1 to `depth`, after which the residual stream is given."""
+        ...
+
+
+@runtime_checkable
 class TypedTarget(LanguageModel, Protocol):
     """A language model that declares the dtype of its matrix products, which its heads then use too."""
 
@@ -119,6 +140,36 @@ def need_members(model: object, names: Iterable[str], why: str) -> None:
     for name in names:
         if not hasattr(model, name):
             raise InvalidConfig(f"{why} {name!r}, which {type(model).__name__} does not have; see docs/own-model.md")
+
+
+def check_taps(taps: tuple[int, ...], depth: int) -> None:
+    """Refuses taps of layers that a target of `depth` layers does not have.
+
+    Raises:
+        InvalidConfig: a tap is not from 1 to `depth`.
+    """
+    if not all(type(tap) is int and 1 <= tap <= depth for tap in taps):
+        raise InvalidConfig(
+            f"taps must be whole numbers from 1 to {depth}, since the target has {depth} layers; got {taps}"
+        )
+
+
+def with_taps(model: LanguageModel, taps: tuple[int, ...]) -> LanguageModel:
+    """Returns the model whose features hold these taps, see `TappedTarget`; the model itself if there are none.
+
+    Raises:
+        InvalidConfig: the model gives no taps, or has too few layers.
+    """
+    if not taps:
+        return model
+    if not isinstance(model, TappedTarget):
+        raise InvalidConfig(
+            f"the drafter reads the target's residual stream, which {type(model).__name__} does not give; it needs "
+            "'taps' and 'depth', see docs/own-model.md"
+        )
+    check_taps(taps, model.depth)
+    tapped: Any = model
+    return dataclasses.replace(tapped, taps=taps)
 
 
 def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:

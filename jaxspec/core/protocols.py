@@ -115,6 +115,16 @@ class TreeDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class TapDrafter(Drafter, Protocol):
+    """A drafter that reads the target's residual stream before some layers, as part of the target's features."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers, see `jaxspec.core.networks.TappedTarget`; empty for the target's own features alone."""
+        ...
+
+
+@runtime_checkable
 class Rule(Protocol):
     """Decides how much of a proposal is accepted. A pure function for one row, without a random key.
 

@@ -106,6 +106,7 @@ class Advance(NamedTuple):
     nodes: Int[Array, "B M"] | None  # the node of the last proposal that each token was drafted at, -1 for none
     text: Int[Array, "B S"]  # the whole text, these tokens included, for drafters that have not read all of it
     start: Int[Array, "B"]  # the position of the first of these tokens
+    params: Params = None  # the target's
 
 
 class Context(NamedTuple):

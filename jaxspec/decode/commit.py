@@ -74,7 +74,7 @@ def commit(
     cache = caches.commit(state.cache, outcome.entries, count, tokens[:, -1])
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
-    advance = Advance(tokens, outcome.features, count, nodes, text, state.length)
+    advance = Advance(tokens, outcome.features, count, nodes, text, state.length, weights.target)
     result = RoundResult(jnp.where(drafted, tree.depths, 0).max(-1), reached)
     learned = jax.tree.map(
         lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),

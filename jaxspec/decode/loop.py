@@ -19,9 +19,9 @@ from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.laws import scores
-from jaxspec.core.networks import LanguageModel
+from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import Drafter, Rule, Schedule
+from jaxspec.core.protocols import Drafter, Rule, Schedule, TapDrafter
 from jaxspec.core.records import Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
@@ -53,7 +53,8 @@ class Decoder:
             log-probabilities; see `Request`.
 
     Raises:
-        InvalidConfig: the rule does not support the drafter's trees.
+        InvalidConfig: the rule does not support the drafter's trees, or the target does not give the features that the
+            drafter reads.
     """
 
     target: LanguageModel
@@ -67,6 +68,12 @@ class Decoder:
 
     def __post_init__(self):
         self.rule.check(self.drafter.shape)
+        _ = self.network  # refuses a target that does not give what the drafter reads
+
+    @functools.cached_property
+    def network(self) -> LanguageModel:
+        """The target, with the features that the drafter reads."""
+        return with_taps(self.target, self.drafter.taps) if isinstance(self.drafter, TapDrafter) else self.target
 
     @functools.cached_property
     def call_widths(self) -> tuple[int, ...]:
@@ -86,7 +93,7 @@ class Decoder:
 
     def prefill(self, weights: Weights, state: State) -> State:
         """Reads all text that target and drafter have not read yet; the target stops before the root."""
-        return prefill(self.target, self.drafter, self.chunk, weights, state)
+        return prefill(self.network, self.drafter, self.chunk, weights, state)
 
     def step(self, weights: Weights, state: State, max_depth: Array | int | None = None) -> State:
         """Runs one round: every running row drafts to `max_depth` at most, and commits 1 to D + 1 tokens."""
@@ -157,8 +164,8 @@ class Decoder:
         positions = state.cache.length[:, None] + tree.depths
         paths = tree.paths if self.width_matched else None
         window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
-        features, entries = self.target.apply(weights.target, window, state.cache)
-        logits = self.target.head(weights.target, features)
+        features, entries = self.network.apply(weights.target, window, state.cache)
+        logits = self.network.head(weights.target, features)
         tempered = scores(logits, state.sampling)
         finite = jnp.isfinite(tempered.max(-1))
         verdict = apply_rule(self.rule, noise, state.sampling, tempered, finite, proposal)

@@ -54,6 +54,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
             None,
             state.tokens,
             state.absorbed,
+            weights.target,
         )
         draft = drafter.absorb(weights.draft, state.draft, advance)
         absorbed = state.absorbed + advance.count

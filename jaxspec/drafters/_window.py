@@ -1,6 +1,5 @@
 """Reading a drafted tree with a language model, whose cache ends before the tree: what drafters with keys share."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -26,11 +25,10 @@ def check_tree(tree: Topology | Dynamic, vocab: int) -> None:
         raise InvalidConfig(f"the tree has nodes of {width} children, the model a vocabulary of {vocab} tokens")
 
 
-def empty_entries(model: LanguageModel, batch: int, tree: Topology | Dynamic) -> KV:
-    """Returns room for the keys and values of every node that is read, `[L, B, H, S, K]`."""
-    shapes = jax.eval_shape(lambda: model.init_cache(batch, 1)).kv
+def empty_entries(cache: Cache, tree: Topology | Dynamic) -> KV:
+    """Returns room for the keys and values of every node that is read, `[L, B, H, S, K]`; only shapes are read."""
     slots = count_slots(tree)
-    return KV(*(jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in shapes))
+    return KV(*(jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in cache.kv))
 
 
 def as_window(level: Level, start: Int[Array, "B"]) -> Window:

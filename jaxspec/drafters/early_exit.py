@@ -7,6 +7,7 @@ the drafter has no state. A target that was not trained for early exit accepts f
 import dataclasses
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.core.checks import index
@@ -72,6 +73,6 @@ class EarlyExit:
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        entries = empty_entries(self.model, root.shape[0], self.tree)
+        entries = empty_entries(jax.eval_shape(lambda: self.model.init_cache(root.shape[0], 1)), self.tree)
         read = model_reader(self.model, context.params, context.cache, context.cache.length)
         return grow(self.tree, root, draw, read, entries).proposal, state

@@ -22,10 +22,9 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
-from jaxspec.heads.network import HeadsConfig, check_target, module, normed
-from jaxspec.models.blocks import Blocks
+from jaxspec.heads.network import HeadsConfig, check_kind, check_target, module, normed
 from jaxspec.models.layers import look_up, matmul
-from jaxspec.models.packed import Packed, pack_param
+from jaxspec.models.packed import Packed, pack_param, take_rows
 from jaxspec.models.transformer import TransformerLM
 
 
@@ -74,6 +73,7 @@ class Medusa:
         heads, lm = inputs.heads, inputs.target.lm
         if heads is None:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
+        check_kind(heads, HeadsConfig, "medusa")
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm
@@ -81,8 +81,7 @@ class Medusa:
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
-            table, ids = lm.unembedding(inputs.target.params), heads.params["tokens"]
-            params["rows"] = table.take(ids) if isinstance(table, Blocks) else table[ids]
+            params["rows"] = take_rows(lm.unembedding(inputs.target.params), heads.params["tokens"])
         if isinstance(target, TransformerLM) and target.kernels:
             params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
             params |= {"rows": pack_param("head", params["rows"])} if "rows" in params else {}

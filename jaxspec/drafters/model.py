@@ -71,7 +71,7 @@ class ModelDraft:
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
         slots = jnp.full((batch, self.shape.nodes), -1, jnp.int32)
-        entries = empty_entries(self.model, batch, self.tree)
+        entries = empty_entries(cache, self.tree)
         return ModelState(cache, entries, slots, no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:

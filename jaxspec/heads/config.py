@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
 
@@ -41,6 +42,8 @@ class HeadsConfig:
     bias: bool = True
     draft_vocab_size: int | None = None
 
+    drafter: ClassVar[str] = "medusa"
+
     def __post_init__(self):
         least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0}
         for name, low in least.items():
@@ -61,6 +64,22 @@ class HeadsConfig:
             raise InvalidConfig(f"draft_vocab_size must be a whole number from 1 to {self.vocab_size}, got {rows!r}")
 
     @property
+    def feature_size(self) -> int:
+        """The width of the target's features."""
+        return self.hidden_size
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The methods of the target that return tables which the heads read, besides its `head`."""
+        rows = self.draft_vocab_size is not None and self.projection == "shared"
+        return ("embedding",) * self.reads_words + ("unembedding",) * rows
+
+    @property
+    def summary(self) -> str:
+        """The kind of heads in a few words."""
+        return f"{self.num_heads} heads, inputs={self.inputs!r}"
+
+    @property
     def rows(self) -> int:
         """The number of rows of a projection, one for each token that can be guessed."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
@@ -74,6 +93,11 @@ class HeadsConfig:
     def has_single_projection(self) -> bool:
         """True if all heads share one projection that is not the target's."""
         return self.projection == "single"
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of all heads, at least one for each."""
+        return self.num_heads * max(self.num_layers, 1)
 
     @property
     def max_depth(self) -> float:

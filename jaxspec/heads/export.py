@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, UnknownName, shown
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.eagle_export import eagle_contents, projection_of
+from jaxspec.heads.eagle_layouts import EagleLayout
 from jaxspec.heads.files import write
 from jaxspec.heads.layouts import CONFIG, EXPORTED, LAYOUTS, Layout, is_transposed
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
-from jaxspec.heads.serving import check_layout
+from jaxspec.heads.serving import check_layout, layouts_for
 from jaxspec.models.model import Model
-from jaxspec.models.packed import Matrix
 
 
 def export_heads(
     heads: DraftHeads,
     directory: str | os.PathLike,
-    layout: str = EXPORTED[0],
+    layout: str | None = None,
     *,
     target: Any = None,
     base: str | None = None,
@@ -36,7 +36,8 @@ def export_heads(
     Args:
         heads: the heads to write.
         directory: where the files are written; it must not hold heads yet.
-        layout: "v0.1", "legacy" or "vllm".
+        layout: "v0.1", "legacy" or "vllm" for Medusa heads, "eagle3", "speculators" or "eagle1" for EAGLE heads; None
+            for the first that can hold them.
         target: the model that the heads draft for; required if its projection must be copied.
         base: the name that other systems have for the target; None: the name of `target`.
 
@@ -50,6 +51,9 @@ def export_heads(
         CheckpointError: the directory holds heads already, or cannot be written.
     """
     check_heads(heads)
+    if layout is None:
+        first = (name for name in EXPORTED if LAYOUTS[name].drafter == heads.config.drafter)
+        layout = next((name for name in layouts_for(heads.config)), next(first))
     if not isinstance(layout, str) or layout not in EXPORTED:
         raise UnknownName("layout", layout, EXPORTED)
     config, row = heads.config, LAYOUTS[layout]
@@ -60,15 +64,25 @@ def export_heads(
         if not isinstance(target, Model):
             raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
-    params = flatten(heads.params)
-    config, params = _with_projections(config, params, row, target)
+    base = base or (None if target is None else target.name)
+    if isinstance(row, EagleLayout):
+        tensors, settings = eagle_contents(heads, row, target, base)
+    else:
+        tensors, settings = _medusa_contents(heads, row, target, base)
+    return write(directory, row.files[0], tensors, CONFIG, settings)
+
+
+def _medusa_contents(
+    heads: DraftHeads, layout: Layout, target: Any, base: str | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns the tensors of Medusa heads in a layout, and the content of config.json."""
+    config, params = _with_projections(heads.config, flatten(heads.params), layout, target)
     tensors = {}
     for ours in config.param_shapes():
         array = np.asarray(params[ours])
         array = array.T if is_transposed(ours) else array.astype(np.int64) if ours == "tokens" else array
-        tensors[row.tensor(config, ours)] = array
-    base = base or (None if target is None else target.name)
-    return write(directory, row.files[0], tensors, CONFIG, row.config_json(config, base))
+        tensors[layout.tensor(config, ours)] = array
+    return tensors, layout.config_json(config, base)
 
 
 def _with_projections(
@@ -80,15 +94,13 @@ def _with_projections(
     if config.projection == "single":
         one = params["projections.0"]
     elif target is None:
-        without = " or ".join(name for name in EXPORTED if "shared" in LAYOUTS[name].projections)
+        medusa = ((name, row) for name, row in LAYOUTS.items() if isinstance(row, Layout) and row.exported)
+        without = " or ".join(name for name, row in medusa if "shared" in row.projections)
         raise InvalidConfig(
             f"the layout {layout.name} holds projections, and these heads share the target's; give the target "
             f"(target=..., or --target) for a copy of it, or use the layout {without}"
         )
     else:
-        need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
-        one = target.lm.unembedding(target.params)
-        one = one if config.draft_vocab_size is None else one[params["tokens"]]
-        one = one.astype(np.float32) if isinstance(one, Matrix) else one
+        one = projection_of(target, params.get("tokens"))
     config = dataclasses.replace(config, projection=layout.projections[0])
     return config, params | {f"projections.{i}": one for i in range(config.num_projections)}

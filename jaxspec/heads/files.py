@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
+from jaxspec.heads.eagle import share_embedding
+from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.find import MANIFEST, TENSORS
 from jaxspec.heads.headers import VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
@@ -33,10 +35,11 @@ def load_heads(
     dtype: DTypeLike | None = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
-    """Loads draft heads in jaxspec's own layout, or Medusa heads in one of four others (`jaxspec.heads.layouts`).
+    """Loads draft heads in jaxspec's own layout, or Medusa and EAGLE heads in others (`jaxspec.heads.layouts`).
 
-    A missing tensor is an error, and so is one that the layout does not have. Each block has its own parameters; files
-    of Medusa's own trainer with two or more blocks per head hold copies of one block.
+    A missing tensor is an error, and so is one that the layout does not have. Each block of Medusa heads has its own
+    parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. An EAGLE head
+    whose embedding is a copy of the target's shares it if `target` is given.
 
     Args:
         source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or the name of a
@@ -63,6 +66,8 @@ def load_heads(
         if dtype is not None and name != "tokens":
             array = array.astype(DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
+    if isinstance(config, EagleConfig) and target is not None:
+        config, params = share_embedding(config, params, target)
     name = found.path.name if found.path.is_dir() else found.path.parent.name
     return DraftHeads(config, unflatten(params), found.tree, name, found.notes)
 
@@ -76,6 +81,8 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     check_heads(heads)
     tree = None if heads.tree is None else heads.tree.parents
     manifest = {"format": "jaxspec-heads", "version": VERSION, "config": dataclasses.asdict(heads.config), "tree": tree}
+    if isinstance(heads.config, EagleConfig):
+        manifest["kind"] = heads.config.drafter
     return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
 
 

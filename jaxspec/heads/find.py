@@ -5,7 +5,7 @@ import pathlib
 
 from jaxspec.checkpoints import folder
 from jaxspec.errors import CheckpointError
-from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, recognise
+from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, TORCH, recognise
 
 OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 """The name and the two files of jaxspec's own layout."""
@@ -39,4 +39,5 @@ def find_layout(path: pathlib.Path) -> str | None:
 
 def hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
     """Returns the names of files with heads that are fetched from a repository of the Hub, besides those of a model."""
-    return (MANIFEST, TENSORS, *(name for name in FILES if allow_pickle or pathlib.Path(name).suffix not in PICKLES))
+    names = (*FILES, TORCH)
+    return (MANIFEST, TENSORS, *(name for name in names if allow_pickle or pathlib.Path(name).suffix not in PICKLES))

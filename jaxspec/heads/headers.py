@@ -3,23 +3,25 @@
 import dataclasses
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoints import folder, torch_file
-from jaxspec.checkpoints.base import StoredTensor, check_finite, check_names, check_shape
+from jaxspec.checkpoints.base import check_names, check_shape
 from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.checkpoints.presets import PRESETS, SHIPPED
 from jaxspec.checkpoints.source import find_source
-from jaxspec.core.tree import Topology, read_parents
-from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
+from jaxspec.core.tree import read_parents
+from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.eagle_files import open_eagle, parse_eagle
+from jaxspec.heads.eagle_layouts import EagleLayout
 from jaxspec.heads.find import MANIFEST, OURS, TENSORS, hub_files
-from jaxspec.heads.layouts import CONFIG, FILES, PICKLES, Layout, is_transposed, recognise
-from jaxspec.heads.network import check_target, vocabulary
+from jaxspec.heads.head_file import HeadFile, finite_reader
+from jaxspec.heads.layouts import CONFIG, FILES, PICKLES, TORCH, Layout, is_transposed, recognise
 from jaxspec.heads.sizes import IDS, find_rows, infer_sizes, read_tokens
 from jaxspec.storage.reading import check_path
 
@@ -29,60 +31,6 @@ WHOLE_MODEL = (
     "the heads are part of a model that was trained with them: they draft for that model, and the text is that "
     "model's, not that of the model from which its training started"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadFile:
-    """Draft heads in files, with the headers checked and no weight read.
-
-    Attributes:
-        path: the file or directory.
-        layout: the name of the layout; "jaxspec" for jaxspec's own.
-        sizes: keywords of `HeadsConfig`, without `vocab_size` if the files do not state it.
-        readers: a function for each name of `HeadsConfig.param_shapes`, which reads that parameter in the dtype of the
-            file.
-        stored: the tensors of the heads, by their names in the file.
-        settings: the content of config.json, or of heads.json.
-        tree: the topology that the heads draft best on, if it is known.
-        notes: what users should know about the heads, one sentence each.
-    """
-
-    path: pathlib.Path
-    layout: str
-    sizes: Mapping[str, Any]
-    readers: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
-    stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
-    settings: Mapping[str, Any] = dataclasses.field(repr=False)
-    tree: Topology | None = None
-    notes: tuple[str, ...] = ()
-
-    def config(self, target: Any = None) -> HeadsConfig:
-        """Returns the sizes; the vocabulary is the target's if the files do not state its size.
-
-        Raises:
-            InvalidConfig: the files do not state the size of the vocabulary, and there is no target.
-            ShapeMismatch: the heads do not fit the target.
-        """
-        sizes = dict(self.sizes)
-        if "vocab_size" not in sizes:
-            if target is None:
-                raise InvalidConfig(
-                    f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
-                    "target (target=..., or --target)"
-                )
-            sizes["vocab_size"] = vocabulary(target)
-        try:
-            config = HeadsConfig(**sizes)
-            if target is not None:
-                check_target(config, target)
-        except (InvalidConfig, ShapeMismatch) as error:
-            raise type(error)(f"{self.path}: {error}") from None
-        return config
-
-    def config_of_any_vocabulary(self) -> HeadsConfig:
-        """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
-        sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(self.sizes)
-        return HeadsConfig(**sizes)
 
 
 def open_heads(
@@ -103,8 +51,10 @@ def open_heads(
     layout = recognise(tensors)
     if layout is None:
         shown = ", ".join(sorted(tensors)[:3])
-        raise CheckpointError(f"{where}: no tensors of Medusa heads in a known layout; it has {shown} ...")
+        raise CheckpointError(f"{where}: no tensors of draft heads in a known layout; it has {shown} ...")
     settings = folder.read_json(directory, CONFIG) or {}
+    if isinstance(layout, EagleLayout):
+        return open_eagle(path, where, layout, tensors, settings)
     return _open_theirs(path, where, layout, tensors, settings)
 
 
@@ -113,11 +63,13 @@ def _file(directory: pathlib.Path) -> str:
     for name in FILES:
         if os.path.exists(directory / name):
             return name
-    if not any(os.path.exists(directory / name) for name in (folder.WHOLE, folder.INDEX)):
+    if any(os.path.exists(directory / name) for name in (folder.WHOLE, folder.INDEX)):
+        return folder.WHOLE
+    if not os.path.exists(directory / TORCH):
         raise CheckpointError(
             f"{directory}: holds no heads; expected {MANIFEST}, {FILES[0]}, {FILES[1]} or {folder.WHOLE}"
         )
-    return folder.WHOLE
+    return TORCH
 
 
 def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dict[str, LazyTensor]:
@@ -144,32 +96,40 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
     manifest = folder.read_json(path, MANIFEST) or {}
     if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
         raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
-    sizes = manifest.get("config")
-    known = {field.name for field in dataclasses.fields(HeadsConfig)}
-    if not isinstance(sizes, dict) or not {"hidden_size", "vocab_size"} <= sizes.keys() <= known:
-        raise CheckpointError(
-            f"{where}: config is {sizes!r:.80}, expected an object with hidden_size, vocab_size and no "
-            f"keys but {', '.join(sorted(known))}"
-        )
+    kind = manifest.get("kind", HeadsConfig.drafter)
+    if kind not in (HeadsConfig.drafter, EagleConfig.drafter):
+        raise CheckpointError(f"{where}: kind is {kind!r:.80}, expected medusa or eagle")
+    parse = parse_eagle if kind == EagleConfig.drafter else _parse_medusa
     if "tree" not in manifest:
         raise CheckpointError(f"{where}: tree is missing, expected a list of parents or null")
     try:
-        config = HeadsConfig(**sizes)
+        config = parse(str(where), manifest.get("config"))
         tree = None if manifest["tree"] is None else read_parents(manifest["tree"])
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
     tensors = folder.open_shard(path, TENSORS)
-    if config.num_heads * max(config.num_layers, 1) > max(len(tensors), 64):  # before work for each block begins
-        raise CheckpointError(f"{where}: {config.num_heads} heads and only {len(tensors)} tensors")
+    if config.num_blocks > max(len(tensors), 64):  # before work for each block begins
+        raise CheckpointError(f"{where}: {config.summary}, and only {len(tensors)} tensors")
     _check(str(path / TENSORS), config.param_shapes(), tensors, "tokens")
     if (
         config.draft_vocab_size is not None
         and (np.diff(read_tokens("tokens", tensors["tokens"], config.vocab_size)) < 0).any()
     ):
         raise CheckpointError(f"{path / TENSORS}: tensor tokens is not ascending")
-    readers = {name: _reader(name, tensors[name]) for name in config.param_shapes()}
+    readers = {name: finite_reader(name, tensors[name]) for name in config.param_shapes()}
     stored = {name: held.stored for name, held in tensors.items()}
-    return HeadFile(path, OURS, dataclasses.asdict(config), readers, stored, manifest, tree)
+    return HeadFile(path, OURS, vars(config), readers, stored, manifest, tree, (), type(config))
+
+
+def _parse_medusa(where: str, sizes: Any) -> HeadsConfig:
+    """Makes a `HeadsConfig` from the JSON of its fields."""
+    known = {field.name for field in dataclasses.fields(HeadsConfig)}
+    if not isinstance(sizes, dict) or not {"hidden_size", "vocab_size"} <= sizes.keys() <= known:
+        raise CheckpointError(
+            f"{where}: config is {sizes!r:.80}, expected an object with hidden_size, vocab_size and no "
+            f"keys but {', '.join(sorted(known))}"
+        )
+    return HeadsConfig(**sizes)
 
 
 def _open_theirs(
@@ -208,7 +168,7 @@ def _open_theirs(
     def reader(ours: str) -> Callable[[], np.ndarray]:
         if ours == "tokens":
             return lambda: np.asarray(rows.tokens, np.int32)
-        read = _reader(names[ours], tensors[names[ours]])
+        read = finite_reader(names[ours], tensors[names[ours]])
         if is_transposed(ours):
             return lambda: np.ascontiguousarray(read().T)
         selected = rows.selected if ours.startswith("projections") else None
@@ -221,10 +181,6 @@ def _open_theirs(
     notes = [*layout.differences(comparable, config), *([WHOLE_MODEL] if layout.in_model else [])]
     readers = {ours: reader(ours) for ours in shapes}
     return HeadFile(path, layout.name, kept, readers, stored, settings, None, tuple(notes))
-
-
-def _reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
-    return lambda: check_finite(held.where, name, held.read())
 
 
 def _check(

@@ -1,5 +1,7 @@
 """The layouts in which other systems store draft heads: one row of `LAYOUTS` each. Nothing here imports JAX.
 
+Those of EAGLE heads are in `jaxspec.heads.eagle_layouts`.
+
 A row is all that jaxspec knows about a layout: recognition, reading, export, inspection, the choices of
 `jaxspec export` and the files to fetch from the Hub depend on it alone. So a new layout is a new row.
 
@@ -11,14 +13,17 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxspec.checkpoints.folder import WHOLE
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.eagle_layouts import EAGLE_LAYOUTS, EagleLayout
 
 CONFIG = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
 """Suffixes of files that `torch.save` writes."""
+TORCH = "pytorch_model.bin"
+"""The name of such a file with a model or an EAGLE head; it is opened where there is no other file."""
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLES))
 _MEDUSA_NAMES = {
     "blocks.{head}.{block}.kernel": "{head}.{block}.linear.weight",
@@ -70,6 +75,7 @@ class Layout:
     settings: Mapping[str, str]
     projections: tuple[str, ...]
     prefix: str = ""
+    drafter: ClassVar[str] = HeadsConfig.drafter
     other_prefixes: tuple[str, ...] = ()
     single: str = "lm_head.weight"
     requires_bias: bool = True
@@ -125,7 +131,7 @@ class Layout:
         return next((name for pattern, name in self.aliases.items() if re.search(pattern, key)), key)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Layout | EagleLayout] = {
     layout.name: layout
     for layout in (
         Layout(
@@ -190,6 +196,7 @@ LAYOUTS = {
             aliases={r"num\w*heads": "num_heads", r"num\w*layers": "num_hidden_layers"},
             constants={"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10},
         ),
+        *EAGLE_LAYOUTS,
     )
 }
 """The layouts by name. If several match a file, the first is its layout."""
@@ -199,7 +206,7 @@ FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layo
 """The names of files that hold heads and nothing else."""
 
 
-def recognise(names: Iterable[str]) -> Layout | None:
+def recognise(names: Iterable[str]) -> Layout | EagleLayout | None:
     """Returns the layout of a file with tensors of these names, with its prefix; None if it holds no heads."""
     names = list(names)
     for layout in LAYOUTS.values():

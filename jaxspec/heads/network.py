@@ -24,23 +24,24 @@ from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.heads.config import INNER
 from jaxspec.heads.config import HeadsConfig as HeadsConfig
+from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.models.layers import matmul
 from jaxspec.models.packed import Matrix
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DraftHeads:
-    """Loaded or trained heads, for the drafter "medusa".
+    """Loaded or trained heads, for the drafters "medusa" and "eagle".
 
     Attributes:
-        config: sizes of the heads.
-        params: nested arrays; their paths are the names of `HeadsConfig.param_shapes`.
+        config: sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle".
+        params: nested arrays; their paths are the names of `param_shapes` of the sizes.
         tree: the topology that the heads draft best on, if it is known.
         name: the name of the heads in tables.
         notes: what users should know about the heads, one sentence each.
     """
 
-    config: HeadsConfig
+    config: Any
     params: Params
     tree: Topology | None = None
     name: str = "heads"
@@ -52,8 +53,8 @@ class DraftHeads:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
     def __repr__(self) -> str:
-        c, nodes = self.config, "" if self.tree is None else f", a tree of {self.tree.shape.nodes} nodes"
-        return f"DraftHeads({self.name!r}, {c.num_heads} heads, inputs={c.inputs!r}, {self.bytes / 1e6:.1f} MB{nodes})"
+        nodes = "" if self.tree is None else f", a tree of {self.tree.shape.nodes} nodes"
+        return f"DraftHeads({self.name!r}, {self.config.summary}, {self.bytes / 1e6:.1f} MB{nodes})"
 
 
 class ResBlock(nnx.Module):
@@ -183,14 +184,7 @@ def init_params(
         InvalidConfig: the projection or the tokens are missing, or do not fit the sizes.
     """
     params = nnx.to_pure_dict(nnx.state(Heads(config)))
-    if (tokens is None) != (config.draft_vocab_size is None):
-        raise InvalidConfig("tokens must be given if the draft vocabulary is reduced, and only then")
-    if tokens is not None:
-        tokens = jnp.asarray(tokens, jnp.int32)
-        if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
-            raise InvalidConfig(f"expected {config.rows} ascending token ids, got shape {tokens.shape}")
-        if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
-            raise InvalidConfig(f"token ids must be from 0 to {config.vocab_size - 1}")
+    if (tokens := as_ids(config, tokens)) is not None:
         params["tokens"] = tokens
     if config.num_projections:
         if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
@@ -203,6 +197,24 @@ def init_params(
     return params
 
 
+def as_ids(config: HeadsConfig | EagleConfig, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
+    """Returns the ids of a reduced vocabulary as they are among the parameters; None if it is not reduced.
+
+    Raises:
+        InvalidConfig: the ids are missing, or do not fit the sizes.
+    """
+    if (tokens is None) != (config.draft_vocab_size is None):
+        raise InvalidConfig("tokens must be given if the draft vocabulary is reduced, and only then")
+    if tokens is None:
+        return None
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
+        raise InvalidConfig(f"expected {config.rows} ascending token ids, got shape {tokens.shape}")
+    if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
+        raise InvalidConfig(f"token ids must be from 0 to {config.vocab_size - 1}")
+    return tokens
+
+
 def check_heads(heads: Any) -> None:
     """Refuses anything but `DraftHeads`.
 
@@ -213,7 +225,20 @@ def check_heads(heads: Any) -> None:
         raise InvalidConfig(f"heads must be DraftHeads, as jaxspec.load_heads returns them; got {shown(heads)}")
 
 
-def check_target(config: HeadsConfig, target: Any) -> None:
+def check_kind(heads: DraftHeads, kind: type, drafter: str) -> None:
+    """Refuses heads that are for another drafter.
+
+    Raises:
+        InvalidConfig: their sizes are not of this kind.
+    """
+    if not isinstance(heads.config, kind):
+        raise InvalidConfig(
+            f"the drafter {drafter!r} cannot use {heads.name!r}, {heads.config.summary}; these are for the drafter "
+            f"{heads.config.drafter!r}"
+        )
+
+
+def check_target(config: HeadsConfig | EagleConfig, target: Any) -> None:
     """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
 
     Raises:
@@ -221,11 +246,9 @@ def check_target(config: HeadsConfig, target: Any) -> None:
         InvalidConfig: the target lacks an embedding or a projection that the heads read.
     """
     lm = target.lm
-    tables = ["embedding"] * config.reads_words
-    tables += ["unembedding"] * (config.draft_vocab_size is not None and config.projection == "shared")
-    need_members(lm, tables, "these heads read the target's")
+    need_members(lm, config.tables, "these heads read the target's")
     width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
-    sizes = (("features", config.hidden_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
+    sizes = (("features", config.feature_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
     for name, own, other in sizes:
         if own != other:
             raise ShapeMismatch(

@@ -2,11 +2,17 @@
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.eagle_layouts import EagleLayout
 from jaxspec.heads.layouts import EXPORTED, LAYOUTS, Layout
 
 
-def obstacle(config: HeadsConfig, layout: Layout) -> str | None:
+def obstacle(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout) -> str | None:
     """Returns the reason why a layout cannot hold heads of these sizes; None if it can."""
+    if isinstance(layout, EagleLayout):
+        return layout.obstacle(config)
+    if isinstance(config, EagleConfig):
+        return f"the layout {layout.name} is for Medusa heads"
     if config.reads_words:
         return f"the layout {layout.name} has no place for heads that read the path (inputs {config.inputs!r})"
     if config.draft_vocab_size is not None and layout.tokens is None:
@@ -20,7 +26,7 @@ def obstacle(config: HeadsConfig, layout: Layout) -> str | None:
     return None
 
 
-def check_layout(config: HeadsConfig, layout: Layout) -> None:
+def check_layout(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout) -> None:
     """Refuses a layout that cannot hold heads of these sizes.
 
     Raises:
@@ -28,23 +34,23 @@ def check_layout(config: HeadsConfig, layout: Layout) -> None:
     """
     if (why := obstacle(config, layout)) is None:
         return
-    if config.reads_words:
-        every = ", ".join(_with_readers(name) for name in EXPORTED)
+    if isinstance(config, HeadsConfig) and config.reads_words:
+        every = ", ".join(_with_readers(name) for name in EXPORTED if LAYOUTS[name].drafter == config.drafter)
         raise InvalidConfig(
             f"{why}, nor has any other: only jaxspec serves them. Heads trained with --inputs hidden can be exported, "
             f"to {every}"
         )
-    raise InvalidConfig(f"{why}; these can be exported to {' and '.join(layouts_for(config))}")
+    raise InvalidConfig(f"{why}; these can be exported to {' and '.join(layouts_for(config)) or 'no other'}")
 
 
-def served_by(config: HeadsConfig, own_target: bool = False) -> str:
+def served_by(config: HeadsConfig | EagleConfig, own_target: bool = False) -> str:
     """Returns a sentence that says which systems can serve heads of these sizes.
 
     Args:
         config: sizes of the heads.
         own_target: True if the target was trained with the heads (Medusa-2), and is saved in jaxspec's own format.
     """
-    if config.reads_words:
+    if isinstance(config, HeadsConfig) and config.reads_words:
         return (
             f"Only jaxspec serves heads with inputs {config.inputs!r}: they cannot be exported; those with inputs "
             "'hidden' can, for vLLM, TGI and TensorRT-LLM."
@@ -54,7 +60,7 @@ def served_by(config: HeadsConfig, own_target: bool = False) -> str:
     return f"jaxspec serves these heads, and 'jaxspec export' writes them in the layouts {layouts}.{only}"
 
 
-def layouts_for(config: HeadsConfig) -> list[str]:
+def layouts_for(config: HeadsConfig | EagleConfig) -> list[str]:
     """Returns the names of the layouts that heads of these sizes can be exported to."""
     return [name for name in EXPORTED if obstacle(config, LAYOUTS[name]) is None]
 

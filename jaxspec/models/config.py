@@ -103,16 +103,11 @@ class ModelConfig:
         """Returns the rotary position embeddings of this layer."""
         return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
 
-    def param_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the name and shape of every parameter.
-
-        Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
-        fused into one matrix (`qkv`, in that order), gate and up projections into another (`gate_up`). Names are
-        dotted paths into the parameter tree, such as `layers.3.qkv`.
-        """
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the name and shape of every parameter of a block, such as `qkv`; see `param_shapes`."""
         e, f, k = self.hidden_size, self.intermediate_size, self.head_dim
         heads = (self.num_heads + 2 * self.num_kv_heads) * k
-        block: dict[str, tuple[int, ...] | None] = {
+        shapes: dict[str, tuple[int, ...] | None] = {
             "attn_norm": (e,),
             "qkv": (e, heads),
             "qkv_bias": (heads,) if self.qkv_bias else None,
@@ -128,12 +123,21 @@ class ModelConfig:
             "down_bias": (e,) if self.mlp_bias else None,
             "post_mlp_norm": (e,) if self.post_norms else None,
         }
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, e)}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the name and shape of every parameter.
+
+        Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
+        fused into one matrix (`qkv`, in that order), gate and up projections into another (`gate_up`). Names are
+        dotted paths into the parameter tree, such as `layers.3.qkv`.
+        """
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items() if shape is not None}
-        shapes["norm"] = (e,)
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.block_shapes().items()}
+        shapes["norm"] = (self.hidden_size,)
         if not self.tie_embeddings:
-            shapes["head"] = (self.vocab_size, e)
+            shapes["head"] = (self.vocab_size, self.hidden_size)
         return shapes
 
 

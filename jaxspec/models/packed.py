@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.records import Params
 from jaxspec.kernels import calls
@@ -136,6 +136,11 @@ def _map(convert: Callable[[str, Any], Any], params: Params) -> Params:
         params,
         is_leaf=lambda leaf: isinstance(leaf, Matrix),
     )
+
+
+def take_rows(table: Float[Array, "V E"] | Matrix, rows: Int[Array, "R"]) -> Any:
+    """Returns some rows of a table; those of blocks stay in blocks."""
+    return table.take(rows) if isinstance(table, Blocks) else table[rows]
 
 
 def is_packed(leaf: Any) -> bool:

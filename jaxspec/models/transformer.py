@@ -7,6 +7,7 @@ caches are arguments.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.backend.layout import row_major
 from jaxspec.core import cache as caches
+from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import available
@@ -38,16 +40,19 @@ class Block(nnx.Module):
     Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.
     """
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        shapes = config.param_shapes()
+    def __init__(
+        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ):
+        """Draws parameters of these shapes, `config.block_shapes()` by default."""
+        shapes = config.block_shapes() if shapes is None else shapes
 
         def matrix(name: str) -> nnx.Param:
-            rows, columns = shapes[f"layers.0.{name}"]
+            rows, columns = shapes[name]
             init = nnx.initializers.normal(rows**-0.5)
             return nnx.Param(init(rngs.params(), (rows, columns), jnp.float32).astype(dtype))
 
         def vector(name: str, value: float) -> nnx.Param | None:
-            shape = shapes.get(f"layers.0.{name}")
+            shape = shapes.get(name)
             return None if shape is None else nnx.Param(jnp.full(shape, value, jnp.float32))
 
         self.config = config
@@ -71,33 +76,68 @@ class Block(nnx.Module):
         kernels: bool,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
-        c = self.config
-        batch, tokens, _ = x.shape
+        read = self.norm(x, self.attn_norm, kernels)
+        mixed, new = self.attention(read, layer, rotation, window, cache, past, shards, kernels)
+        return self.mlp(x + mixed, shards, kernels), new
 
-        def norm(x: Array, scale: nnx.Param | None) -> Array:
-            return x if scale is None else rms_norm(x, scale[...], c.norm_eps, kernels)
+    def norm(self, x: Float[Array, "*b E"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b E"]:
+        """Applies RMSNorm, if there is one."""
+        return x if scale is None else rms_norm(x, scale[...], self.config.norm_eps, kernels)
 
-        projected = row_major(project(norm(x, self.attn_norm), self.qkv, self.qkv_bias))
+    def heads(
+        self,
+        read: Float[Array, "B T I"],
+        rotation: tuple[Array, Array],
+        dtype: DTypeLike,
+        shards: int = 1,
+        kernels: bool = False,
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        """Returns the rotated queries of a normed input, and its keys and values `[B, H, T, K]`."""
+        c, (batch, tokens, _) = self.config, read.shape
+        projected = row_major(project(read, self.qkv, self.qkv_bias))
         heads = projected.reshape(batch, tokens, shards, -1, c.head_dim)
         borders = c.num_heads // shards, (c.num_heads + c.num_kv_heads) // shards
         parts = jnp.split(heads, borders, axis=3)
         queries, keys, values = (a.reshape(batch, tokens, -1, c.head_dim) for a in parts)
-        queries, keys = norm(queries, self.q_norm), norm(keys, self.k_norm)
-        dtype = caches.value_dtype(cache.kv.keys.dtype)
+        queries, keys = self.norm(queries, self.q_norm, kernels), self.norm(keys, self.k_norm, kernels)
         queries, keys = (rotate(a, rotation, kernels).astype(dtype) for a in (queries, keys))
         new = KV(keys, values.swapaxes(1, 2).astype(dtype))
+        return queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim), new
+
+    def attention(
+        self,
+        read: Float[Array, "B T I"],
+        layer: int,
+        rotation: tuple[Array, Array],
+        window: Window,
+        cache: Cache,
+        past: KV | None,
+        shards: int,
+        kernels: bool,
+    ) -> tuple[Float[Array, "B T E"], KV]:
+        """Returns the output of attention to a normed input, and this layer's keys and values `[B, H, T, K]`."""
+        c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
+        queries, new = self.heads(read, rotation, dtype, shards, kernels)
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
-        queries = queries.reshape(batch, c.num_kv_heads, -1, tokens, c.head_dim)
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, kernels)
-        mixed = mixed.reshape(batch, c.num_heads, tokens, c.head_dim).swapaxes(1, 2)
+        return self.join(mixed, kernels), new
+
+    def join(self, mixed: Float[Array, "B H G T K"], kernels: bool = False) -> Float[Array, "B T E"]:
+        """Projects the outputs of all heads to the width of the residual stream."""
+        batch, _, _, tokens, width = mixed.shape
+        mixed = mixed.reshape(batch, self.config.num_heads, tokens, width).swapaxes(1, 2)
         mixed = project(mixed.reshape(batch, tokens, -1), self.out, self.out_bias)
-        x = x + norm(mixed, self.post_attn_norm)
-        both = project(norm(x, self.mlp_norm), self.gate_up, self.gate_up_bias)
+        return self.norm(mixed, self.post_attn_norm, kernels)
+
+    def mlp(self, x: Float[Array, "B T E"], shards: int = 1, kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns the residual stream after the MLP."""
+        c, (batch, tokens, _) = self.config, x.shape
+        both = project(self.norm(x, self.mlp_norm, kernels), self.gate_up, self.gate_up_bias)
         gate, up = (a.reshape(batch, tokens, -1) for a in jnp.split(both.reshape(batch, tokens, shards, -1), 2, axis=3))
         gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return x + norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm), new
+        return x + self.norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm, kernels)
 
 
 def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
@@ -150,15 +190,20 @@ class Transformer(nnx.Module):
         layers: int | None = None,
         shards: int = 1,
         kernels: bool = False,
-    ) -> tuple[Float[Array, "B T E"], KV]:
-        """Returns the features after the final norm, and the window's keys and values in the first `layers` layers."""
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T F"], KV]:
+        """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
-        entries, c = [], self.config
+        entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):
             x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past, shards, kernels)
             entries.append(new)
-        return rms_norm(x, self.norm[...], self.config.norm_eps, kernels), KV(*(jnp.stack(a) for a in zip(*entries)))
+            streams.append(x)
+        features = rms_norm(x, self.norm[...], self.config.norm_eps, kernels)
+        if taps:
+            features = jnp.concatenate([features, *(streams[tap] for tap in taps)], axis=-1)
+        return features, KV(*(jnp.stack(a) for a in zip(*entries)))
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Applies the output head."""
@@ -184,6 +229,11 @@ class TransformerLM:
         shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
             `jaxspec.models.sharding.group_by_shard`.
         kernels: use the CPU kernels for attention and norms; packed matrices (`jaxspec.models.packed`) always do.
+        taps: numbers of layers after which the residual stream is part of the features; see
+            `jaxspec.core.networks.TappedTarget`.
+
+    Raises:
+        InvalidConfig: there is no such layer to tap.
     """
 
     config: ModelConfig
@@ -192,6 +242,10 @@ class TransformerLM:
     known: int | None = None
     shards: int = 1
     kernels: bool = False
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_taps(self.taps, self.depth)
 
     @property
     def vocab(self) -> int:
@@ -219,12 +273,12 @@ class TransformerLM:
 
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
-    ) -> tuple[Float[Array, "B T E"], KV]:
+    ) -> tuple[Float[Array, "B T F"], KV]:
         kernels = self.kernels and available()
-        return self._module(params)(window, cache, past, self.layers, self.shards, kernels)
+        return self._module(params)(window, cache, past, self.layers, self.shards, kernels, self.taps)
 
-    def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        logits = self._module(params).logits(features)
+    def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
+        logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)
         if self.shards > 1:  # sampling needs every row's whole law
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]

@@ -1,4 +1,4 @@
-"""Arrays of a training step: a batch of packed rows, and the frozen parts of the target."""
+"""Arrays of a training step: a batch of packed rows, the frozen parts of the target, and what heads guess."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,31 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Batch(NamedTuple):
-    """Packed rows and the target's feature of every token."""
+    """Packed rows and the target's feature of every token.
+
+    Attributes:
+        tokens, segments, mask: see `jaxspec.train.packing.Rows`.
+        features: what the trainee's network gives; the first E are those of the target's projection.
+        key: of the noise of a step in training; None in evaluation.
+    """
 
     tokens: Int[Array, "B T"]
     segments: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
-    features: Float[Array, "B T E"]
+    features: Float[Array, "B T F"]
+    key: Array | None = None
+
+
+class Guess(NamedTuple):
+    """What heads guess in one step at every position.
+
+    Attributes:
+        logits: of the token 2 + step ahead.
+        penalty: a further loss of each position; None for none.
+    """
+
+    logits: Float[Array, "B T R"]
+    penalty: Float[Array, "B T"] | None = None
 
 
 class Frozen(NamedTuple):

@@ -26,6 +26,7 @@ def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, A
         "positions": found.positions,
         "top1": found.top1,
         "top5": found.top5,
+        "accepted": found.accepted,
         "acceptance_by_rank": np.round(found.acceptance(), 5).tolist(),
         **tree_figures(trees, dtype),
     }
@@ -72,12 +73,12 @@ def write(
         for field in dataclasses.fields(cast(Any, settings))
         if getattr(settings, field.name) != field.default
     }
-    supervised, count = int(trained.data.rows.mask.sum()), trained.trainee.drafted
+    supervised, count = int(trained.data.rows.mask.sum()), len(measured["top1"])
     lines = [
         f"# {trained.trainee.title} for {trained.target.name}",
         "",
-        f"{trained.trainee.description}, {heads.bytes / 1e6:.1f} MB. They draft and the target decides: with a "
-        "lossless rule the text is the target's own.",
+        f"{trained.trainee.description}, {heads.bytes / 1e6:.1f} MB. What is drafted is decided by the "
+        "target: with a lossless rule the text is the target's own.",
         "",
         trained.trainee.served_by,
         "",
@@ -85,10 +86,11 @@ def write(
         f"{supervised} tokens to train on ({'the target’s answers' if trained.settings.distill else 'the answers'} to "
         f"prompts of {', '.join(pathlib.Path(p).name for p in prompts)}), {trained.skipped} steps skipped.",
         "",
-        "| held-out texts | " + " | ".join(f"head {i}" for i in range(count)) + " |",
+        "| held-out texts | " + " | ".join(f"token {i + 1}" for i in range(count)) + " |",
         "|---" * (1 + count) + "|",
         "| top-1 | " + " | ".join(f"{share:.3f}" for share in measured["top1"]) + " |",
         "| top-5 | " + " | ".join(f"{share:.3f}" for share in measured["top5"]) + " |",
+        "| accepted | " + " | ".join(f"{share:.3f}" for share in measured["accepted"]) + " |",
         "",
         f"On {measured['positions']} positions.",
     ]

@@ -66,6 +66,18 @@ class Ranks(NamedTuple):
         """The share of positions where the correct token is among the five most likely ones, by drafted token."""
         return self._share(5)
 
+    @property
+    def accepted(self) -> list[float]:
+        """The share of positions where this token and all before it are the most likely ones, by drafted token.
+
+        It is the acceptance of a greedy chain. Positions where the text ends are left out.
+        """
+        found, right = [], np.ones(len(self.at), bool)
+        for column in self.at.T:
+            right = right & (column == 0)
+            found.append(float(right.sum() / max((column >= 0).sum(), 1)))
+        return found
+
     def _share(self, below: int) -> list[float]:
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
@@ -100,12 +112,12 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         found = []
-        for head, logits in enumerate(trainee.unroll(params, frozen, part)):
-            token = losses.ahead(part.tokens, 2 + head)
+        for step, (logits, _) in enumerate(trainee.unroll(params, frozen, part)):
+            token = losses.ahead(part.tokens, 2 + step)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)
             place = jnp.where(row >= 0, jnp.minimum((logits > own).sum(-1), RANKS), RANKS)
-            found.append(jnp.where(losses.wanted(part, head), place, -1))
+            found.append(jnp.where(losses.wanted(part, step), place, -1))
         return jnp.stack(found, -1)
 
     places = []

@@ -185,9 +185,10 @@ def shares(found: losses.Sums) -> dict[str, Any]:
     """Returns sums as the values of a line of the log."""
     seen = np.maximum(np.asarray(found.seen), 1)
     return {
-        "loss_by_head": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
+        "loss_by_token": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
         "top1": (np.asarray(found.top1) / seen).tolist(),
         "top5": (np.asarray(found.top5) / seen).tolist(),
+        "accepted": np.asarray(losses.accepted_shares(found)).tolist(),
         "accepted_length": float(losses.accepted_length(found)),
     }
 

@@ -108,12 +108,13 @@ def counted(settings: Settings, frozen: Frozen, batch: Batch, step: int) -> Bool
     return there & (frozen.index[ahead(batch.tokens, 2 + step)] >= 0)
 
 
-def target_law(frozen: Frozen, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
+def target_law(frozen: Frozen, features: Float[Array, "B T F"]) -> Float[Array, "B T R"]:
     """Computes the target's log-probabilities of the drafted tokens after every token of the rows."""
-    logits = matmul(features.astype(jnp.float32), frozen.rows, transposed=True)
+    features = features[..., : frozen.rows.shape[-1]].astype(jnp.float32)
+    logits = matmul(features, frozen.rows, transposed=True)
     if frozen.everything is None:
         return jax.nn.log_softmax(logits, -1)
-    whole = matmul(features.astype(jnp.float32), frozen.everything, transposed=True)
+    whole = matmul(features, frozen.everything, transposed=True)
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
@@ -125,13 +126,14 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
     law = None if settings.loss == "ce" else lax.stop_gradient(target_law(frozen, batch.features))
     found: list[tuple] = []
     reached: Any = True
-    for step, logits in enumerate(trainee.unroll(params, frozen, batch)):
+    for step, (logits, penalty) in enumerate(trainee.unroll(params, frozen, batch)):
         there = wanted(batch, step)
         token = ahead(batch.tokens, 2 + step)
         row = token if frozen.index is None else frozen.index[token]
         label = jnp.maximum(row, 0)
         ahead_law = None if law is None else ahead(law, 1 + step)
         loss = of_law(settings.loss, logits, label, ahead_law)
+        loss = loss if penalty is None else loss + penalty
         own = jnp.take_along_axis(logits, label[..., None], -1)
         rank = lax.stop_gradient((logits > own).sum(-1))
         first = there & (row >= 0) & (rank < 1)
@@ -152,9 +154,14 @@ def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> F
     return -jnp.where(there, each, 0.0).sum()
 
 
+def accepted_shares(found: Sums) -> Float[Array, "n"]:
+    """Returns the share of greedy rounds on a chain that accept each token, estimated from rounds at every position."""
+    return found.reached / jnp.maximum(found.seen, 1)
+
+
 def accepted_length(found: Sums) -> Array:
     """Estimates the tokens of a greedy round on a chain, including the target's own, from rounds at every position."""
-    return 1 + (found.reached / jnp.maximum(found.seen, 1)).sum()
+    return 1 + accepted_shares(found).sum()
 
 
 def head_weights(settings: Settings, running: Float[Array, "n"]) -> Float[Array, "n"]:

@@ -23,7 +23,12 @@ FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
 """Settings that may change when a run is resumed: no answer, feature or step depends on them, except by the prompts."""
 SPLIT = ("distill", "held_out", "row_tokens")
 """Settings that divide texts into rows."""
-DATA = {"target": "another target, or this one in another dtype", "prompts": "other prompts", "texts": "other texts"}
+DATA = {
+    "target": "another target, or this one in another dtype",
+    "prompts": "other prompts",
+    "texts": "other texts",
+    "start": "other heads to start from",
+}
 """The values that are compared by checksum, and the words for a difference."""
 
 
@@ -39,9 +44,9 @@ def of_features(settings: Settings) -> dict[str, Any]:
 
 
 def of_run(settings: Settings, kind: Any) -> dict[str, Any]:
-    """Returns the settings that the result depends on, including those of the kind of heads."""
+    """Returns the settings that the result depends on, including those of the kind of heads, but for `start`."""
     every = dataclasses.asdict(kind) | dataclasses.asdict(settings)
-    return {name: every[name] for name in every if name not in FREE}
+    return {name: every[name] for name in every if name not in (*FREE, "start")}
 
 
 def folder_of(path: str | os.PathLike) -> pathlib.Path:

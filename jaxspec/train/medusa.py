@@ -7,18 +7,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.core.networks import LanguageModel, ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params, module, normed, vocabulary
+from jaxspec.heads.network import (
+    DraftHeads,
+    HeadsConfig,
+    check_kind,
+    check_target,
+    init_params,
+    module,
+    normed,
+    vocabulary,
+)
 from jaxspec.heads.serving import served_by
 from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.train.batch import Batch, Frozen, ahead
+from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.settings import check_start
 from jaxspec.train.trainee import Joint
 
 TOLERANCE = 0.02
@@ -81,12 +91,13 @@ class MedusaTrainee:
         """Returns the target's network: Medusa heads read its features."""
         return lm
 
-    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array | np.ndarray, "R"] | None) -> Params:
+    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns heads that all predict what the target's own head does."""
-        params = init_params(self.config, projection, ids)
+        lm: Any = target.lm
+        params = init_params(self.config, lm.unembedding(target.params), ids)
         return {name: value for name, value in params.items() if name != "tokens"}
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the logits of each head after every token t, for token t + 2 + head."""
         if frozen.ids is not None:
             params = params | {"tokens": frozen.ids}
@@ -96,9 +107,9 @@ class MedusaTrainee:
             words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(self.config.num_heads)]
         for head, features in enumerate(heads.every(batch.features.astype(jnp.float32), words)):
             if self.config.num_projections:
-                yield heads.logits(head, features)
+                yield Guess(heads.logits(head, features))
             else:
-                yield matmul(features, frozen.rows, transposed=True)
+                yield Guess(matmul(features, frozen.rows, transposed=True))
 
     def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
         """Returns the trained heads."""
@@ -107,9 +118,16 @@ class MedusaTrainee:
 
 
 def make_trainee(
-    target: Model, *, heads: int, layers: int, inputs: str, projection: str, draft_vocab: int, joint: Joint | None
+    kind: Any, target: Model, draft_vocab: int, start: DraftHeads | None, joint: Joint | None
 ) -> MedusaTrainee:
-    """Returns Medusa heads to train for a target; arguments as those of `MedusaSettings`.
+    """Returns Medusa heads to train for a target.
+
+    Args:
+        kind: the sizes, a `MedusaSettings`.
+        target: the target.
+        draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
+        start: the heads to start from, whose sizes are taken; None for new ones.
+        joint: how the target is trained, too; None if it is frozen.
 
     Raises:
         InvalidConfig: the target lacks a method, its `head` computes something else than features times projection, or
@@ -117,6 +135,10 @@ def make_trainee(
         ShapeMismatch: a table has the wrong shape.
     """
     lm, params = target.lm, target.params
+    if start is not None:
+        check_start(kind, [name for name in vars(kind) if name.startswith("medusa2")])
+        check_kind(start, HeadsConfig, "medusa")
+    inputs = kind.inputs if start is None else start.config.inputs
     tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
     need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
     no_text = no_feature(lm, params, lm.init_cache(1, 0))
@@ -133,13 +155,16 @@ def make_trainee(
     assert isinstance(lm, ProjectedTarget)
     if joint is not None and isinstance(lm.unembedding(params), Quantized):
         raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
+    if start is not None:
+        check_target(start.config, target)
+        return MedusaTrainee(start.config, joint)
     config = HeadsConfig(
         hidden_size=width,
         vocab_size=vocabulary(target),
-        num_heads=heads,
-        num_layers=layers,
+        num_heads=kind.heads,
+        num_layers=kind.layers,
         inputs=inputs,
-        projection=projection,
+        projection=kind.projection,
         draft_vocab_size=draft_vocab if 0 < draft_vocab < lm.vocab else None,
     )
     return MedusaTrainee(config, joint)

@@ -52,6 +52,8 @@ class MedusaSettings:
     medusa2_heads: float = setting(0.2, "weight of the loss of the heads relative to the loss of the target")
     medusa2_rate: float = setting(0.1, "learning rate of the target relative to that of the heads")
 
+    usual_loss = "ce"
+
     def __post_init__(self):
         check_fields(self)
 
@@ -71,33 +73,18 @@ class MedusaSettings:
         Raises:
             InvalidConfig: they do not go together.
         """
-        if self.medusa2 and (settings.cache_features or settings.loss != "ce"):
+        if self.medusa2 and (settings.cache_features or settings.loss not in ("auto", "ce")):
             raise InvalidConfig("medusa2 changes the target: its features cannot be cached, and its loss is ce")
         if self.medusa2 and settings.draft_vocab:
             raise InvalidConfig("medusa2 trains the target's own projection: leave draft_vocab at 0")
 
-    def trainee(self, target: "Model", draft_vocab: int = 0) -> "MedusaTrainee":
-        """Returns the heads to train for a target.
-
-        Args:
-            target: the target.
-            draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
-
-        Raises:
-            InvalidConfig, ShapeMismatch: heads of this kind cannot be trained for this target.
-        """
+    def trainee(self, target: "Model", draft_vocab: int = 0, start: "DraftHeads | None" = None) -> "MedusaTrainee":
+        """Returns the heads to train for a target; see `jaxspec.train.trainee.TraineeSettings`."""
         from jaxspec.train.medusa import make_trainee  # JAX takes a second to import, and help needs none
         from jaxspec.train.trainee import Joint
 
-        return make_trainee(
-            target,
-            heads=self.heads,
-            layers=self.layers,
-            inputs=self.inputs,
-            projection=self.projection,
-            draft_vocab=draft_vocab,
-            joint=Joint(self.medusa2_warmup, self.medusa2_heads, self.medusa2_rate) if self.medusa2 else None,
-        )
+        joint = Joint(self.medusa2_warmup, self.medusa2_heads, self.medusa2_rate) if self.medusa2 else None
+        return make_trainee(self, target, draft_vocab, start, joint)
 
     @staticmethod
     def trainee_of(heads: "DraftHeads") -> "MedusaTrainee | None":

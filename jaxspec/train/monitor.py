@@ -94,7 +94,9 @@ class Monitor:
 
 def _shown(record: dict) -> str:
     share = " ".join(f"{top1:.2f}/{top5:.2f}" for top1, top5 in zip(record["top1"], record["top5"]))
-    return f"top-1/top-5 by head {share}, accepted length {record['accepted_length']:.2f}"
+    accepted = " ".join(f"{share:.2f}" for share in record["accepted"])
+    length = f"accepted {accepted}, accepted length {record['accepted_length']:.2f}"
+    return f"by drafted token top-1/top-5 {share}, {length}"
 
 
 def _tensorboard(folder: pathlib.Path) -> Any:
@@ -106,7 +108,11 @@ def _tensorboard(folder: pathlib.Path) -> Any:
 
 
 def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
-    """Plots loss, accuracy and accepted length by step; returns False if matplotlib is not installed."""
+    """Plots loss, accuracy and acceptance of each drafted token, and the accepted length, by step.
+
+    Returns:
+        False if matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -116,8 +122,8 @@ def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
 
     trained = [r for r in records if "loss" in r]
     held = [(r["step"], r["held_out"]) for r in records if "held_out" in r]
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
-    for axis, name in zip(axes, ("loss_by_head", "top1", "accepted_length")):
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4), constrained_layout=True)
+    for axis, name in zip(axes, ("loss_by_token", "top1", "accepted", "accepted_length")):
         axis.set_title(f"{name.replace('_', ' ')}: line in training, dots held out")
         axis.set_xlabel("step")
         for rows, style in (([(r["step"], r) for r in trained], "-"), (held, "o")):
@@ -125,8 +131,8 @@ def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
                 continue
             steps = [step for step, _ in rows]
             values = [r[name] if isinstance(r[name], list) else [r[name]] for _, r in rows]
-            for head, line in enumerate(zip(*values)):
-                axis.plot(steps, line, style, color=f"C{head}", label=f"head {head}" if style == "-" else None)
+            for i, line in enumerate(zip(*values)):
+                axis.plot(steps, line, style, color=f"C{i}", label=f"token {i + 1}" if style == "-" else None)
         if name != "accepted_length":
             axis.legend()
     figure.savefig(path, dpi=110)

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.core.checks import named
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
+from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
@@ -86,7 +89,8 @@ def train_heads(
     held_out: float = 0.03,
     row_tokens: int = 512,
     cache_features: bool = True,
-    loss: str = "ce",
+    start: str = "",
+    loss: str = "auto",
     head_weights: str = "decay",
     decay: float = 0.8,
     steps: int = 1000,
@@ -129,8 +133,9 @@ def train_heads(
         held_out: fraction of the texts that is held out for evaluation.
         row_tokens: number of tokens of each row that texts are packed into.
         cache_features: whether to compute the target's features once and keep them on disk.
+        start: heads of the same kind to start from, with their sizes and drafted tokens: a directory or a repository.
         loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), or an LK loss
-            (lk-alpha, lk-lambda).
+            (lk-alpha, lk-lambda); auto for ce with Medusa heads and kl with EAGLE heads.
         head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
             (acceptance).
         decay: base of the weights decay^i.
@@ -165,8 +170,8 @@ def train_heads(
     settings = Settings(
         draft_vocab=draft_vocab, distill=distill, answer_tokens=answer_tokens, answer_temperature=answer_temperature,
         answer_batch=answer_batch, split=split, bad_rows=bad_rows, held_out=held_out, row_tokens=row_tokens,
-        cache_features=cache_features, loss=loss, head_weights=head_weights, decay=decay, steps=steps, batch=batch,
-        accumulate=accumulate, learning_rate=learning_rate, matrix_rate=matrix_rate, warmup=warmup,
+        cache_features=cache_features, start=start, loss=loss, head_weights=head_weights, decay=decay, steps=steps,
+        batch=batch, accumulate=accumulate, learning_rate=learning_rate, matrix_rate=matrix_rate, warmup=warmup,
         weight_decay=weight_decay, clip=clip, precision=precision, devices=devices, seed=seed,
         max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every, save_every=save_every,
     )  # fmt: skip
@@ -176,19 +181,20 @@ def train_heads(
         raise InvalidConfig(f"kind must be settings such as jaxspec.MedusaSettings(), got {shown(kind)}")
     if not isinstance(watch, Watch | None):
         raise InvalidConfig(f"watch must be a jaxspec.train.log.Watch, got {shown(watch)}")
-    check_together(settings, kind)
+    settings = check_together(settings, kind)
     watch, folder = watch or Watch(), manifest.folder_of(out)
     place = _Place(folder, folder if data is None else manifest.folder_of(data))
-    trainee = kind.trainee(target, settings.draft_vocab)
+    begun = load_heads(settings.start, target=target) if settings.start else None
+    trainee = kind.trainee(target, settings.draft_vocab, begun)
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
     watch.say(trainee.served_by)
     need_grain()
     read = _read(prompts, settings, watch)
     target_print = fingerprint(target.params)
-    used = _prepare(target, target_print, read, place, kind, settings, watch)
+    used = _prepare(target, target_print, read, place, kind, trainee.drafted, begun, settings, watch)
     setup = _set_up(target, target_print, used, place, trainee, settings, watch)
-    loop = Loop(setup, folder, _begin(target, used, trainee, settings), watch)
+    loop = Loop(setup, folder, _begin(target, used, trainee, begun, settings), watch)
     return _conclude(target, used, kind, loop, loop.run(), watch)
 
 
@@ -209,15 +215,23 @@ def _prepare(
     rows: tuple[list[Conversation], list[BadRow]],
     place: _Place,
     kind: TraineeSettings,
+    drafted: int,
+    begun: DraftHeads | None,
     settings: Settings,
     watch: Watch,
 ) -> Data:
     """Lets the target answer the prompts, and writes or compares the manifest of the run."""
     read, unread = rows
-    about = {"target": target_print, "prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
+    about: dict[str, Any] = {
+        "target": target_print,
+        "prompts": digest_of([(one.messages, one.text, one.ids) for one in read]),
+    }
     about |= manifest.of_run(settings, kind)
+    about["start"] = None if begun is None else fingerprint(begun.params)
     manifest.match_run(*place, about)
-    used = prepare(target, target_print, read, unread, place.shelf, settings, kind.drafted, watch)
+    used = prepare(target, target_print, read, unread, place.shelf, settings, drafted, watch)
+    if begun is not None and "tokens" in begun.params:
+        used = used._replace(ids=np.asarray(begun.params["tokens"]))
     texts = fingerprint((used.rows._asdict(), used.held._asdict()))
     manifest.match_run(*place, about | {"texts": texts})
     return used
@@ -252,10 +266,13 @@ def _set_up(
     return Setup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
 
 
-def _begin(target: Model, used: Data, trainee: Trainee, settings: Settings) -> TrainState:
+def _begin(target: Model, used: Data, trainee: Trainee, begun: DraftHeads | None, settings: Settings) -> TrainState:
     """Returns the state before the first step."""
-    lm: Any = target.lm
-    heads = trainee.init_params(lm.unembedding(target.params), used.ids)
+    if begun is None:
+        heads = trainee.init_params(target, used.ids)
+    else:
+        kept = {name: value for name, value in begun.params.items() if name != "tokens"}
+        heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kept)
     return start(settings, trainee, Trainable(heads, None if trainee.joint is None else target.params))
 
 

@@ -6,6 +6,7 @@ command line has a flag for each field of both, with its description as the help
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jaxspec.core.checks import whole
@@ -24,7 +25,7 @@ def setting(default: Any, about: str, choices: tuple[str, ...] = (), least: floa
     Args:
         default: the default, whose type is the type of the setting.
         about: the description, for the help of the command and the documentation of `train_heads`.
-        choices: the values that a string may have.
+        choices: the values that a string may have; empty for any.
         least: the smallest value of a number; None for 1 if it is an integer, and for any value above 0 if it is not.
     """
     return dataclasses.field(default=default, metadata={"about": about, "choices": choices, "least": least})
@@ -40,8 +41,9 @@ def check_fields(settings: Any) -> None:
         value, choices, least = getattr(settings, field.name), field.metadata["choices"], field.metadata["least"]
         must = f"{field.name} must be"
         if isinstance(field.default, str):
-            if not isinstance(value, str) or value not in choices:
-                raise InvalidConfig(f"{must} one of {', '.join(choices)}, got {shown(value)}")
+            if not isinstance(value, str) or (choices and value not in choices):
+                allowed = f"one of {', '.join(choices)}" if choices else "a string"
+                raise InvalidConfig(f"{must} {allowed}, got {shown(value)}")
         elif isinstance(field.default, bool):
             if not isinstance(value, bool):
                 raise InvalidConfig(f"{must} true or false, got {shown(value)}")
@@ -86,11 +88,14 @@ class Settings:
     row_tokens: int = setting(512, "number of tokens of each row that texts are packed into")
     cache_features: bool = setting(True, "whether to compute the target's features once and keep them on disk")
 
+    start: str = setting(
+        "", "heads of the same kind to start from, with their sizes and drafted tokens: a directory or a repository"
+    )
     loss: str = setting(
-        "ce",
+        "auto",
         "cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), or an LK loss (lk-alpha, "
-        "lk-lambda)",
-        LOSSES,
+        "lk-lambda); auto for ce with Medusa heads and kl with EAGLE heads",
+        (*LOSSES, "auto"),
     )
     head_weights: str = setting(
         "decay",
@@ -128,12 +133,35 @@ class Settings:
             )
 
 
-def check_together(settings: Settings, kind: Any) -> None:
+def check_together(settings: Settings, kind: Any) -> Settings:
     """Checks shared settings and those of a kind of heads (`jaxspec.train.trainee.TraineeSettings`) together.
+
+    Returns:
+        The shared settings, with the kind's loss in place of "auto".
 
     Raises:
         InvalidConfig: they cannot be combined.
     """
     if settings.row_tokens < kind.drafted + 3:
         raise InvalidConfig(f"rows of {settings.row_tokens} tokens have no place for {kind.drafted} drafted tokens")
+    if settings.start and settings.draft_vocab:
+        raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")
     kind.check(settings)
+    return dataclasses.replace(settings, loss=kind.usual_loss) if settings.loss == "auto" else settings
+
+
+def check_start(kind: Any, free: Iterable[str]) -> None:
+    """Refuses sizes beside heads to start from, which have their own.
+
+    Args:
+        kind: the settings of a kind of heads.
+        free: names of those that are no sizes.
+
+    Raises:
+        InvalidConfig: another setting is not at its default.
+    """
+    for field in dataclasses.fields(kind):
+        if field.name not in free and getattr(kind, field.name) != field.default:
+            raise InvalidConfig(
+                f"the heads to start from have sizes of their own: leave {field.name} at {field.default!r}"
+            )

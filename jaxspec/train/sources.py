@@ -49,7 +49,8 @@ def cached(
 
     Rows of heads that read no context are reduced to the spans that are supervised.
     """
-    about = {"target": target_print, "texts": fingerprint(rows._asdict()), **trainee.feature_settings}
+    about = {"target": target_print, "texts": fingerprint(rows._asdict())}
+    about |= {"network": dict(trainee.feature_settings) or None}
     features = Cached(
         functools.partial(reader, target.params), about, of_features(settings), rows, folder,
         functools.partial(watch.phase, f"reading {folder.name} with the target"),

@@ -142,6 +142,9 @@ def train_step(
         found = sums(settings, trainee, heads, tables, part._replace(features=features))
         return joint.heads_weight * (weights * found.loss / positions).sum() + own / positions[0], found
 
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), len(batch.tokens))
+    batch = batch._replace(key=keys)
+
     # The mean is over all parts together, whatever their shares.
     def count(part: Batch) -> Array:
         return jnp.stack([counted(settings, frozen, part, i).sum(dtype=jnp.float32) for i in range(trainee.drafted)])

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, Frozen
+from jaxspec.train.batch import Batch, Frozen, Guess
 from jaxspec.train.settings import Settings
 
 
@@ -94,17 +94,17 @@ class Trainee(Protocol):
         """Returns the network whose features are read: the target's, or one whose features hold more."""
         ...
 
-    def init_params(self, projection: Float[Array, "V E"], ids: Int[Array | np.ndarray, "R"] | None) -> Params:
+    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns the parameters before training, float32.
 
         Args:
-            projection: the target's projection.
+            target: the target.
             ids: the drafted tokens, ascending; None for the whole vocabulary.
         """
         ...
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Float[Array, "B T R"]]:
-        """Yields the logits of each step at every position, with the text's own tokens as the drafted ones."""
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+        """Yields the guesses of each step at every position, with the text's own tokens as the drafted ones."""
         ...
 
     def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
@@ -129,12 +129,22 @@ class TraineeSettings(Protocol):
         """True if the target is trained, too."""
         ...
 
+    @property
+    def usual_loss(self) -> str:
+        """The loss that "auto" stands for."""
+        ...
+
     def check(self, settings: Settings) -> None:
         """Raises `InvalidConfig` if the shared settings cannot be combined with these."""
         ...
 
-    def trainee(self, target: Model, draft_vocab: int = 0) -> Trainee:
-        """Returns the heads to train for a target that draft from `draft_vocab` tokens (0: from all).
+    def trainee(self, target: Model, draft_vocab: int = 0, start: DraftHeads | None = None) -> Trainee:
+        """Returns the heads to train for a target.
+
+        Args:
+            target: the target.
+            draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
+            start: the heads to start from, whose sizes are taken; None for new ones.
 
         Raises:
             InvalidConfig, ShapeMismatch: heads of this kind cannot be trained for this target.

@@ -33,12 +33,14 @@ from jaxspec.core.protocols import DrafterInputs
 from jaxspec.decode.lifecycle import row_axes
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, Weights
+from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.heads.network import HeadsConfig
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import HeadsConfig, unflatten
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings
@@ -101,7 +103,21 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
         "early-exit of 4 layers, chain 2": EarlyExit.build(early),
         "medusa, 64 nodes": (medusa, {"heads": params}),
+        "eagle (EAGLE-3), chain 4": eagle3(target, jaxspec.chain(4)),
+        "eagle (EAGLE-3), dynamic of 60 nodes": eagle3(target, jaxspec.dynamic(10, 8, 60)),
     }  # fmt: skip
+
+
+def eagle3(target: TransformerLM, tree: Any) -> tuple[Eagle, Any]:
+    """The published EAGLE-3 head of Llama-3.1-8B-Instruct, and its tree: a layer like the target's, 32,000 tokens."""
+    layer = dataclasses.replace(target.config, num_layers=1)
+    config = EagleConfig(layer, draft_vocab_size=32000, own_projection=True)
+    dtypes = {1: "float32", 2: target.dtype}
+    named = {
+        name: jax.ShapeDtypeStruct(shape, "int32" if name == "tokens" else dtypes[len(shape)])
+        for name, shape in config.param_shapes().items()
+    }
+    return Eagle(config, target, tree), unflatten(named)
 
 
 def int32(*shape: int) -> Any:

@@ -1,7 +1,9 @@
 """Tests draft heads on the command line: inspecting, exporting, and drafting with them."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -11,6 +13,7 @@ from helpers import medusa_files as files
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from jaxspec.cli import main
 from jaxspec.core.schedule import Constant
+from jaxspec.heads.eagle import init_params as eagle_params
 
 pytestmark = pytest.mark.quick
 
@@ -163,10 +166,15 @@ def test_generate_with_heads(call, target, heads, tmp_path):
     ("words", "said"),
     [
         (["generate", "x", "--target", "m", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
-        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa, not prompt-lookup"),
-        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa, not none"),
+        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa or eagle, not prompt-lookup"),
+        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa or eagle, not none"),
         (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
-        (["bench", "--drafters", "none", "--heads", "h"], "--heads is for the drafter medusa"),
+        (["bench", "--target", "m", "--drafters", "none,eagle"], "the drafter eagle needs --heads SOURCE"),
+        (["generate", "x", "--target", "m", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
+        (
+            ["bench", "--drafters", "none", "--heads", "h"],
+            "is for the drafter medusa or eagle, not in --drafters",
+        ),
         (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
     ],
 )
@@ -191,3 +199,28 @@ def test_benchmark_of_heads(call, target, heads, tmp_path):
     )  # fmt: skip
     assert status == 0
     assert "medusa:2" in out
+
+
+def test_an_eagle_head(call, target, tmp_path):
+    """Looked at, tried with both bases of rotary positions, drafted with, measured and exported."""
+    layer = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=300.0))
+    config = jaxspec.EagleConfig(layer, taps=(1, 1), fc_norm=True)
+    heads = jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0)))
+    place = jaxspec.save_heads(heads, tmp_path / "eagle")
+    status, out, _ = call("inspect", place, "--target", target, "--json", "--prompt", "abc")
+    found = json.loads(out)
+    assert (found["heads"]["version"], found["heads"]["taps"], found["heads"]["rope_theta"]) == (3, "1, 1", 300.0)
+    assert found["heads"]["exported_to"] == "speculators", "SGLang would read other layers"
+    for key in ("acceptance_by_position", "acceptance_with_rope_theta_10000"):
+        assert len(found["probe"][key]) == 5
+    assert "rope theta" in call("inspect", place)[1]
+    words = ["--target", target, "--heads", place, "--no-chat", "--max-new-tokens", "8"]
+    drafting = ["--drafter", "eagle", "--tree", "2x1", "--drafter-option", "taps=1,1"]
+    assert call("generate", "abc", *words, *drafting)[0] == 0
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
+    words = [*words, "--tasks", tmp_path / "p.jsonl", "--repeats", "1"]
+    status, out, _ = call("bench", *words, "--drafters", "eagle:2")
+    assert status == 0
+    assert "eagle:2" in out
+    assert call("export", place, "--target", target, "--out", tmp_path / "out")[0] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["fc_norm"] is True

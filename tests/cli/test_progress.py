@@ -30,9 +30,10 @@ def test_a_bar_is_a_few_lines(capsys):
 def test_training_is_a_few_lines(tmp_path, capsys):
     record = {
         "loss": 1.0,
-        "loss_by_head": [1.0],
+        "loss_by_token": [1.0],
         "top1": [0.5],
         "top5": [0.6],
+        "accepted": [0.5],
         "accepted_length": 1.5,
         "tokens_per_s": 10.0,
     }

@@ -135,7 +135,7 @@ def test_the_loop_of_every_drafter(chip, tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 12
+    assert len(rows) == 16
     for row in rows:
         assert row["fits"]
         assert not row["wrong"]

@@ -467,7 +467,7 @@ def test_every_setting_of_training_is_an_argument_and_is_explained_as_in_the_com
 def test_every_setting_reaches_the_run(nowhere, monkeypatch):
     """Values other than the defaults arrive under their own names."""
     changed: dict[str, Any] = {"split": "blank", "bad_rows": "refuse", "loss": "kl", "head_weights": "acceptance"}
-    changed |= {"precision": "bfloat16"}
+    changed |= {"precision": "bfloat16", "start": "heads"}
     for number, field in enumerate(dataclasses.fields(Settings)):
         if isinstance(field.default, bool):
             changed[field.name] = not field.default

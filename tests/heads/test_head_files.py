@@ -150,8 +150,8 @@ ODD = {
     "ids below": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(20) - 1}, "token_map must hold ids"),
     "ids above": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(42, 62)}, "from 0 to 60"),
     "ids of all": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(21)}, "lm_heads.0.weight has shape"),
-    "no heads": ("v0.1", {"model.norm.weight": WIDTH}, "no tensors of Medusa heads"),
-    "nothing": ("v0.1", {}, "no tensors of Medusa heads"),
+    "no heads": ("v0.1", {"model.norm.weight": WIDTH}, "no tensors of draft heads"),
+    "nothing": ("v0.1", {}, "no tensors of draft heads"),
     "of no width": ("v0.1", {"0.0.weight": np.zeros((0, 0), np.float32)}, "hidden_size"),
     "scalars": ("v0.1", {"0.0.weight": np.array(1, np.float32)}, "hidden_size"),
 }  # fmt: skip
@@ -309,7 +309,7 @@ def test_every_value_of_our_manifest(tmp_path):
             inner.pop(path[-1]) if value == "drop" else inner.update({path[-1]: value})
             (place / "heads.json").write_text(json.dumps(changed))
             with contextlib.suppress(CheckpointError):
-                assert open_heads(place).config().num_heads == 2
+                assert instance(HeadsConfig, open_heads(place).config()).num_heads == 2
     (place / "heads.json").write_text(good)
     assert open_heads(place).tree == jaxspec.chain(2)
     held = load_file(place / "heads.safetensors")

@@ -11,7 +11,13 @@ from safetensors.numpy import save_file
 
 HIDDEN, VOCAB = 64, 61
 BF16 = np.dtype(ml_dtypes.bfloat16)
-_STORAGES = {np.dtype(np.float32): "FloatStorage", np.dtype(np.float16): "HalfStorage", BF16: "BFloat16Storage"}
+_STORAGES = {
+    np.dtype(np.float32): "FloatStorage",
+    np.dtype(np.float16): "HalfStorage",
+    BF16: "BFloat16Storage",
+    np.dtype(np.int64): "LongStorage",
+    np.dtype(np.bool_): "BoolStorage",
+}
 
 
 def tensors(layout: str, heads: int = 3, layers: int = 2, hidden: int = HIDDEN, vocab: int = VOCAB, dtype=np.float32):

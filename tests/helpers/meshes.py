@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import jaxspec
+from cases import random_eagle
 from helpers.narrow import instance, not_none
 from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
@@ -120,6 +121,7 @@ def others(target) -> dict:
     plain = {"drafter": "none", "draft": None, "tree": None}
     ways = {
         "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
+        "eagle": plain | {"drafter": "eagle", "heads": random_eagle(target), "tree": jaxspec.dynamic(12, 2, 25)},
         "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
         "rejection": {"rule": "rejection"},
     }

@@ -54,9 +54,10 @@ def kind(**changes) -> MedusaSettings:
     return MedusaSettings(**SIZES | {name: value for name, value in changes.items() if name in KIND})
 
 
-def train(model: jaxspec.Model, prompts, out, watch=None, data=None, **changes) -> Trained:
-    """Trains small heads; `changes` are settings of both."""
-    return train_heads(model, prompts, out, kind(**changes), **TINY | shared(changes), watch=watch, data=data)
+def train(model: jaxspec.Model, prompts, out, watch=None, data=None, of=None, **changes) -> Trained:
+    """Trains small heads: Medusa heads, or those of the settings `of`; `changes` are settings of both."""
+    of, changes = (kind(**changes), shared(changes)) if of is None else (of, changes)
+    return train_heads(model, prompts, out, of, **TINY | changes, watch=watch, data=data)
 
 
 def write_prompts(path, count: int = 24) -> str:

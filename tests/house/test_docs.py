@@ -1,10 +1,11 @@
 """Every command and every Python block of the documentation runs as it is written, in an empty working directory.
 
-What the words name is there, small: TARGET, SOURCE and DRAFT are models of bytes, HEADS are heads for them, a preset's
+What the words name is there, small: TARGET, SOURCE and DRAFT are models of bytes, HEADS and EAGLE heads, a preset's
 weights and a task's prompts come from here instead of the network. Options are added, none taken away, to make a
 command short. What cannot run is listed with its reason; a command that is neither run nor listed fails.
 """
 
+import dataclasses
 import importlib
 import io
 import pathlib
@@ -14,6 +15,7 @@ import sys
 import tomllib
 import types
 
+import jax
 import pytest
 
 import jaxspec
@@ -23,6 +25,7 @@ from helpers.paths import ROOT
 from jaxspec.cli import COMMANDS, main
 from jaxspec.cli.options import Parser
 from jaxspec.heads import headers
+from jaxspec.heads.eagle import init_params as eagle_params
 from jaxspec.heads.network import init_params
 from jaxspec.storage import download
 from jaxspec.train import evaluate
@@ -45,7 +48,9 @@ SHORT = {
     "bench": "--limit 1 --repeats 1 --max-new-tokens 4",
     "tune": "--limit 1 --max-new-tokens 8",
     "acceptance": "--limit 1 --max-new-tokens 8 --draws 2",
-    "train": "--steps 4 --heads 2 --batch 2 --answer-tokens 12 --row-tokens 128 --held-out 0.1",
+    "train": "--steps 4 --batch 2 --answer-tokens 12 --row-tokens 128 --held-out 0.1",
+    "train medusa": "--heads 2",
+    "train eagle3": "--depth 2",
 }
 """Options that make a command short, and nothing else."""
 
@@ -101,7 +106,7 @@ PROMPTS = "".join(f'{{"prompt": "question {i}"}}\n' for i in range(24))
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory) -> pathlib.Path:
-    """A model, another one, and heads for the first."""
+    """A model, another one, and heads of both kinds for the first."""
     place = tmp_path_factory.mktemp("shelf")
     for seed, name in enumerate(("TARGET", "DRAFT")):
         path = write_gguf(place / f"{name}.gguf", CONFIG, random_params(CONFIG, seed, 0.3), metadata=METADATA)
@@ -109,6 +114,8 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     sizes = jaxspec.HeadsConfig(CONFIG.hidden_size, len(BYTES), 4, projection="own")
     table = jaxspec.load(place / "TARGET").params["embed"]
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")
+    eagle = jaxspec.EagleConfig(dataclasses.replace(CONFIG, num_layers=1))
+    jaxspec.save_heads(jaxspec.DraftHeads(eagle, eagle_params(eagle, jax.random.key(0))), place / "EAGLE")
     return place
 
 
@@ -116,8 +123,8 @@ def shelf(tmp_path_factory) -> pathlib.Path:
 def world(shelf, tmp_path, monkeypatch):
     """An empty working directory with what the words name; nothing comes from the network."""
     monkeypatch.chdir(tmp_path)
-    for word, there in {"TARGET": "TARGET", "SOURCE": "TARGET", "DRAFT": "DRAFT", "HEADS": "HEADS"}.items():
-        (tmp_path / word).symlink_to(shelf / there)
+    for word in ("TARGET", "SOURCE", "DRAFT", "HEADS", "EAGLE"):
+        (tmp_path / word).symlink_to(shelf / word.replace("SOURCE", "TARGET"))
     for name in ("questions.jsonl", "prompts.jsonl"):
         (tmp_path / name).write_text(PROMPTS)
     (tmp_path / "mine.jsonl").write_text(QUESTIONS)
@@ -143,7 +150,8 @@ def world(shelf, tmp_path, monkeypatch):
 def command(line: str, capsys) -> None:
     """Runs a command as it is written, with what makes it short."""
     words = shlex.split(line)[1:]
-    short = [] if "--help" in words else shlex.split(SHORT.get(words[0], ""))
+    shortened = " ".join(SHORT.get(name, "") for name in (words[0], " ".join(words[:2])))
+    short = [] if "--help" in words else shlex.split(shortened)
     status = main([*words, *short])
     out, err = capsys.readouterr()
     assert status == 0, f"{line}\n{err}"
@@ -163,7 +171,7 @@ def run(block: Block, names: dict, capsys, fit: int = 0) -> None:
         return
     for line in lines(block) if not block.language else ():
         if line.startswith("jaxspec ") and not reason(line):
-            command(line + f" --fit-prompts {fit}" * line.startswith("jaxspec train medusa --target"), capsys)
+            command(line + f" --fit-prompts {fit}" * bool(re.match(r"jaxspec train \w+ --target", line)), capsys)
 
 
 @pytest.mark.parametrize("block", ALONE)

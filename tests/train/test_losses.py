@@ -20,6 +20,7 @@ LM, E = trainees.LM, 64
 V = LM.vocab
 PARAMS = LM.init_params(jax.random.key(0))
 IDS = np.arange(0, V, 2)
+CE = Settings(loss="ce")
 
 
 @functools.cache
@@ -152,12 +153,14 @@ TARGET = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(5).normal(size=8),
 def test_what_is_not_finite_and_not_counted_does_no_harm():
     """Features of padding and of a text's end may be anything."""
     config, named = heads("hidden", False)
-    loss, _ = objective(Settings(), config, False)
+    loss, _ = objective(CE, config, False)
     spoilt = rows()._replace(features=jnp.where((rows().segments == 0)[..., None], jnp.nan, rows().features))
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sums(Settings(), MedusaTrainee(config), unflatten(named), frozen, spoilt).loss.sum()
+            lambda named: losses.sums(
+                Settings(loss="ce"), MedusaTrainee(config), unflatten(named), frozen, spoilt
+            ).loss.sum()
         )
     )(named)
     assert np.isfinite(value)
@@ -179,7 +182,7 @@ def test_labels_are_those_two_and_more_ahead():
             params[f"blocks.{head}.0.kernel"] = jnp.asarray(40 * after - 20 * (1 - after))
         batch = losses.Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), features)
         frozen = losses.Frozen(jnp.eye(size), None, None, None)
-        found = losses.sums(Settings(), MedusaTrainee(config), unflatten(params), frozen, batch)
+        found = losses.sums(CE, MedusaTrainee(config), unflatten(params), frozen, batch)
         assert (found.top1 / found.seen).tolist() == ([1.0] * 3 if shift == 0 else [0.0] * 3)
         assert found.seen.tolist() == [28, 27, 26]
         assert float(losses.accepted_length(found)) == (4 if shift == 0 else 1)
@@ -192,7 +195,7 @@ def test_a_step_in_parts_is_the_step_in_one():
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):
-        settings = Settings(batch=2, accumulate=parts, warmup=0, steps=10)
+        settings = Settings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10)
         batch = jax.tree.map(lambda a, parts=parts: a.reshape(parts, 2 // parts, *a.shape[1:]), rows())
         step = jax.jit(functools.partial(train_step, settings, MedusaTrainee(config), LM))
         end, report = step(frozen, state(), batch)
@@ -235,7 +238,9 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), params)
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     both = [
-        losses.sums(Settings(), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, (*rows, a))))
+        losses.sums(
+            Settings(loss="ce"), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, (*rows, a)))
+        )
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]
     for name, all_rows, few_rows in zip(losses.Sums._fields, *both):

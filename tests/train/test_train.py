@@ -53,7 +53,7 @@ def test_it_learns_and_the_target_stays_as_it_is(run):
     records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     assert records == trained.log
     first, last = (next(r for r in order if "loss" in r) for order in (records, records[::-1]))
-    assert sum(last["loss_by_head"]) < sum(first["loss_by_head"])
+    assert sum(last["loss_by_token"]) < sum(first["loss_by_token"])
     held = [r["held_out"] for r in records if "held_out" in r]
     assert held[-1]["accepted_length"] > 1.2
     assert trained.skipped == 0

@@ -13,21 +13,25 @@ pytestmark = pytest.mark.mesh
 
 PROGRAM = """
 import json, pathlib, sys
+import jaxspec
 sys.path.insert(0, sys.argv[1])
 from helpers import trainees
 
-folder = pathlib.Path(sys.argv[2])
+folder, kind = pathlib.Path(sys.argv[2]), sys.argv[3]
+of = None if kind == "medusa" else jaxspec.Eagle3Settings(depth=2) if kind == "eagle3" else jaxspec.Eagle1Settings()
 prompts = trainees.write_prompts(folder / "prompts.jsonl")
 for devices in (1, 8):
     changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
-    trained = trainees.train(trainees.target(), [prompts], folder / str(devices), data=folder / "data", **changes)
+    place, data = folder / str(devices), folder / "data"
+    trained = trainees.train(trainees.target(), [prompts], place, data=data, of=of, **changes)
     about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
     print(json.dumps({"log": trained.log, "order": [one["order"] for one in about]}))
 """
 
 
-def test_one_device_and_eight_agree(tmp_path):
-    words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path)]
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle1"])
+def test_one_device_and_eight_agree(tmp_path, kind):
+    words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     one, eight = map(json.loads, done.stdout.splitlines())

@@ -1,0 +1,182 @@
+"""The drafter "eagle": an EAGLE head on any tree, with a cache of its own (`jaxspec.heads.eagle`).
+
+The cache holds rows that start from true states of the target, and no others: what was drafted is read again with the
+target's states once it is committed, in one call for all tokens of a round.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.core import cache as caches
+from jaxspec.core.draw import Draw
+from jaxspec.core.networks import LanguageModel, TappedTarget, TypedTarget
+from jaxspec.core.protocols import DrafterInputs
+from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.drafters._grow import grow
+from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
+from jaxspec.errors import InvalidConfig, MissingDraft, shown
+from jaxspec.heads.eagle import EagleConfig, EagleHead, init_cache, module
+from jaxspec.heads.network import check_kind, check_target
+from jaxspec.kernels.library import available
+from jaxspec.models.layers import look_up, matmul
+from jaxspec.models.packed import pack, take_rows
+from jaxspec.models.transformer import TransformerLM
+
+
+class EagleState(NamedTuple):
+    """What the head has read of the text; row t of its cache is made of the target's state at t and the token t + 1."""
+
+    cache: Cache
+    hidden: Float[Array, "B E"]  # the state of the last row, which predicts the token after the root
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle:
+    """Draws from the distribution of an EAGLE head on states of the target; with a dynamic tree EAGLE-1 is EAGLE-2.
+
+    Attributes:
+        config: sizes of the head; the options `rope_theta` and `taps` replace what its file says.
+        target: the model whose states the head reads, and whose embedding and projection it may share.
+        tree: the topology, or the sizes of a dynamic tree.
+
+    Raises:
+        InvalidConfig: the tree has only its root, or nodes with more children than the head has tokens.
+    """
+
+    config: EagleConfig
+    target: LanguageModel
+    tree: Topology | Dynamic = chain(4)
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads", "rope_theta", "taps"})
+    draws = True
+
+    def __post_init__(self):
+        check_tree(self.tree, self.config.rows)
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        heads, target = inputs.heads, inputs.target.lm
+        if heads is None:
+            raise MissingDraft("the drafter 'eagle' needs an EAGLE head (heads=..., or --heads)")
+        check_kind(heads, EagleConfig, "eagle")
+        config = _with_options(heads.config, inputs.options)
+        check_target(config, inputs.target)
+        dtype = _dtype(target)
+        params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
+        if config.draft_vocab_size is not None and not config.own_projection:
+            # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
+            config = dataclasses.replace(config, own_projection=True)
+            params["head"] = take_rows(target.unembedding(inputs.target.params), params["tokens"])
+        drafter = cls(config, target, inputs.tree or heads.tree or chain(4))
+        return drafter, pack(params) if drafter._packed else params
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        """Calls of the head in a round: one reads what was committed, which drafts the first level, too."""
+        return self.tree.shape.depth
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
+
+    def init(self, params: Params, batch: int, capacity: int) -> EagleState:
+        cache = init_cache(self.config, batch, capacity, _dtype(self.target))
+        return EagleState(cache, jnp.zeros((batch, self.config.hidden_size), jnp.float32))
+
+    def absorb(self, params: Params, state: EagleState, advance: Advance) -> EagleState:
+        """Reads committed tokens with the target's states before them; the text's first token has none."""
+        cache, (batch, size) = state.cache, advance.tokens.shape
+        first = ((advance.start == 0) & (advance.count > 0)).astype(jnp.int32)
+        count, steps = advance.count - first, jnp.arange(size)
+        at = jnp.minimum(first[:, None] + steps, size - 1)
+        tokens = jnp.take_along_axis(advance.tokens, at, axis=1)
+        features = jnp.take_along_axis(advance.features, at[:, :, None], axis=1)
+        causal = jnp.broadcast_to(steps[:, None] >= steps, (batch, size, size))
+        window, head = Window(tokens, cache.length[:, None] + steps, causal), module(self.config, params)
+        states = head.fuse(features, self._kernels)
+        states, entries = self._read(head, params, advance.params, states, window, cache)
+        cache = caches.commit(cache, entries, count, jnp.isnan(states[:, 0, 0]).astype(jnp.int32))
+        last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+        return EagleState(cache, jnp.where((count > 0)[:, None], last, state.hidden))
+
+    def propose(self, params: Params, state: EagleState, context: Context, draw: Draw) -> tuple[Proposal, EagleState]:
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        head, cache = module(self.config, params), state.cache
+
+        def read(level: Level, carry: tuple[Array, KV]) -> tuple[Array, tuple[Array, KV]]:
+            states, entries = carry
+            window = as_window(level, cache.length - 1)
+            own = level.of_parents(states)
+            own, new = self._read(head, params, context.params, own, window, cache, entries)
+            return self._logits(head, context, own), (level.put(states, own), put_entries(entries, level, new))
+
+        states = jnp.broadcast_to(state.hidden[:, None], (root.size, count_slots(self.tree), state.hidden.shape[1]))
+        carry = states, empty_entries(cache, self.tree)
+
+        def after_root() -> Float[Array, "B 1 R"]:
+            return self._logits(head, context, state.hidden[:, None])
+
+        grown = grow(self.tree, root, draw, read, carry, root_logits=after_root, ids=params.get("tokens"))
+        return grown.proposal, state
+
+    def _read(
+        self,
+        head: EagleHead,
+        params: Params,
+        target_params: Params,
+        states: Float[Array, "B T E"],
+        window: Window,
+        cache: Cache,
+        past: KV | None = None,
+    ) -> tuple[Float[Array, "B T E"], KV]:
+        target: Any = self.target
+        table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
+        return head(states, look_up(table, window.tokens), window, cache, past, self._kernels)
+
+    def _logits(self, head: EagleHead, context: Context, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
+        features = head.projected(states, self._kernels)
+        if head.head is None:
+            return self.target.head(context.params, features)
+        logits = matmul(features, head.head[...], transposed=True)
+        return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
+
+    @property
+    def _packed(self) -> bool:
+        return isinstance(self.target, TransformerLM) and self.target.kernels
+
+    @property
+    def _kernels(self) -> bool:
+        return self._packed and available()
+
+
+def _with_options(config: EagleConfig, options: Mapping[str, Any]) -> EagleConfig:
+    """Returns the sizes with the base of rotary positions, and the taps, that the options state."""
+    if (theta := options.get("rope_theta")) is not None:
+        rope = dataclasses.replace(config.decoder.rope, theta=theta)
+        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, rope=rope))
+    if (taps := options.get("taps")) is not None:
+        parts = taps.split(",") if isinstance(taps, str) else taps if isinstance(taps, (list, tuple)) else ()
+        numbers = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+        if len(numbers) != config.num_taps:
+            raise InvalidConfig(
+                f"taps must be {config.num_taps} layers of the target, as the head reads, such as "
+                f"(2, 15, 27) or '2,15,27'; got {shown(taps)}"
+            )
+        config = dataclasses.replace(config, taps=numbers)
+    return config
+
+
+def _dtype(target: LanguageModel) -> str:
+    """Returns the dtype of the head's matrix products and of its cache."""
+    return target.dtype if isinstance(target, TypedTarget) else "float32"

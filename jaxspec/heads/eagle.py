@@ -1,0 +1,229 @@
+"""EAGLE heads in Flax NNX: a few layers that read a token and the target's state before it, and guess the next token.
+
+EAGLE-1 (Li et al. 2024, arXiv:2401.15077, section 4.1) reads the target's last feature; EAGLE-2 (arXiv:2406.16858) is
+the same head on a dynamic tree. EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1) reads the residual stream
+before three layers of the target, and EAGLE-3.1 (arXiv:2605.09992) norms each of them and the state that it returns.
+
+A row is a pair of a state and the token after it; the head returns the row's own state, which predicts the token after
+that. Rows of committed text start from the target's states; the row of a drafted token starts from the state of the row
+before it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core.networks import HeadTarget
+from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.errors import InvalidConfig
+from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
+from jaxspec.heads.network import Frozen, as_ids
+from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
+from jaxspec.models.packed import Matrix
+from jaxspec.models.transformer import Block, project
+
+_ROWS, _SAME = 8192, 2**-8
+"""Rows that are compared at once, and the largest difference of a copy, relative to the largest value: bfloat16's."""
+
+
+class EagleHead(nnx.Module):
+    """The head of an `EagleConfig`. Activations are float32 between matmuls; norms and biases are float32."""
+
+    def __init__(self, config: EagleConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
+        """Draws random parameters."""
+        c, shapes = config, config.param_shapes()
+
+        def matrix(name: str) -> nnx.Param:
+            scale = shapes[name][0 if name == "fc" else 1] ** -0.5
+            return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shapes[name], jnp.float32).astype(dtype))
+
+        def vector(name: str, value: float = 1) -> nnx.Param | None:
+            return nnx.Param(jnp.full(shapes[name], value, jnp.float32)) if name in shapes else None
+
+        self.config = config
+        self.fc, self.fc_bias = matrix("fc"), vector("fc_bias", 0)
+        self.fc_norms = nnx.List(vector(f"fc_norms.{i}") for i in range(c.num_taps * c.fc_norm))
+        self.input_norm, self.hidden_norm, self.norm = vector("input_norm"), vector("hidden_norm"), vector("norm")
+        layers = range(c.decoder.num_layers)
+        self.layers = nnx.List(Block(c.decoder, dtype, rngs, c.layer_shapes(i)) for i in layers)
+        self.embed = matrix("embed") if c.own_embedding else None
+        self.head = matrix("head") if c.own_projection else None
+        # Ids of the tokens that can be guessed, ascending; row r of `head` belongs to token tokens[r].
+        self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
+
+    def fuse(self, features: Float[Array, "B T F"], kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns the states with which rows of committed text start.
+
+        Args:
+            features: of the target, with the head's taps.
+            kernels: use the CPU kernels.
+        """
+        c, width = self.config, self.config.feature_size
+        if c.version == 1:
+            return features.astype(jnp.float32)
+        taps = features[..., width:]
+        if c.norm_before_fc:
+            taps = self._norm(taps, self.input_norm, kernels)
+        if c.fc_norm:
+            each = jnp.split(taps, c.num_taps, axis=-1)
+            taps = jnp.concatenate([self._norm(a, scale, kernels) for a, scale in zip(each, self.fc_norms)], axis=-1)
+        return project(taps, self.fc, self.fc_bias)
+
+    def __call__(
+        self,
+        states: Float[Array, "B T E"],
+        embeddings: Float[Array, "B T E"],
+        window: Window,
+        cache: Cache,
+        past: KV | None = None,
+        kernels: bool = False,
+    ) -> tuple[Float[Array, "B T E"], KV]:
+        """Reads a window of rows, without writing to the cache.
+
+        Args:
+            states: the state before each token: `fuse` of the target's features, or that of the row before.
+            embeddings: of the tokens, unscaled.
+            window: the tokens, and the places of their rows; the tokens themselves are not read.
+            cache: keys and values of the rows before.
+            past: keys and values of earlier rows of the same window.
+            kernels: use the CPU kernels.
+
+        Returns:
+            The rows' states, and their keys and values, for the caller to commit or to drop.
+        """
+        entries = []
+        turned = rotation(window.positions, self.config.decoder.rope, self.config.decoder.head_dim)
+
+        def attention(layer: int, read: Array) -> Array:
+            mixed, new = self.layers[layer].attention(read, layer, turned, window, cache, past, 1, kernels)
+            entries.append(new)
+            return mixed
+
+        states = self.run(states, embeddings, attention, kernels)
+        return states, KV(*(jnp.stack(a) for a in zip(*entries)))
+
+    def run(
+        self,
+        states: Float[Array, "B T E"],
+        embeddings: Float[Array, "B T E"],
+        attention: Callable[[int, Array], Array],
+        kernels: bool = False,
+    ) -> Float[Array, "B T E"]:
+        """Returns the rows' states, with attention of the caller's.
+
+        Args:
+            states: the state before each token.
+            embeddings: of the tokens, unscaled.
+            attention: a function from the number of a layer and its normed input to the output of its attention.
+            kernels: use the CPU kernels.
+        """
+        first = 0
+        if self.config.version == 1:
+            x = project(jnp.concatenate([embeddings, states], axis=-1), self.fc, self.fc_bias)
+        else:
+            read, kept = self.start(states, embeddings, kernels)
+            x, first = self.layers[0].mlp(kept + attention(0, read), kernels=kernels), 1
+        for layer in range(first, self.config.decoder.num_layers):
+            block = self.layers[layer]
+            x = block.mlp(x + attention(layer, self._norm(x, block.attn_norm, kernels)), kernels=kernels)
+        return self.finish(x, kernels)
+
+    def start(
+        self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"], kernels: bool = False
+    ) -> tuple[Float[Array, "B T 2*E"], Float[Array, "B T E"]]:
+        """Returns what the attention of an EAGLE-3 head's first layer reads, and the residual stream before it."""
+        words = self._norm(embeddings, self.layers[0].attn_norm, kernels)
+        normed = self._norm(states, self.hidden_norm, kernels)
+        return jnp.concatenate([words, normed], axis=-1), normed if self.config.norm_before_residual else states
+
+    def finish(self, x: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns the states of rows from the residual stream after the last layer."""
+        return self._norm(x, self.norm, kernels) if self.config.norm_output else x
+
+    def projected(self, states: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns what the projection to logits reads of states."""
+        return states if self.config.norm_output else self._norm(states, self.norm, kernels)
+
+    def logits(self, states: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T R"]:
+        """Returns the logits by the head's own projection."""
+        assert self.head is not None
+        return matmul(self.projected(states, kernels), self.head[...], transposed=True)
+
+    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
+        return x if scale is None else rms_norm(x, scale[...], self.config.decoder.norm_eps, kernels)
+
+
+@functools.lru_cache
+def _graph(config: EagleConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: EagleHead(config, rngs=nnx.Rngs(0))))[0]
+
+
+def module(config: EagleConfig, params: Params) -> EagleHead:
+    """Returns the module with these parameters, which are the pure dict of its state."""
+    return nnx.merge(_graph(config), nnx.State(params))
+
+
+def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """Returns an empty cache of the head's layers; it holds one row for each token of the text but the first."""
+    c = config.decoder
+    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+
+
+def share_embedding(config: EagleConfig, named: dict[str, Array], target: Any) -> tuple[EagleConfig, dict[str, Array]]:
+    """Drops the head's own embedding if it is a copy of the target's (`jaxspec.models.model.Model`).
+
+    Args:
+        config: sizes of the head.
+        named: its parameters by name.
+        target: the model that the head drafts for.
+    """
+    if not config.own_embedding or config.feature_size != config.hidden_size or not isinstance(target.lm, HeadTarget):
+        return config, named
+    own, table = named["embed"], target.lm.embedding(target.params)
+    if table.shape != own.shape:
+        return config, named
+    for start in range(0, len(own), _ROWS):
+        ids = jnp.arange(start, min(start + _ROWS, len(own)))
+        ours, theirs = own[ids].astype(jnp.float32), look_up(table, ids[None])[0]
+        if jnp.abs(ours - theirs).max() > _SAME * jnp.abs(theirs).max():
+            return config, named
+    rest = {name: leaf for name, leaf in named.items() if name != "embed"}
+    return dataclasses.replace(config, own_embedding=False), rest
+
+
+def init_params(
+    config: EagleConfig,
+    key: Array,
+    projection: Float[Array | np.ndarray, "V E"] | Matrix | None = None,
+    tokens: Int[Array | np.ndarray, "R"] | None = None,
+) -> Params:
+    """Returns parameters before training, a pure dict of float32 arrays. Norms are 1, biases 0, matrices normal.
+
+    Args:
+        config: sizes of the head.
+        key: of the random matrices.
+        projection: the target's projection, with which the head's own starts; None for a random one.
+        tokens: the ids of a reduced vocabulary, ascending; required if there is one.
+
+    Raises:
+        InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
+    """
+    params = nnx.to_pure_dict(nnx.state(EagleHead(config, rngs=nnx.Rngs(params=key))))
+    if (tokens := as_ids(config, tokens)) is not None:
+        params["tokens"] = tokens
+    if projection is not None and config.own_projection:
+        expected = config.vocab_size, config.hidden_size
+        if projection.shape != expected:
+            raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
+        rows = projection if tokens is None else projection[tokens]
+        params["head"] = jnp.asarray(rows.astype(jnp.float32))
+    return jax.tree.map(jnp.asarray, params)

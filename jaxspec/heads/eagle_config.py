@@ -1,0 +1,175 @@
+"""The sizes of an EAGLE head. Nothing here imports JAX."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxspec.errors import InvalidConfig
+from jaxspec.models.config import ModelConfig
+
+
+def default_taps(depth: int) -> tuple[int, int, int]:
+    """Returns the taps that EAGLE-3 heads read by default of a target of `depth` layers: 2, depth / 2, depth - 3."""
+    low, middle, high = sorted(min(max(tap, 1), depth) for tap in (2, depth // 2, depth - 3))
+    return low, middle, high
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """The sizes of an EAGLE head; static and hashable.
+
+    Attributes:
+        decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
+        version: 1 for EAGLE-1 and EAGLE-2 (which differ in the tree alone), 3 for EAGLE-3 and EAGLE-3.1.
+        target_size: the width of the target's features; None for `hidden_size`.
+        taps: the taps of the target that an EAGLE-3 head reads (`jaxspec.core.networks.TappedTarget`); None for
+            `default_taps` of the target.
+        draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
+            tokens of the vocabulary.
+        fc_bias: whether the input projection has a bias.
+        fc_norm: whether each tap is normed before the input projection (EAGLE-3.1).
+        norm_before_fc: whether all taps are normed as one vector before the input projection.
+        norm_before_residual: whether the first layer adds to its normed state, in place of the state itself.
+        norm_output: whether a drafted token reads the normed state of the one before it (EAGLE-3.1).
+        own_embedding: whether the head has an embedding, and does not read the target's.
+        own_projection: whether the head has a projection to logits, and does not use the target's.
+
+    Raises:
+        InvalidConfig: a value is out of range or of another type, or two values exclude one another.
+    """
+
+    decoder: ModelConfig
+    version: int = 3
+    target_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    own_projection: bool = False
+
+    drafter: ClassVar[str] = "eagle"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type is bool and not isinstance(getattr(self, field.name), bool):
+                raise InvalidConfig(f"{field.name} of a head must be true or false, got {getattr(self, field.name)!r}")
+        if type(self.version) is not int or self.version not in (1, 3):
+            raise InvalidConfig(f"version of an EAGLE head must be 1 or 3, got {self.version!r}")
+        if not isinstance(self.decoder, ModelConfig):
+            raise InvalidConfig(f"decoder of an EAGLE head must be a ModelConfig, got {self.decoder!r:.80}")
+        sizes = {"target_size": (1 << 31) - 1, "draft_vocab_size": self.decoder.vocab_size}
+        for name, most in sizes.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise InvalidConfig(f"{name} of a head must be a whole number from 1 to {most}, got {value!r}")
+        taps = self.taps
+        if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
+            raise InvalidConfig(f"taps of a head must be whole numbers from 1, got {taps!r:.80}")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.version == 1 and (
+            self.taps or self.draft_vocab_size is not None or self.own_projection or any(self._switches)
+        ):
+            raise InvalidConfig(
+                "an EAGLE-1 head reads the target's last feature and shares its projection: it has no taps, norms, or "
+                "vocabulary of its own"
+            )
+        if self.version == 3 and self.taps == ():
+            raise InvalidConfig("an EAGLE-3 head reads at least one tap of the target")
+        if self.fc_norm and self.norm_before_fc:
+            raise InvalidConfig("fc_norm and norm_before_fc exclude one another")
+        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
+            raise InvalidConfig(
+                f"a head of width {self.hidden_size} for features of width {self.feature_size} needs an embedding and "
+                "a projection of its own"
+            )
+        if self.decoder.window is not None:
+            raise InvalidConfig("an EAGLE head has no sliding-window attention")
+
+    @property
+    def _switches(self) -> tuple[bool, ...]:
+        return self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output
+
+    @property
+    def hidden_size(self) -> int:
+        """E, the width of the head's states."""
+        return self.decoder.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the size of the target's vocabulary."""
+        return self.decoder.vocab_size
+
+    @property
+    def feature_size(self) -> int:
+        """The width of the target's features, and of each tap."""
+        return self.hidden_size if self.target_size is None else self.target_size
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The methods of the target that return tables which the head reads, besides its `head`."""
+        rows = self.draft_vocab_size is not None and not self.own_projection
+        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
+
+    @property
+    def summary(self) -> str:
+        """The kind of head in a few words."""
+        layers = self.decoder.num_layers
+        return f"an EAGLE-{self.version} head of {layers} layer{'s' * (layers > 1)}"
+
+    @property
+    def rows(self) -> int:
+        """The number of tokens that can be guessed."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of layers and taps."""
+        return self.decoder.num_layers + self.num_taps
+
+    @property
+    def num_taps(self) -> int:
+        """The number of taps that the head reads."""
+        return len(self.taps_of(1))
+
+    def taps_of(self, depth: int) -> tuple[int, ...]:
+        """Returns the taps of a target of `depth` layers that the head reads; none with EAGLE-1."""
+        if self.version == 1:
+            return ()
+        return default_taps(depth) if self.taps is None else self.taps
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of a layer's parameters, as `ModelConfig.block_shapes`; only the first layer differs."""
+        shapes = self.decoder.block_shapes()
+        if layer == 0 and self.version == 1:
+            del shapes["attn_norm"]
+        elif layer == 0:
+            rows, columns = shapes["qkv"]
+            shapes["qkv"] = (2 * rows, columns)
+        return shapes
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`."""
+        e, f = self.hidden_size, self.feature_size
+        reads = 2 * e if self.version == 1 else self.num_taps * f
+        shapes: dict[str, tuple[int, ...]] = {"fc": (reads, e)}
+        if self.fc_bias:
+            shapes["fc_bias"] = (e,)
+        shapes |= {f"fc_norms.{i}": (f,) for i in range(self.num_taps * self.fc_norm)}
+        if self.norm_before_fc:
+            shapes["input_norm"] = (reads,)
+        for layer in range(self.decoder.num_layers):
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.layer_shapes(layer).items()}
+        if self.version == 3:
+            shapes |= {"hidden_norm": (e,), "norm": (e,)}
+        if self.own_embedding:
+            shapes["embed"] = (self.vocab_size, e)
+        if self.own_projection:
+            shapes["head"] = (self.rows, e)
+        if self.draft_vocab_size is not None:
+            shapes["tokens"] = (self.draft_vocab_size,)
+        return shapes

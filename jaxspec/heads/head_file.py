@@ -1,0 +1,80 @@
+"""What the headers of a file of draft heads say."""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoints.base import StoredTensor, check_finite
+from jaxspec.checkpoints.folder import LazyTensor
+from jaxspec.core.tree import Topology
+from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import check_target, vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadFile:
+    """Draft heads in files, with the headers checked and no weight read.
+
+    Attributes:
+        path: the file or directory.
+        layout: the name of the layout; "jaxspec" for jaxspec's own.
+        sizes: keywords of `kind`, without `vocab_size` if the files of Medusa heads do not state it.
+        readers: a function for each name of `param_shapes` of the sizes, which reads that parameter in the dtype of the
+            file.
+        stored: the tensors of the heads, by their names in the file.
+        settings: the content of config.json, or of heads.json.
+        tree: the topology that the heads draft best on, if it is known.
+        notes: what users should know about the heads, one sentence each.
+        kind: the class of the sizes.
+    """
+
+    path: pathlib.Path
+    layout: str
+    sizes: Mapping[str, Any]
+    readers: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
+    stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
+    settings: Mapping[str, Any] = dataclasses.field(repr=False)
+    tree: Topology | None = None
+    notes: tuple[str, ...] = ()
+    kind: type[HeadsConfig] | type[EagleConfig] = HeadsConfig
+
+    def config(self, target: Any = None) -> HeadsConfig | EagleConfig:
+        """Returns the sizes; the vocabulary is the target's if the files do not state its size.
+
+        Raises:
+            InvalidConfig: the files do not state the size of the vocabulary, and there is no target.
+            ShapeMismatch: the heads do not fit the target.
+        """
+        sizes = dict(self.sizes)
+        if self.kind is HeadsConfig and "vocab_size" not in sizes:
+            if target is None:
+                raise InvalidConfig(
+                    f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
+                    "target (target=..., or --target)"
+                )
+            sizes["vocab_size"] = vocabulary(target)
+        try:
+            config = self.kind(**sizes)
+            if target is not None:
+                check_target(config, target)
+        except (InvalidConfig, ShapeMismatch) as error:
+            raise type(error)(f"{self.path}: {error}") from None
+        return config
+
+    def config_of_any_vocabulary(self) -> HeadsConfig | EagleConfig:
+        """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
+        if self.kind is EagleConfig:
+            return EagleConfig(**self.sizes)
+        sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(self.sizes)
+        return HeadsConfig(**sizes)
+
+
+def finite_reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
+    """Returns a function that reads a tensor, and refuses one that is not finite."""
+    return lambda: check_finite(held.where, name, held.read())

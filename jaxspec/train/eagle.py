@@ -1,0 +1,268 @@
+"""EAGLE heads in training, for any target that gives its residual stream (`jaxspec.core.networks.TappedTarget`).
+
+Row t is the target's state at t and the token t + 1. Step 0 predicts token t + 2 from it. In step s, row t reads its
+own state of step s - 1 and the text's token t + 1 + s, and predicts token t + 2 + s: the training-time test of EAGLE-3
+(Li et al. 2025, arXiv:2503.01840, section 3.1). This is what the drafter does on a chain of the text's own tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, no_feature, with_taps
+from jaxspec.core.records import KV, Params
+from jaxspec.errors import InvalidConfig
+from jaxspec.heads import eagle
+from jaxspec.heads.eagle_config import EagleConfig, default_taps
+from jaxspec.heads.network import DraftHeads, check_target, vocabulary
+from jaxspec.heads.serving import served_by
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import look_up, matmul, rotation
+from jaxspec.models.model import Model
+from jaxspec.models.rope import Rope
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.settings import check_start
+
+JUDGED = 7
+"""Steps in which heads are evaluated, however many they were trained with: EAGLE's own trees are as deep."""
+USUAL = 512
+"""Tokens of a text whose noise is as wide as the setting says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleTrainee:
+    """An EAGLE head that is trained for a target; see `jaxspec.train.trainee.Trainee`.
+
+    Attributes:
+        config: the sizes.
+        depth: number of steps.
+        feature_loss: weight of the smooth L1 distance of EAGLE-1's features.
+        noise: width of the uniform noise on EAGLE-1's features.
+    """
+
+    config: EagleConfig
+    depth: int
+    feature_loss: float = 0.0
+    noise: float = 0.0
+    drafter = "eagle"
+    reads_context = True
+    joint = None
+
+    @property
+    def drafted(self) -> int:
+        """The number of steps."""
+        return self.depth
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the target's projection."""
+        return self.config.vocab_size
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the head reads the target's embeddings, and has none of its own."""
+        return not self.config.own_embedding
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """The taps; none for EAGLE-1, which reads the target's own features."""
+        return {"taps": list(self.config.taps)} if self.config.taps else {}
+
+    @property
+    def title(self) -> str:
+        """The kind of head."""
+        return f"EAGLE-{self.config.version} head"
+
+    @property
+    def description(self) -> str:
+        """The sizes, for the card."""
+        c, d = self.config, self.config.decoder
+        layers = f"{d.num_layers} decoder layer{'s' * (d.num_layers > 1)}"
+        reads = f"after the layers {', '.join(map(str, c.taps))}" if c.taps else "before the projection"
+        projection = "own" if c.own_projection else "shared"
+        return (
+            f"{layers} on the target's states {reads}, projection: {projection}, {c.rows} of {c.vocab_size} tokens "
+            f"drafted, {self.depth} step{'s' * (self.depth > 1)} in training"
+        )
+
+    @property
+    def served_by(self) -> str:
+        """A sentence that says which systems can serve the head."""
+        return served_by(self.config)
+
+    def network(self, lm: LanguageModel) -> LanguageModel:
+        """Returns the target's network with the head's taps."""
+        return with_taps(lm, self.config.taps or ())
+
+    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
+        """Returns a head that reads the mean of the taps, and norms and projects its states as the target does."""
+        lm: Any = target.lm
+        params = eagle.init_params(self.config, jax.random.key(0), lm.unembedding(target.params), ids)
+        if self.config.version == 3:
+            count = self.config.num_taps
+            params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
+            if isinstance(lm, TransformerLM):
+                params["norm"] = jnp.asarray(target.params["norm"], jnp.float32)
+        return {name: value for name, value in params.items() if name != "tokens"}
+
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+        """Yields the guesses of each step. The backward pass computes the layers of each step again."""
+        features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
+        params = params if frozen.ids is None else params | {"tokens": frozen.ids}
+        states = eagle.module(self.config, params).fuse(self._with_noise(features, batch))
+        sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
+        kept: list[list[KV]] = []
+        for _ in range(self.depth):
+            states, new, logits = self._step(params, frozen, states, batch.tokens, kept, sees)
+            kept = [*kept, new]
+            yield Guess(logits, self._distance(states, features) if self.feature_loss else None)
+
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def _step(
+        self,
+        params: Params,
+        frozen: Frozen,
+        states: Float[Array, "B T E"],
+        tokens: Int[Array, "B T"],
+        kept: list[list[KV]],
+        sees: Bool[Array, "B T T"],
+    ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T R"]]:
+        """Returns the states, the keys and values of each layer, and the logits of the step after those in `kept`."""
+        head, c, new = eagle.module(self.config, params), self.config.decoder, []
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
+        turned = rotation(positions, c.rope, c.head_dim)
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+
+        def attention(layer: int, read: Array) -> Array:
+            block = head.layers[layer]
+            queries, own = block.heads(read, turned, params["fc"].dtype)
+            new.append(own)
+            return block.join(attend_to_rows_and_chain(queries, [*(step[layer] for step in kept), own], sees, scale))
+
+        table = params["embed"] if self.config.own_embedding else frozen.embed
+        assert table is not None
+        states = head.run(states, look_up(table, ahead(tokens, 1 + len(kept))), attention)
+        if self.config.own_projection:
+            return states, new, head.logits(states)
+        return states, new, matmul(head.projected(states), frozen.rows, transposed=True)
+
+    def _with_noise(self, features: Float[Array, "B T F"], batch: Batch) -> Float[Array, "B T F"]:
+        """Adds the noise of a training step; evaluation has no key, and no noise."""
+        if not self.noise or batch.key is None:
+            return features
+        length = (batch.segments[:, :, None] == batch.segments[:, None, :]).sum(-1, keepdims=True)
+        drawn = jax.random.uniform(batch.key, features.shape, minval=-0.5, maxval=0.5)
+        return features + self.noise * USUAL / length * drawn
+
+    def _distance(self, states: Float[Array, "B T E"], features: Float[Array, "B T E"]) -> Float[Array, "B T"]:
+        """Returns the weighted smooth L1 distance of states from the target's next features."""
+        apart = jnp.abs(states - ahead(features, 1))
+        return self.feature_loss * jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1)
+
+    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
+        """Returns the trained head."""
+        params = params if ids is None else params | {"tokens": ids}
+        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
+
+
+def attend_to_rows_and_chain(
+    queries: Float[Array, "B H G T K"], seen: Sequence[KV], sees: Bool[Array, "B T T"], scale: float
+) -> Float[Array, "B H G T K"]:
+    """Computes attention of row t to the rows up to t in step 0, and to row t alone in later steps.
+
+    In one softmax over T + s scores, so that no mask of all steps is needed: a later step's row continues its own chain
+    and sees no other.
+
+    Args:
+        queries: of step s.
+        seen: keys and values of the steps 0 to s.
+        sees: the rows of step 0 that each row sees.
+        scale: factor of the scores.
+    """
+    first, size = seen[0], queries.shape[3]
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
+    if len(seen) == 1:
+        return dot("bhgtj,bhjk->bhgtk", jax.nn.softmax(scores, -1).astype(queries.dtype), first.values)
+    chain = KV(*(jnp.stack(each, axis=3) for each in zip(*seen[1:])))
+    own = dot("bhgtk,bhtsk->bhgts", queries, chain.keys) * scale
+    weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1).astype(queries.dtype)
+    mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size], first.values)
+    return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)
+
+
+def make_trainee(
+    kind: Any,
+    target: Model,
+    draft_vocab: int,
+    start: DraftHeads | None,
+    *,
+    taps: tuple[int, ...] | None = None,
+    qk_norm: bool = False,
+    **switches: bool,
+) -> EagleTrainee:
+    """Returns an EAGLE head to train for a target.
+
+    Args:
+        kind: the settings of the kind of head, an `Eagle1Settings` or an `Eagle3Settings`.
+        target: the target.
+        draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
+        start: the head to start from, whose sizes are taken; None for a new one.
+        taps: the taps; None for EAGLE-3's own.
+        qk_norm: whether queries and keys are normed.
+        switches: those of `EagleConfig`.
+
+    Raises:
+        InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
+    """
+    lm: Any = target.lm
+    need_members(lm, ["unembedding", "embedding"], "EAGLE heads are trained on a target with a method")
+    if start is not None:
+        check_start(kind, ("depth", "feature_loss", "noise"))
+        config = start.config
+        if not isinstance(config, EagleConfig) or config.version != kind.version:
+            raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{kind.version} head is trained")
+        depth = lm.depth if isinstance(lm, TappedTarget) else 0
+        config = dataclasses.replace(config, taps=config.taps_of(depth) or None)
+    else:
+        if kind.version == 3:
+            need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
+            taps = default_taps(lm.depth) if taps is None else taps
+        reduced = draft_vocab if 0 < draft_vocab < lm.vocab else None
+        decoder = _layers_like(target, kind.layers, qk_norm)
+        config = EagleConfig(decoder, kind.version, taps=taps, draft_vocab_size=reduced, **switches)
+    check_target(config, target)
+    with_taps(lm, config.taps or ())
+    own = {name: vars(kind)[name] for name in ("feature_loss", "noise") if name in vars(kind)}
+    return EagleTrainee(config, kind.drafted, **own)
+
+
+def _layers_like(target: Model, layers: int, qk_norm: bool) -> ModelConfig:
+    """Returns the sizes of decoder layers as wide as a target's features, and as its own layers if they are known."""
+    lm, rows = target.lm, vocabulary(target)
+    if isinstance(lm, TransformerLM):
+        c = lm.config
+        return ModelConfig(
+            rows, c.hidden_size, c.intermediate_size, layers, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps,
+            max_position=c.max_position, rope=Rope(c.rope.theta), activation=c.activation, qk_norm=qk_norm,
+        )  # fmt: skip
+    width = no_feature(lm, target.params, lm.init_cache(1, 0)).shape[-1]
+    heads = max(1, width // 64)
+    return ModelConfig(
+        rows, width, 3 * width, layers, heads, heads, 2 * (width // (2 * heads)), max_position=lm.context,
+        qk_norm=qk_norm,
+    )  # fmt: skip
+
+
+def trainee_of(heads: DraftHeads) -> EagleTrainee | None:
+    """Returns the trainee, with `JUDGED` steps, that an EAGLE head comes from; None for heads of another kind."""
+    return EagleTrainee(heads.config, JUDGED) if isinstance(heads.config, EagleConfig) else None

@@ -1,0 +1,259 @@
+"""Tests EAGLE heads in training: unrolled steps are the drafter's chain, with the gradients of one dense mask."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from helpers import trainees
+from helpers.narrow import not_none
+from jaxspec.core import cache as caches
+from jaxspec.core.records import KV, Window
+from jaxspec.errors import InvalidConfig, TrainingError
+from jaxspec.heads.eagle import EagleConfig, init_cache, init_params, module
+from jaxspec.heads.network import DraftHeads
+from jaxspec.models.rope import Rope
+from jaxspec.train import losses
+from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.eagle import EagleTrainee
+from jaxspec.train.files import fingerprint
+from jaxspec.train.log import LOG, Watch
+from jaxspec.train.packing import Text, pack
+from jaxspec.train.settings import Settings, check_together
+
+LM = trainees.LM
+V, E = LM.vocab, LM.config.hidden_size
+LAYER = dataclasses.replace(LM.config, num_layers=1, rope=Rope(100.0))
+TWO = dataclasses.replace(LAYER, num_layers=2, qk_norm=True, qkv_bias=True)
+IDS = np.arange(0, V, 2)
+STEPS = 4
+LENGTHS = (9, 6, 12)
+CONFIGS = {
+    "1": EagleConfig(TWO, 1, fc_bias=True),
+    "3": EagleConfig(LAYER, taps=(1, 1, 2)),
+    "3.1": EagleConfig(LAYER, taps=(1, 2), draft_vocab_size=len(IDS), fc_norm=True, norm_output=True),
+    "3, two layers": EagleConfig(
+        TWO, taps=(2,), draft_vocab_size=len(IDS), norm_before_fc=True, norm_before_residual=True, own_projection=True
+    ),
+}
+
+
+def trainee(name: str) -> EagleTrainee:
+    return EagleTrainee(CONFIGS[name], STEPS, feature_loss=2.0 * (name == "1"))
+
+
+@functools.cache
+def target() -> jaxspec.Model:
+    return trainees.target()
+
+
+@functools.cache
+def batch(name: str) -> Batch:
+    """Three texts in two rows, and features at random."""
+    rng = np.random.default_rng(0)
+    texts = [Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= n // 4) for n in LENGTHS]
+    packed, _ = pack(texts, 16)
+    assert packed.segments.max() == 2
+    count = 1 + CONFIGS[name].num_taps
+    return Batch(*map(jnp.asarray, (*packed, rng.normal(size=(2, 16, count * E)).astype(np.float32))))
+
+
+@functools.cache
+def inputs(name: str) -> tuple[dict, Frozen]:
+    """Parameters of which no norm or bias is that of a beginning, and the target's tables."""
+    ids = IDS if CONFIGS[name].draft_vocab_size else None
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.2 * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32),
+        trainee(name).init_params(target(), ids),
+    )
+    return params, losses.freeze(trainee(name), LM, target().params, ids)
+
+
+def whole(params: dict, frozen: Frozen) -> dict:
+    return params if frozen.ids is None else params | {"tokens": jnp.asarray(frozen.ids)}
+
+
+def logits_of(config: EagleConfig, head, frozen: Frozen, states):
+    if config.own_projection:
+        return head.logits(states)
+    return jnp.matmul(head.projected(states), frozen.rows.T, precision="highest")
+
+
+class Dense(EagleTrainee):
+    """The same steps by the drafter's own network, with a mask of all rows of all steps."""
+
+    def unroll(self, params, frozen, batch) -> Iterator[Guess]:
+        c, head, (rows, size) = self.config, module(self.config, whole(params, frozen)), batch.tokens.shape
+        cache, places = init_cache(c, rows, 0, "float32"), jnp.arange(size)
+        causal = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (places[:, None] >= places)
+        diagonal = jnp.broadcast_to(jnp.eye(size, dtype=bool), causal.shape)
+        states, past = head.fuse(batch.features), None
+        for step in range(self.depth):
+            mask = jnp.concatenate([causal, *[diagonal] * step], axis=-1)
+            tokens = ahead(batch.tokens, 1 + step)
+            window = Window(tokens, jnp.broadcast_to(places + step, tokens.shape), mask)
+            states, new = head(states, not_none(frozen.embed)[tokens], window, cache, past)
+            past = new if past is None else KV(*(jnp.concatenate(both, axis=3) for both in zip(past, new)))
+            penalty = None
+            if self.feature_loss:
+                apart = states - ahead(batch.features, 1)
+                penalty = self.feature_loss * jnp.where(abs(apart) < 1, apart**2 / 2, abs(apart) - 0.5).mean(-1)
+            yield Guess(logits_of(c, head, frozen, states), penalty)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_are_those_of_one_dense_mask(name):
+    """Of every parameter, with packed texts, to 1e-5 of the largest value."""
+    settings, (params, frozen), one, rows = Settings(loss="kl"), inputs(name), trainee(name), batch(name)
+    found = []
+    for each in (one, Dense(**vars(one))):
+
+        def loss(params, each=each):
+            found = losses.sums(settings, each, params, frozen, rows)
+            return (0.8 ** jnp.arange(STEPS) * found.loss / found.counted).sum(), found
+
+        found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+    (ours, gradient), (theirs, expected) = found
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, theirs)
+    for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.abs(other).max()) > 1e-6
+        np.testing.assert_allclose(leaf, other, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def chains(config: EagleConfig, params, frozen: Frozen, text, features):
+    """The logits `[S, T, R]` of a chain from every row of a text [T], one batch row each, by the drafter's cache."""
+    size, head = len(text), module(config, params)
+    tokens = jnp.append(text[1:], jnp.zeros(STEPS + 1, text.dtype))
+    here, start = jnp.arange(size), jnp.broadcast_to(jnp.arange(size), (size, size))
+    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (size, size, size))
+    cache = init_cache(config, size, 64, "float32")
+    every = jnp.broadcast_to(tokens[:size], (size, size))
+    states = head.fuse(jnp.broadcast_to(features, (size, *features.shape)))
+    states, entries = head(states, not_none(frozen.embed)[every], Window(every, start, causal), cache)
+    cache = caches.commit(cache, entries, here + 1, jnp.zeros(size, jnp.int32))
+    states, past = states[here, here][:, None], None
+    found = [logits_of(config, head, frozen, states)]
+    for step in range(1, STEPS):
+        token = tokens[here + step][:, None]
+        window = Window(token, (here + step)[:, None], jnp.ones((size, 1, step), bool))
+        states, new = head(states, not_none(frozen.embed)[token], window, cache, past)
+        past = new if past is None else KV(*(jnp.concatenate(both, axis=3) for both in zip(past, new)))
+        found.append(logits_of(config, head, frozen, states))
+    return jnp.stack(found)[:, :, 0]
+
+
+@pytest.mark.parametrize("name", ["1", "3.1", "3, two layers"])
+def test_each_step_is_the_drafters_chain_with_the_same_tokens(name):
+    """From every row of every packed text, to as many tokens as the text has."""
+    (params, frozen), one, rows = inputs(name), trainee(name), batch(name)
+    unrolled = jax.jit(lambda params: [guess.logits for guess in one.unroll(params, frozen, rows)])(params)
+    longest, compared = max(LENGTHS), 0
+    for row in range(len(rows.tokens)):
+        for number in range(1, int(rows.segments[row].max()) + 1):
+            there = np.flatnonzero(rows.segments[row] == number)
+            text = np.zeros(longest, np.int32)
+            text[: len(there)] = rows.tokens[row, there]
+            features = np.zeros((longest, rows.features.shape[-1]), np.float32)
+            features[: len(there)] = rows.features[row, there]
+            found = chains(CONFIGS[name], whole(params, frozen), frozen, text, features)
+            for step in range(STEPS):
+                last = len(there) - 1 - step  # the rows whose token is in the text
+                expected = found[step, :last]
+                tolerance = 1e-5 * float(np.abs(expected).max())
+                np.testing.assert_allclose(unrolled[step][row, there[:last]], expected, atol=tolerance)
+                compared += last
+    assert compared == sum(n - 1 - step for n in LENGTHS for step in range(STEPS))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return trainees.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+KINDS = {"eagle3": jaxspec.Eagle3Settings(depth=3), "eagle1": jaxspec.Eagle1Settings()}
+
+
+def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
+    """Nearly all of a chain is accepted where the head was trained, as training says; heads and card are written."""
+    settings = {"steps": 240, "held_out": 0.05, "learning_rate": 1e-2, "warmup": 10, "log_every": 40, "eval_every": 240}
+    trained = trainees.train(target(), prompts, tmp_path, of=KINDS["eagle3"], **settings | {"save_every": 240})
+    last = [record for record in trained.log if "loss" in record][-1]
+    assert last["accepted"] == sorted(last["accepted"], reverse=True)
+    assert last["accepted_length"] == pytest.approx(1 + sum(last["accepted"]), abs=1e-5)
+    assert last["accepted_length"] > 3.7
+    assert trained.heads.config.taps == (1, 1, 2)
+    asked = [json.loads(line)["prompt"] for line in pathlib.Path(prompts).read_text().splitlines()][:12]
+    drafting = {"drafter": "eagle", "heads": trained.heads, "tree": 3}
+    drafted = jaxspec.generate(target(), asked, max_new_tokens=20, width_matched=False, **drafting)
+    plain = jaxspec.generate(target(), asked, max_new_tokens=20, drafter="none")
+    assert [row.tokens for row in drafted] == [row.tokens for row in plain]
+    assert min(drafted.stats.conditional_acceptance) > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
+    """The noise of EAGLE-1 is that of the step, too; the folder refuses features without taps."""
+
+    class Ended(Exception):
+        pass
+
+    def end(step, steps, record):
+        if step >= 9:
+            raise Ended
+
+    shelf, lines = tmp_path / "data", []
+    train = functools.partial(trainees.train, target(), prompts, data=shelf, of=KINDS[kind])
+    whole = train(tmp_path / "whole")
+    with pytest.raises(Ended):
+        train(tmp_path / "parts", Watch(step=end))
+    parts = train(tmp_path / "parts", Watch(say=lines.append))
+    assert "resumes after step 6" in lines
+    assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
+    assert (tmp_path / "parts" / LOG).read_bytes() == (tmp_path / "whole" / LOG).read_bytes()
+    losses_by_step = [record["loss"] for record in whole.log if "loss" in record]
+    assert losses_by_step[-1] < losses_by_step[0]
+    other = KINDS["eagle1" if kind == "eagle3" else "eagle3"]
+    with pytest.raises(TrainingError, match="features holds features made with network="):
+        trainees.train(target(), prompts, tmp_path / "other", data=shelf, of=other)
+
+
+def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_path):
+    """Saved and loaded: one further step at a vanishing rate leaves it as it is, whatever the texts' tokens are."""
+    config = dataclasses.replace(CONFIGS["3.1"], taps=(2, 1))
+    params = init_params(config, jax.random.key(1), tokens=IDS)
+    jaxspec.save_heads(DraftHeads(config, params), tmp_path / "heads")
+    settings = {"start": str(tmp_path / "heads"), "steps": 1, "learning_rate": 1e-30, "warmup": 0}
+    trained = trainees.train(target(), prompts, tmp_path / "run", of=KINDS["eagle3"], **settings)
+    assert trained.heads.config == config
+    assert fingerprint(trained.heads.params) == fingerprint(params)
+    for of, changes, why in (
+        (jaxspec.Eagle3Settings(layers=2), {}, "have sizes of their own: leave layers at 1"),
+        (jaxspec.Eagle1Settings(), {}, "is an EAGLE-3 head of 1 layer, and an EAGLE-1 head is trained"),
+        (jaxspec.Eagle3Settings(), {"draft_vocab": 9}, "have drafted tokens of their own: leave draft_vocab at 0"),
+        (trainees.kind(heads=4), {}, "the drafter 'medusa' cannot use 'heads'"),
+    ):
+        with pytest.raises(InvalidConfig, match=why):
+            trainees.train(target(), prompts, tmp_path / "other", of=of, **settings | changes)
+
+
+def test_heads_that_cannot_be_are_refused_at_once():
+    for make, why in (
+        (lambda: jaxspec.Eagle3Settings(taps="2,x"), "taps must be layers of the target such as '2,15,27', got '2,x'"),
+        (lambda: jaxspec.Eagle3Settings(taps="3").trainee(target()), "taps must be whole numbers from 1 to 2"),
+        (lambda: jaxspec.Eagle3Settings(norm_before_fc=True).trainee(target()), "exclude one another"),
+        (lambda: check_together(Settings(draft_vocab=9), jaxspec.Eagle1Settings()), "leave draft_vocab at 0"),
+    ):
+        with pytest.raises(InvalidConfig, match=why):
+            make()
+    assert check_together(Settings(), jaxspec.Eagle3Settings()).loss == "kl"
+    assert check_together(Settings(), jaxspec.MedusaSettings()).loss == "ce"
+    assert check_together(Settings(loss="tv"), jaxspec.Eagle3Settings()).loss == "tv"
