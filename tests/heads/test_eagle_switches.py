@@ -91,7 +91,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     np.testing.assert_allclose(each, LOSSES[name]["losses"], rtol=1e-5)
     whole = heads.params | gradient
     found, _ = eagle_contents(
-        DraftHeads(heads.config, whole), instance(LAYOUTS["speculators"], EagleLayout), None, None
+        DraftHeads(heads.config, whole), instance(EagleLayout, LAYOUTS["speculators"]), None, None
     )
     expected = LOSSES[name]["gradients"]
     frozen_there = {"embed_tokens.weight", "lm_head.weight"}
