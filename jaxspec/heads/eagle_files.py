@@ -57,7 +57,7 @@ def open_eagle(
     if ids is not None:
         readers["tokens"] = lambda: ids
     notes = tuple(reader.notes)
-    return HeadFile(path, layout.name, vars(config), readers, stored, settings, None, notes, EagleConfig)
+    return HeadFile(path, layout.name, dict(vars(config)), readers, stored, settings, None, notes, EagleConfig)
 
 
 def parse_eagle(where: str, sizes: Any) -> EagleConfig:

@@ -149,14 +149,19 @@ class SizeReader:
             return None
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 16 for i in ids):
             raise CheckpointError(f"{self._where}: {LAYER_IDS} is {ids!r:.80}, expected a list of layers")
-        if len(ids) != count or sorted(ids) != ids:
+        if not ids or len(ids) != count or sorted(ids) != ids:
             raise CheckpointError(
                 f"{self._where}: {LAYER_IDS} is {ids!r:.80}, expected {count} layers in ascending order, since "
                 "fc.weight reads as many"
             )
-        if self._layout.counts_outputs and ids and ids[0] == 1:
+        if self._layout.counts_outputs and ids[0] == 1:  # as SGLang does
             ids = [i + 1 for i in ids]
-        if not ids or ids[0] < 1:
+        elif self._layout.counts_outputs:
+            self.notes.append(
+                f"config.json says {LAYER_IDS} {ids}, read as the layers before which the head taps; if it counts "
+                f"their outputs, as SpecForge does, set the option taps of the drafter to {[i + 1 for i in ids]}"
+            )
+        if ids[0] < 1:
             raise CheckpointError(f"{self._where}: {LAYER_IDS} names the target's embedding, which cannot be tapped")
         return tuple(ids)
 

@@ -118,7 +118,7 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
         raise CheckpointError(f"{path / TENSORS}: tensor tokens is not ascending")
     readers = {name: finite_reader(name, tensors[name]) for name in config.param_shapes()}
     stored = {name: held.stored for name, held in tensors.items()}
-    return HeadFile(path, OURS, vars(config), readers, stored, manifest, tree, (), type(config))
+    return HeadFile(path, OURS, dict(vars(config)), readers, stored, manifest, tree, (), type(config))
 
 
 def _parse_medusa(where: str, sizes: Any) -> HeadsConfig:

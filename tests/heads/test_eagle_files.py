@@ -130,7 +130,7 @@ def test_round_trips_to_the_bit(tmp_path, name):
         np.testing.assert_array_equal(written[key], array)
     back = load_heads(place, dtype=None)
     assert back.config == heads.config
-    assert not [note for note in back.notes if "norm_output" not in note]
+    assert not [note for note in back.notes if "norm_output" not in note and IDS not in note]
     chex.assert_trees_all_equal(back.params, heads.params)
     assert {a.dtype for key, a in flatten(load_heads(place).params).items() if key != "tokens"} == {np.dtype("float32")}
 
@@ -195,6 +195,7 @@ def test_other_names_and_pickles(tmp_path):
         (reference("eagle3").changed(told={"head_dim": 80}), "head_dim 80, the tensors 8"),
         (reference("eagle3").changed(told={"draft_vocab_size": 32000}), "draft_vocab_size 32000, the tensors 20"),
         (reference("eagle3").changed(told={"tie_word_embeddings": True}), "ties the projection to the embedding"),
+        (specforge(norm_output=False, **{IDS: [3, 7, 8]}), r"set the option taps of the drafter to [4, 8, 9]"),
         (specforge(), "heads that SpecForge trained before September 2026"),
         (reference("eagle1").changed(told={"rope_theta": None, "rope_parameters": {"rope_theta": 7.0}}), None),
     ],

@@ -4,7 +4,6 @@
 """
 
 import json
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from helpers.eagle_heads import STEPS, SWITCHES, drafted, parameters, supervision, switch_inputs
+from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
 from jaxspec.core.records import KV, Window
 from jaxspec.heads.eagle import init_cache, module
@@ -90,8 +90,9 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     (_, each), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
     np.testing.assert_allclose(each, LOSSES[name]["losses"], rtol=1e-5)
     whole = heads.params | gradient
-    layout = cast(EagleLayout, LAYOUTS["speculators"])
-    found, _ = eagle_contents(DraftHeads(heads.config, whole), layout, None, None)
+    found, _ = eagle_contents(
+        DraftHeads(heads.config, whole), instance(EagleLayout, LAYOUTS["speculators"]), None, None
+    )
     expected = LOSSES[name]["gradients"]
     frozen_there = {"embed_tokens.weight", "lm_head.weight"}
     assert set(expected) == set(found) - {"d2t", "t2d"} - frozen_there

@@ -17,10 +17,13 @@ STEPS, KILLS = 400, 20
 CHANGES = {"steps": STEPS, "eval_every": 40, "save_every": 10, "log_every": 5, "batch": 2}
 
 
-def command(folder: pathlib.Path, target: pathlib.Path, prompts: str) -> list[str]:
-    words = [sys.executable, "-m", "jaxspec", "train", "medusa", "--target", str(target), "--prompts", prompts]
+SIZES = {"medusa": trainees.SIZES, "eagle3": {"depth": 3}}
+
+
+def command(folder: pathlib.Path, target: pathlib.Path, prompts: str, kind: str) -> list[str]:
+    words = [sys.executable, "-m", "jaxspec", "train", kind, "--target", str(target), "--prompts", prompts]
     words += ["--out", str(folder), "--fit-prompts", "0"]
-    for name, value in (trainees.TINY | trainees.SIZES | CHANGES).items():
+    for name, value in (trainees.TINY | SIZES[kind] | CHANGES).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
@@ -32,7 +35,8 @@ def prints(folder: pathlib.Path) -> str:
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path):
+@pytest.mark.parametrize("kind", SIZES)
+def test_twenty_kills_change_nothing(tmp_path, kind):
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     prompts = trainees.write_prompts(tmp_path / "prompts.jsonl")
     # Twenty starts would else be twenty compilations.
@@ -42,11 +46,11 @@ def test_twenty_kills_change_nothing(tmp_path):
     }
     whole, parts = tmp_path / "whole", [tmp_path / "parts-0"]
     began = time.monotonic()
-    subprocess.run(command(whole, target, prompts), check=True, env=environment, capture_output=True)
+    subprocess.run(command(whole, target, prompts, kind), check=True, env=environment, capture_output=True)
     rng, kills, inside = random.Random(0), 0, 0
     while kills < KILLS:
         words, keyboard = (
-            command(parts[-1], target, prompts),
+            command(parts[-1], target, prompts, kind),
             lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, preexec_fn=keyboard)
@@ -68,7 +72,7 @@ def test_twenty_kills_change_nothing(tmp_path):
         process.send_signal(signal.SIGINT if with_ctrl_c else signal.SIGKILL)
         assert process.wait() in ((130, -signal.SIGINT) if with_ctrl_c else (-signal.SIGKILL,))
         kills += 1
-    subprocess.run(command(parts[-1], target, prompts), check=True, env=environment, capture_output=True)
+    subprocess.run(command(parts[-1], target, prompts, kind), check=True, env=environment, capture_output=True)
     print(f"{kills} kills of {len(parts)} runs, {inside} inside a save, {time.monotonic() - began:.0f} s")
     assert inside >= 5
     for folder in parts:
