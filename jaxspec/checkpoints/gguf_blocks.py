@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,10 @@ import numpy as np
 from jaxspec.checkpoints.base import StoredTensor, check_finite, join_arrays
 from jaxspec.checkpoints.gguf_header import Tensor, decode, raw_rows, type_name
 from jaxspec.errors import CheckpointError
-from jaxspec.models.blocks import KINDS, Blocks, Split
+from jaxspec.models.block_kinds import KINDS, Split
+
+if TYPE_CHECKING:
+    from jaxspec.models.blocks import Blocks
 
 _ROWS = 2048  # taken apart at a time, so that codes of a whole matrix are never held
 _FLOATS = ("F32", "F16", "BF16")
@@ -61,6 +64,8 @@ def own_bytes(tensor: StoredTensor) -> int:
 
 def join(matrices: list[Any], transpose: bool) -> Any:
     """Puts what `read_own` returned one below the other; if any part is an array, as an array."""
+    from jaxspec.models.blocks import Blocks  # imports JAX
+
     if all(isinstance(one, Blocks) for one in matrices):
         return Blocks.stack(matrices)
     return join_arrays([np.asarray(one.unpack()) if isinstance(one, Blocks) else one for one in matrices], transpose)
@@ -74,13 +79,15 @@ def rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
     return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def read_blocks(kind: str, raw: np.ndarray) -> Blocks:
+def read_blocks(kind: str, raw: np.ndarray) -> "Blocks":
     """Packs a matrix without decoding it.
 
     Args:
         kind: the type of its blocks, a key of `KINDS`.
         raw: uint8 `[O, bytes]`: its rows in the file.
     """
+    from jaxspec.models.blocks import Blocks  # imports JAX
+
     parts = [Blocks.pack(kind, split(kind, raw[start : start + _ROWS])) for start in range(0, len(raw), _ROWS)]
     packed = np.concatenate([part.parts[0] for part in parts])
     return Blocks((packed,), (kind,), (len(raw),), parts[0].inputs)

@@ -25,67 +25,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.kernels import calls
+from jaxspec.models.block_kinds import BLOCK, KINDS, LANES, Kind, Split
 from jaxspec.models.products import product
-
-LANES, BLOCK = 16, 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A type of blocks.
-
-    Attributes:
-        bits: of a code.
-        offset: subtracted from codes.
-        unit: inputs that share float16 numbers.
-        part: inputs that share a scale.
-        minimum: whether blocks have a minimum.
-        factor: dtype of the whole numbers by which scales are multiplied, if `unit` is 256.
-    """
-
-    bits: int
-    offset: int = 0
-    unit: int = BLOCK
-    part: int = BLOCK
-    minimum: bool = False
-    factor: type = np.uint8
-
-    @property
-    def factors(self) -> int:
-        """Number of whole numbers of scales, or of minimums, in a unit."""
-        return self.unit // self.part if self.unit > BLOCK else 0
-
-    def bytes(self, outputs: int, inputs: int) -> int:
-        """Returns the size of a packed matrix."""
-        lane = (1 + self.minimum) * (2 + self.factors) + self.unit * self.bits // 8
-        return -(-outputs // LANES) * LANES * (inputs // self.unit) * lane
-
-
-KINDS = {
-    "Q8_0": Kind(8, 128),
-    "Q4_0": Kind(4, 8),
-    "Q4_1": Kind(4, minimum=True),
-    "Q5_0": Kind(5, 16),
-    "Q5_1": Kind(5, minimum=True),
-    "Q4_K": Kind(4, unit=256, minimum=True),
-    "Q5_K": Kind(5, unit=256, minimum=True),
-    "Q6_K": Kind(6, 32, unit=256, part=16, factor=np.int8),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The numbers of a matrix in blocks, apart.
-
-    Attributes:
-        codes: uint8 `[O, I]`.
-        halves: float16 `[O, I / unit]`: scales and, if there are any, minimums.
-        whole: uint8 or int8 `[O, I / part]`, by which they are multiplied; none if the unit is a block.
-    """
-
-    codes: np.ndarray
-    halves: tuple[np.ndarray, ...]
-    whole: tuple[np.ndarray, ...] = ()
 
 
 @jax.tree_util.register_dataclass

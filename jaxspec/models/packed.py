@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.records import Params
 from jaxspec.kernels import calls
-from jaxspec.models.blocks import BLOCK, LANES, Blocks
+from jaxspec.models.block_kinds import BLOCK, LANES
+from jaxspec.models.blocks import Blocks
 from jaxspec.models.config import is_table
 from jaxspec.models.products import product
 from jaxspec.models.quantized import Quantized

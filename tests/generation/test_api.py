@@ -592,5 +592,5 @@ class TestErrors:
 
     def test_unknown_dtype(self, tmp_path):
         source = write_hf(tmp_path / "tiny", tiny_config(), random_params(tiny_config()))
-        with pytest.raises(InvalidConfig, match=r"float32, bfloat16, int8, got 'float16'"):
+        with pytest.raises(InvalidConfig, match=r"float32, bfloat16, int8, file, got 'float16'"):
             jaxspec.load(source, dtype="float16")

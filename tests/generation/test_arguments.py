@@ -379,7 +379,7 @@ def test_a_dtype_is_refused_before_anything_is_fetched(monkeypatch):
     monkeypatch.setattr("jaxspec.checkpoints.load.open_source", lambda *_: pytest.fail("fetched"))
     refused: list[Any] = ["float16", np.float64, None, float]
     for given in refused:
-        with pytest.raises(InvalidConfig, match="dtype must be one of float32, bfloat16, int8, got "):
+        with pytest.raises(InvalidConfig, match="dtype must be one of float32, bfloat16, int8, file, got "):
             jaxspec.load("smollm2-135m-instruct", dtype=given)
 
 

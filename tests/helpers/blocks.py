@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoints.gguf_blocks import read_blocks
-from jaxspec.models.blocks import KINDS, Blocks
+from jaxspec.models.block_kinds import KINDS
+from jaxspec.models.blocks import Blocks
 
 TYPES = gguf.GGMLQuantizationType
 

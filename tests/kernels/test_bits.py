@@ -15,7 +15,7 @@ from helpers.toys import noisy
 from jaxspec import Sampling
 from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
-from jaxspec.models.blocks import KINDS
+from jaxspec.models.block_kinds import KINDS
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize

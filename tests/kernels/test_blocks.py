@@ -8,7 +8,8 @@ import pytest
 from helpers.blocks import decoded, on_device, raw_blocks
 from jaxspec.checkpoints.gguf_blocks import read_blocks
 from jaxspec.kernels import library
-from jaxspec.models.blocks import KINDS, Blocks
+from jaxspec.models.block_kinds import KINDS
+from jaxspec.models.blocks import Blocks
 
 pytestmark = pytest.mark.quick
 with_kernels = pytest.mark.skipif(not library.available(), reason=library.describe())
