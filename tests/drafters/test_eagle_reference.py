@@ -53,7 +53,8 @@ def test_states_and_logits(loaded, name):
     states, _ = head(head.fuse(jnp.asarray(read)), model.params["embed"][window.tokens], window, cache)
     np.testing.assert_allclose(states[0], GOLDEN[name]["states"], atol=1e-5)
     logits = head.logits(states) if heads.config.own_projection else model.lm.head(model.params, states)
-    np.testing.assert_allclose(logits[0], GOLDEN[name]["logits"], atol=1e-5)
+    expected = np.asarray(GOLDEN[name]["logits"])  # up to 20
+    np.testing.assert_allclose(logits[0], expected, atol=1e-5 * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", CASES)
