@@ -1,8 +1,8 @@
 """The random numbers of JAX's default keys, as expressions that a compiler fuses.
 
-`jax.random` computes the same numbers, but on a CPU in a loop over arrays in memory, which takes two to four times as
-long. The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-section 4.2). Keys are those of `jax.random.key_data`, of two words.
+`jax.random` computes the same numbers, but on a CPU in a loop over arrays in memory, which takes longer. The generator
+is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.2). Keys
+are those of `jax.random.key_data`, of two words.
 """
 
 import jax

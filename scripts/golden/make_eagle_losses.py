@@ -18,13 +18,13 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
 
-from helpers.eagle_heads import STEPS, SWITCHES, drafted, parameters, supervision, switch_inputs
+from make_eagle_switches import make_model  # pyright: ignore[reportMissingImports]
+
+from helpers.eagle_heads import STEPS, SWITCHES, parameters, supervision, switch_inputs
 
 
 def main() -> None:
-    import speculators.models.eagle3 as eagle3  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
     from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -32,26 +32,11 @@ def main() -> None:
     out = parser.parse_args().out
     golden: dict[str, Any] = {"speculators": importlib.metadata.version("speculators"), "cases": {}}
     for name, case in SWITCHES.items():
-        layer = transformers.AutoConfig.for_model(case.kind, **case.layer)
-        layer._attn_implementation = "eager"
-        config = eagle3.Eagle3SpeculatorConfig(
-            transformer_layer_config=layer, draft_vocab_size=case.draft_vocab_size, **case.switches
-        )
-        model = eagle3.Eagle3DraftModel(config)
-        state = model.state_dict()
-        shapes = {
-            key: tuple(a.shape) for key, a in state.items() if key not in ("d2t", "t2d") and "verifier" not in key
-        }
-        ids, (features, table, mask) = drafted(layer.vocab_size, case.draft_vocab_size), supervision(name, case)
-        weights = {key: torch.from_numpy(value) for key, value in parameters(name, shapes).items()}
-        weights["verifier_lm_head.weight"] = torch.from_numpy(table[ids])
-        weights["verifier_norm.weight"] = torch.ones(layer.hidden_size)
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert set(missing) <= {"d2t", "t2d"}, missing
-        if "t2d" in state:
-            tokens_of = torch.from_numpy(ids)
-            members = torch.isin(torch.arange(layer.vocab_size), tokens_of)
-            model.load_vocab_mappings(members, tokens_of - torch.arange(len(ids)))
+        model, _, ids = make_model(name, case)
+        features, table, mask = supervision(name, case)
+        width = case.layer["hidden_size"]
+        verifier = {"verifier_lm_head.weight": torch.from_numpy(table)[ids], "verifier_norm.weight": torch.ones(width)}
+        model.load_state_dict(verifier, strict=False)
         model.verifier_norm = torch.nn.Identity()  # the features are normed
         states, tokens = (torch.from_numpy(value) for value in switch_inputs(name, case))
         # Row t predicts token t + 2, whose law follows from the feature of token t + 1; the last two have no row.

@@ -162,7 +162,8 @@ def test_the_law_of_the_draws(settings):
     assert g_test(counts, law).p > 1e-3
 
 
-def test_the_tail_of_a_large_vocabulary_is_drawn():
+@pytest.mark.parametrize(("kind", "seed"), [("threefry2x32", 0), ("rbg", 6)])
+def test_the_tail_of_a_large_vocabulary_is_drawn(kind, seed):
     """150,000 tokens of 1e-8 each: 1000 draws bring 1.5 of them; 1 to 7 are accepted.
 
     More than 7 has probability 2e-4. None has 0.22, but the key is fixed, and is one that draws a tail token:
@@ -179,7 +180,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn():
         row = Sampling(*(getattr(sampling, n)[0] for n in ("temperature", "top_k", "top_p", "min_p")))
         return choose(jnp.broadcast_to(jnp.asarray(logits), (chunk, vocab)), noise[0], row)
 
-    keys = jax.random.split(jax.random.key(6, impl="rbg"), 1)
+    keys = jax.random.split(jax.random.key(seed, impl=kind), 1)
     tokens = np.concatenate([draws(keys, jnp.int32(at)) for at in range(0, count, chunk)])
     assert 1 <= (tokens >= vocab - tail).sum() <= 7
 
