@@ -176,7 +176,7 @@ def train_heads(
         max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every, save_every=save_every,
     )  # fmt: skip
     check_model("target", target)
-    target = without_kernels(target)  # they have no gradient, and training multiplies many rows
+    answerer, target = target, without_kernels(target)  # kernels have no gradient, and training multiplies many rows
     if not isinstance(kind, TraineeSettings):
         raise InvalidConfig(f"kind must be settings such as jaxspec.MedusaSettings(), got {shown(kind)}")
     if not isinstance(watch, Watch | None):
@@ -192,7 +192,7 @@ def train_heads(
     need_grain()
     read = _read(prompts, settings, watch)
     target_print = fingerprint(target.params)
-    used = _prepare(target, target_print, read, place, kind, trainee.drafted, begun, settings, watch)
+    used = _prepare(answerer, target_print, read, place, kind, trainee.drafted, begun, settings, watch)
     setup = _set_up(target, target_print, used, place, trainee, settings, watch)
     loop = Loop(setup, folder, _begin(target, used, trainee, begun, settings), watch)
     return _conclude(target, used, kind, loop, loop.run(), watch)
