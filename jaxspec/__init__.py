@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
     from jaxspec.generation.precompile import precompile as precompile
+    from jaxspec.generation.rollout import Rollout as Rollout
+    from jaxspec.generation.rollout import log_probs as log_probs
+    from jaxspec.generation.rollout import rollout as rollout
     from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
@@ -92,6 +95,7 @@ _MODULES = {
     "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
+    "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
     "jaxspec.bench.tune": ("tune",),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
