@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
     from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
+    from jaxspec.train.online import OnlineHeads as OnlineHeads
     from jaxspec.train.run import train_heads as train_heads
 
 __version__ = "0.1.0"
@@ -99,6 +100,7 @@ _MODULES = {
     "jaxspec.bench.tune": ("tune",),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
+    "jaxspec.train.online": ("OnlineHeads",),
     "jaxspec.train.run": ("train_heads",),
 }
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks
 from jaxspec.core.laws import log_prob, scores
@@ -241,9 +241,9 @@ def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
     """
     if mesh is not None:
         check(mesh)
-    shards, size = lm.shards if isinstance(lm, TransformerLM) else 1, 1 if mesh is None else mesh.shape[MODEL]
-    if isinstance(lm, TransformerLM) and shards != size:
+    size = 1 if mesh is None else mesh.shape[MODEL]
+    if isinstance(lm, TransformerLM) and lm.shards != size:
         raise InvalidConfig(
-            f"the model is split over {shards} devices, and the mesh has {size} on its axis 'model'; lay it out once "
-            "with jaxspec.shard(model, mesh), and pass the mesh"
+            f"the model is split over {lm.shards} devices, and the mesh has {size} on its axis 'model'; lay it out "
+            "once with jaxspec.shard(model, mesh), and pass the mesh"
         )
