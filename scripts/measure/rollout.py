@@ -19,11 +19,14 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
-from jaxspec.bench.texts import COPYING
+from jaxspec.bench.texts import COPIES
 
 MODEL = "smollm2-135m-instruct"
-PROMPTS = {"ordinary": ["Why is the sky blue?", "Tell me a short story about a lighthouse keeper."], "copying": COPYING}
-WAYS = ("none", "prompt-lookup", "medusa")
+PROMPTS = {
+    "ordinary": ["Why is the sky blue?", "Tell me a short story about a lighthouse keeper."],
+    "copying": [COPIES[name][1] for name in ("table", "settings")],
+}
+WAYS: tuple[str, ...] = ("none", "prompt-lookup", "medusa")
 
 
 def drawer(model: jaxspec.Model, drafting: jaxspec.Drafting, prompts: list[list[int]], arguments: Any) -> Callable:
@@ -88,14 +91,15 @@ def main() -> int:
     for kernels in (True, False):
         model = jaxspec.load(MODEL, kernels=kernels)
         for name, prompts in PROMPTS.items():
-            ids = [model.encode_chat([{"role": "user", "content": text}]) for text in prompts[:2]]
+            ids = [model.encode_chat([{"role": "user", "content": text}]) for text in prompts]
             found = measure(model, ids, arguments)
             values["runs"].append({"kernels": kernels, "prompts": name} | found)
             for way, entry in found["ways"].items():
                 low, middle, high = entry["tokens_per_s"]
-                print(f"{'CPU kernels' if kernels else 'XLA':11} {name:9} {way:14} {middle:7.1f} tokens/s ({low:.1f} to "
-                      f"{high:.1f}), {entry['times_plain']:.2f} x plain, {entry['tokens_per_round']:.2f} tokens per "
-                      f"round, {entry['same_texts']} of {found['texts']} texts", flush=True)  # fmt: skip
+                form = "CPU kernels" if kernels else "XLA"
+                print(f"{form:11} {name:9} {way:14} {middle:7.1f} tokens/s ({low:.1f} to {high:.1f}), "
+                      f"{entry['times_plain']:.2f} x plain, {entry['tokens_per_round']:.2f} tokens per round, "
+                      f"{entry['same_texts']} of {found['texts']} texts", flush=True)  # fmt: skip
     if arguments.record:
         print(f"written: {write(arguments.record, 'rollout', sys.argv, values)}")
     return 0
