@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
@@ -60,8 +61,8 @@ class Rollout(NamedTuple):
 @checks.named()
 def rollout(
     target: Model,
-    tokens: Int[Array, "B P"],
-    count: Int[Array, "B"],
+    tokens: Int[Array | np.ndarray, "B P"],
+    count: Int[Array | np.ndarray, "B"],
     *,
     key: Array,
     sampling: Sampling = Sampling(temperature=1.0),

@@ -14,6 +14,7 @@ import jaxspec
 from helpers import rollouts
 from helpers.compiling import simulated
 from helpers.paths import TESTS
+from helpers.shapes import unchecked
 from helpers.toys import allowed, log_softmax, noisy
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.testing import TableLM
@@ -230,7 +231,7 @@ def test_models_without_a_cache_are_scored_too():
 )
 def test_wrong_arguments_are_refused_before_anything_compiles(changes, error, match):
     arguments = {"target": MODEL, "tokens": TOKENS, "count": COUNT, "key": jax.random.key(0)} | changes
-    with rollouts.compilations() as compiled, pytest.raises(error, match=match):
+    with unchecked(), rollouts.compilations() as compiled, pytest.raises(error, match=match):
         jaxspec.rollout(**arguments)
     assert not compiled
 
