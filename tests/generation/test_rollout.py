@@ -232,7 +232,7 @@ def test_models_without_a_cache_are_scored_too():
 def test_wrong_arguments_are_refused_before_anything_compiles(changes, error, match):
     arguments = {"target": MODEL, "tokens": TOKENS, "count": COUNT, "key": jax.random.key(0)} | changes
     with unchecked(), rollouts.compilations() as compiled, pytest.raises(error, match=match):
-        jaxspec.rollout(**arguments)
+        jax.eval_shape(lambda: jaxspec.rollout(**arguments))
     assert not compiled
 
 
