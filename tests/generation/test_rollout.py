@@ -37,7 +37,7 @@ FOUR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from helpers import rollouts
-print(json.dumps(rollouts.example(int(sys.argv[2]), sys.argv[3] or None)))
+print(json.dumps(eval(sys.argv[2])))
 """
 
 
@@ -79,8 +79,8 @@ def one():
     return rollouts.example(50)
 
 
-def on_four(steps: int, mesh: str = "") -> dict:
-    words = [sys.executable, "-c", FOUR, str(TESTS), str(steps), mesh]
+def on_four(call: str):
+    words = [sys.executable, "-c", FOUR, str(TESTS), call]
     done = subprocess.run(words, env=simulated(4), capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -94,16 +94,21 @@ def test_fifty_steps_compile_once(one):
 
 @pytest.mark.mesh
 def test_fifty_steps_on_a_mesh_of_four(one):
-    found = on_four(50)
+    found = on_four("rollouts.example(50)")
     assert found["devices"] == 4
     check(found, 50)
     assert found["steps"][0]["texts"] == one["steps"][0]["texts"]
 
 
 @pytest.mark.mesh
+def test_a_mesh_shares_prompts_and_parameters():
+    assert on_four("rollouts.shared()") == [True, True]
+
+
+@pytest.mark.mesh
 @pytest.mark.slow
 def test_matrices_may_be_split_too(one):
-    found = on_four(10, "jaxspec.make_mesh(data=2, model=2)")
+    found = on_four("rollouts.example(10, 'jaxspec.make_mesh(data=2, model=2)')")
     check(found, 10)
     assert found["steps"][0]["texts"] == one["steps"][0]["texts"]
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jaxspec
 from helpers.pages import blocks
 from helpers.toys import lively, transformer
+from jaxspec.testing import TableLM
 
 LM = transformer(num_heads=4, num_kv_heads=4, vocab_size=64, num_layers=1)
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -71,3 +72,22 @@ def example(steps: int, mesh: str | None = None) -> dict:
                 assert compiled, "the event has another name"
                 compiled.clear()
     return {"steps": found, "compiled": len(compiled), "devices": devices}
+
+
+def shared() -> list[bool]:
+    """Whether texts are those of one device: of fewer prompts than devices, and with parameters split over them."""
+    lm, mesh = TableLM(24), jaxspec.make_mesh(data=4)
+    params, found = lm.init_params(jax.random.key(0)), []
+    split = jax.device_put(params, jax.NamedSharding(mesh, jax.P(None, "data")))
+    for prompts, samples in ((1, 8), (6, 2)):
+
+        def draw(params, mesh, prompts=prompts, samples=samples):
+            tokens, count = jnp.arange(prompts * 3).reshape(prompts, 3), jnp.full(prompts, 3)
+            return jaxspec.rollout(
+                jaxspec.Model(lm, params), tokens, count, key=jax.random.key(1), max_new_tokens=12, samples=samples,
+                drafting=jaxspec.Drafting("prompt-lookup", tree=2), mesh=mesh,
+            )  # fmt: skip
+
+        one, four = (jax.jit(draw, static_argnums=1)(*given) for given in ((params, None), (split, mesh)))
+        found.append(bool((one.tokens == four.tokens).all()) and len(four.tokens.sharding.device_set) == 4)
+    return found
