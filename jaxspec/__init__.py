@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
     from jaxspec.generation.precompile import precompile as precompile
+    from jaxspec.generation.rollout import Rollout as Rollout
+    from jaxspec.generation.rollout import log_probs as log_probs
+    from jaxspec.generation.rollout import rollout as rollout
     from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
     from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
+    from jaxspec.train.online import OnlineHeads as OnlineHeads
     from jaxspec.train.run import train_heads as train_heads
 
 __version__ = "0.1.0"
@@ -92,9 +96,11 @@ _MODULES = {
     "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
+    "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
     "jaxspec.bench.tune": ("tune",),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
+    "jaxspec.train.online": ("OnlineHeads",),
     "jaxspec.train.run": ("train_heads",),
 }
 

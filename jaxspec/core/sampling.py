@@ -82,10 +82,12 @@ class Sampling:
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not field.default]
         return f"Sampling({', '.join(f'{name}={_brief(getattr(self, name))}' for name in given)})"
 
-    def _checked(self, name: str) -> np.ndarray:
+    def _checked(self, name: str) -> np.ndarray | Array:
         """Returns the checked values of a setting: one, or one per row."""
         dtype, valid, wanted = _LIMITS[name]
         given = getattr(self, name)
+        if isinstance(given, jax.core.Tracer):
+            return jnp.asarray(given, dtype)
         value = _array(given)
         if value.dtype.kind not in ("iu" if dtype is np.int32 else _FLOATS) or not np.all(valid(value)):
             raise InvalidConfig(f"{name} must be {wanted}, got {shown(given)}")
@@ -96,6 +98,8 @@ class Sampling:
     def rows(self, batch: int, vocab: int) -> "Sampling":
         """Returns the checked settings as arrays: `[B]` each, and the bias `[B, V]` or None.
 
+        Of traced values only the shape is checked.
+
         Raises:
             InvalidConfig: a value is outside its range, NaN, or has not one value per row.
             TokenOutOfRange: a bias is for a token that does not exist.
@@ -103,11 +107,11 @@ class Sampling:
         fields: dict[str, Any] = {}
         for name in _LIMITS:
             value = self._checked(name)
-            if value.ndim == 1 and value.shape != (batch,):
+            if value.shape not in ((), (batch,)):
                 raise InvalidConfig(
                     f"{name} must be one value, or one for each of the {batch} rows; got shape {value.shape}"
                 )
-            fields[name] = jnp.asarray(np.broadcast_to(value, (batch,)))
+            fields[name] = _broadcast(value, (batch,))
         return Sampling(**fields, logit_bias=self._bias(batch, vocab))
 
     def _bias(self, batch: int, vocab: int) -> Array | None:
@@ -120,16 +124,26 @@ class Sampling:
                 if number >= vocab:
                     raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0 to {vocab - 1}")
                 bias[number] = max(float(value), -np.inf if value == -np.inf else _LOWEST)
+        elif isinstance(self.logit_bias, jax.core.Tracer):
+            bias = jnp.asarray(self.logit_bias, np.float32)
         else:
             with np.errstate(over="ignore"):  # values that overflow are refused below
                 bias = _array(self.logit_bias).astype(np.float32)
         if bias.shape not in ((vocab,), (batch, vocab)):
             raise InvalidConfig(f"logit_bias must have shape [{vocab}], got {list(bias.shape)}")
+        if isinstance(bias, jax.core.Tracer):
+            return _broadcast(bias, (batch, vocab))
         if np.isnan(bias).any() or np.isposinf(bias).any():
             raise InvalidConfig("logit_bias must not be NaN or +inf (use -inf to ban a token)")
         if np.isneginf(bias).all(-1).any():
             raise InvalidConfig("logit_bias bans every token")
-        return jnp.asarray(np.broadcast_to(bias, (batch, vocab)))
+        return _broadcast(bias, (batch, vocab))
+
+
+def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:
+    """Broadcasts a value. NumPy compiles nothing, and cannot read traced values."""
+    own = jnp if isinstance(value, jax.core.Tracer) else np
+    return jnp.asarray(own.broadcast_to(value, shape))
 
 
 def _is_abstract(value: Any) -> bool:

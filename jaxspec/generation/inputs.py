@@ -100,21 +100,29 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
         if np.any(np.asarray(sampling.temperature) >= GREEDY):
             raise InvalidConfig("sampling needs a key: pass key=jax.random.key(seed)")
         key = jax.random.key(0)  # unused: greedy decoding draws nothing
+    key = as_key(key, prompts * samples)
+    if key.shape:
+        return key
+    of_prompt = [jax.random.fold_in(key, i) for i in range(prompts)]
+    data = [np.asarray(jax.random.key_data(jax.random.fold_in(k, s))) for k in of_prompt for s in range(samples)]
+    return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
+
+
+def as_key(key: Any, rows: int) -> jax.Array:
+    """Returns one typed key, or one for each row; keys of uint32 are those of the default kind.
+
+    Raises:
+        InvalidConfig: it is not a random key, or has another shape.
+    """
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.dtype != np.uint32 or key.shape[-1:] != (2,):
             raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
         key = jax.random.wrap_key_data(jnp.asarray(key))
-    key = jnp.asarray(key)
-    rows = prompts * samples
-    if key.shape == (rows,):
-        return key
-    if key.shape != ():
+    if key.shape not in ((), (rows,)):
         raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
-    of_prompt = [jax.random.fold_in(key, i) for i in range(prompts)]
-    data = [np.asarray(jax.random.key_data(jax.random.fold_in(k, s))) for k in of_prompt for s in range(samples)]
-    return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
+    return jnp.asarray(key)
 
 
 def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:

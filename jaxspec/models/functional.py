@@ -47,6 +47,7 @@ class FunctionLM:
         seen = new if past is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b], 3), past, new)
         tokens, positions = (a[0, :, 0, :, 0] for a in seen)
         prefix = cache.kv.keys[0, :, 0, :, 0]
+        prefix = prefix if prefix.shape[1] else jnp.zeros((batch, size), prefix.dtype)  # a cache without slots
         prefix = jnp.where(jnp.arange(prefix.shape[1]) < cache.length[:, None], prefix, 0)
 
         def path(prefix: Array, mask: Array, tokens: Array, positions: Array) -> Array:

@@ -258,9 +258,20 @@ def heads(values: Values) -> str:
     return parts + "\n" + table(["temperature", "rule", f"tokens per round, {values['nodes']} nodes (95 %)"], rows)
 
 
+def rollout(values: Values) -> str:
+    rows = []
+    for run in values["runs"]:
+        for way, entry in run["ways"].items():
+            where = [f"{'CPU kernels' if run['kernels'] else 'XLA'}, {run['prompts']} prompts", f"`{way}`"]
+            rows.append([*where, between(entry["tokens_per_s"]), times(entry["times_plain"]),
+                         f"{entry['tokens_per_round']:.2f}", f"{entry['same_texts']} of {run['texts']}"])  # fmt: skip
+    first = f"{values['rows']} rows, temperature {values['temperature']:g}"
+    return table([first, "drafter", "tokens/s", "times plain", "tokens per round", "same text as plain"], rows)
+
+
 RENDERERS: dict[str, Callable[[Values], str]] = {
     "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
-    "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token,
+    "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
 }  # fmt: skip

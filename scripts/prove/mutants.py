@@ -55,6 +55,8 @@ def sampled(cell: str) -> tuple[str, ...]:
     return (f"tests/testing/test_gtest.py::test_text_follows_its_law[{cell}]",)
 
 
+ROLLOUT = "tests/generation/test_rollout.py"
+
 MUTANTS = (
     Mutant(
         "block-stops-at-the-first-failure",
@@ -418,6 +420,30 @@ MUTANTS = (
         "normed if self.config.norm_before_residual else states",
         "states",
         ("tests/heads/test_eagle_switches.py::test_three_steps_after_every_token[one-norm-before]",),
+    ),
+    Mutant(
+        "samples-share-their-noise",
+        "all samples of a prompt have the key of the first, so a group of a rollout is one text",
+        "generation/rollout.py",
+        "state = state._replace(key=request.key, sampling=request.sampling)",
+        "state = state._replace(sampling=request.sampling)",
+        (f"{ROLLOUT}::test_rows_are_those_of_generate",),
+    ),
+    Mutant(
+        "scores-without-temperature",
+        "a trainer scores a rollout under the raw logits, though it was drawn at another temperature and truncated",
+        "generation/rollout.py",
+        "sampled = log_prob(scores(logits, sampling), token, sampling, drawn=True)",
+        "sampled = raw",
+        (f"{ROLLOUT}::test_log_probs_are_those_of_each_rows_law",),
+    ),
+    Mutant(
+        "scores-of-the-next-token",
+        "log-probabilities of a rollout are read one position late",
+        "generation/rollout.py",
+        "_aligned(features, rollout.start - 1, within.shape[1])",
+        "_aligned(features, rollout.start, within.shape[1])",
+        (f"{ROLLOUT}::test_log_probs_are_those_of_each_rows_law",),
     ),
 )
 

@@ -1,0 +1,250 @@
+"""Rollouts: texts drawn inside a training program, with their log-probabilities; `rollout` and `log_probs`.
+
+Everything is traced but the number and the lengths of the texts, and the drafting. The parameters of target and drafter
+may be the values of an outer program, so one compilation serves every step of a training.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.core import checks
+from jaxspec.core.laws import log_prob, scores
+from jaxspec.core.mesh import DATA, MODEL, check, groups
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.records import Params, Window
+from jaxspec.core.sampling import Sampling
+from jaxspec.decode import lifecycle
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Logprobs, Request, Weights
+from jaxspec.errors import InvalidConfig, shown
+from jaxspec.generation import inputs
+from jaxspec.generation.drafting import Drafting
+from jaxspec.generation.memory import fit_capacity
+from jaxspec.models.model import Model
+from jaxspec.models.transformer import TransformerLM
+
+
+class Rollout(NamedTuple):
+    """Texts that a policy has drawn: R rows, those of a prompt adjacent; T tokens at most, N of them new.
+
+    Row r's prompt is `tokens[r, :start[r]]`, and its new text `tokens[r, start[r]:length[r]]`, a stop token included.
+    """
+
+    tokens: Int[Array, "R T"]  # prompt and new text, then zeros
+    start: Int[Array, "R"]
+    length: Int[Array, "R"]
+    status: Int[Array, "R"]  # why the row finished: a `Status`
+    rounds: Int[Array, "R"]  # calls of the target
+    logprobs: Logprobs  # of the new tokens, [R, N], zeros after the last; without alternatives
+    sampling: Sampling  # the settings of each row
+
+    @property
+    def drawn(self) -> Bool[Array, "R N"]:
+        """True for new tokens, False for the padding after them."""
+        return jnp.arange(self.logprobs.raw.shape[-1]) < (self.length - self.start)[:, None]
+
+    @property
+    def new_tokens(self) -> Int[Array, "R N"]:
+        """The new tokens, padded with zeros."""
+        return jnp.where(self.drawn, _aligned(self.tokens, self.start, self.drawn.shape[-1]), 0)
+
+
+@checks.named()
+def rollout(
+    target: Model,
+    tokens: Int[Array | np.ndarray, "B P"],
+    count: Int[Array | np.ndarray, "B"],
+    *,
+    key: Array,
+    sampling: Sampling = Sampling(temperature=1.0),
+    max_new_tokens: int = 128,
+    samples: int = 1,
+    drafting: Drafting = Drafting(),
+    stop_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    width_matched: bool = False,
+    mesh: Mesh | None = None,
+) -> Rollout:
+    """Draws texts by speculative decoding inside a program of your own; see docs/rollouts.md.
+
+    A pure function of arrays, under `jax.jit`, `jax.lax.scan` and `jax.lax.cond`. With the default rule texts are those
+    of `drafting=Drafting("none")`, and of `generate` with the same key, up to ties. Each prompt is read once, whatever
+    the number of its samples.
+
+    Args:
+        target: the policy: `Model(lm, params)`, or `dataclasses.replace(model, params=params)`. With a mesh its
+            parameters are laid out as by `jaxspec.shard`, or in any other way over the axis "data".
+        tokens: prompts, padded on the right with any id.
+        count: the number of tokens of each prompt, from 1.
+        key: JAX random key, folded for each row as `generate` does; or one key for each row.
+        sampling: sampling settings, for all rows or per row; may be traced.
+        max_new_tokens: N, the maximum number of new tokens of each row.
+        samples: rows per prompt, each with its own random numbers.
+        drafting: drafter, rule, tree and schedule. Its draft model, heads or `draft_params` may be traced.
+        stop_ids: ids of stop tokens, in addition to the model's own.
+        ignore_eos: whether to ignore the model's own stop tokens.
+        width_matched: whether every target call has the width of the tree, see `generate`.
+        mesh: devices to decode on, see `make_mesh`. Every group of devices draws rows of its own, and waits for no
+            other.
+
+    Raises:
+        JaxspecError: an argument is invalid; raised while the program is traced.
+    """
+    tokens, count = _check_prompts(tokens, count)
+    if not isinstance(drafting, Drafting):
+        raise InvalidConfig(f"drafting must be a jaxspec.Drafting, got {shown(drafting)}")
+    new, samples = checks.whole("max_new_tokens", max_new_tokens), checks.whole("samples", samples)
+    inputs.check_model("target", target)
+    _check_mesh(target.lm, mesh)
+    prompts = len(tokens)
+    rows, parts = prompts * samples, groups(mesh)
+    split = parts // math.gcd(prompts, parts)  # the groups that share a prompt, each of which reads it
+    if samples % split:
+        raise InvalidConfig(f"{prompts} prompts of {samples} samples cannot be shared evenly by {parts} groups")
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
+    settings = inputs.mask_padding(target, sampling, rows)
+    keys = _row_keys(inputs.as_key(key, rows), prompts, samples)
+    stops = inputs.stop_array(target, stop_ids, ignore_eos, rows)
+    decoder, weights = drafting.build(target, width_matched=checks.flag("width_matched", width_matched))
+    longest = tokens.shape[1] + new
+    capacity = fit_capacity(decoder, weights, longest, rows, decoder.slots(longest))
+    tokens, count = (jnp.repeat(a, split, axis=0) for a in (tokens, count))
+    request = Request(tokens, count, jnp.full(rows, new), keys, stops, settings, jnp.ones(rows, bool))
+    return _draw(decoder, capacity, new, samples // split, mesh, weights, request)
+
+
+@checks.named()
+def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logprobs:
+    """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
+
+    With the parameters that drew the texts they are `rollout.logprobs`, up to rounding. A token that the sampled law no
+    longer keeps has -inf.
+
+    Args:
+        target: the model, such as the policy after an update, or a reference.
+        rollout: the texts, and the settings of the sampled law.
+        mesh: as in `rollout`.
+
+    Returns:
+        Log-probabilities `[R, N]` under the raw logits and under the sampled law; zeros after the last token.
+    """
+    inputs.check_model("target", target)
+    _check_mesh(target.lm, mesh)
+    lm = target.lm
+
+    def score(params: Params, rollout: Rollout) -> Logprobs:
+        return _score(lm, params, rollout)
+
+    return _over(mesh, score, target.params, rollout)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _draw(
+    decoder: Decoder, capacity: int, new: int, samples: int, mesh: Mesh | None, weights: Weights, request: Request
+) -> Rollout:
+    """Draws all rows. The request has prompts `[B]`, and everything else for every row, `[B samples]`."""
+
+    def draw(weights: Weights, request: Request) -> Rollout:
+        first = Request(*request[:2], *jax.tree.map(lambda leaf: leaf[::samples], tuple(request[2:])))
+
+        def init(weights: Weights, request: Request) -> Any:
+            return decoder.init(weights, request, capacity)
+
+        axes = lifecycle.row_axes(init, weights, first)
+        state = decoder.prefill(weights, init(weights, first))
+        state = jax.tree.map(lambda leaf, axis: leaf if axis < 0 else jnp.repeat(leaf, samples, axis), state, axes)
+        state = state._replace(key=request.key, sampling=request.sampling)
+        state = decoder.run(weights, state)
+        size = request.tokens.shape[1] + new
+        text = jnp.where(jnp.arange(size) < state.length[:, None], state.tokens[:, :size], 0)
+        within = jnp.arange(new) < (state.length - state.start)[:, None]
+        logprobs = jax.tree.map(lambda leaf: _masked(_aligned(leaf, state.start, new), within), state.logprobs)
+        return Rollout(text, state.start, state.length, state.status, state.round, logprobs, request.sampling)
+
+    return _over(mesh, draw, weights, request)
+
+
+def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
+    tokens, within, sampling = rollout.tokens, rollout.drawn, rollout.sampling
+    rows, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    window = Window(tokens, positions, jnp.broadcast_to(jnp.tri(size, dtype=bool), (rows, size, size)))
+    features, _ = lm.apply(params, window, lm.init_cache(rows, 0))
+    logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
+    logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
+    raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
+    sampled = log_prob(scores(logits, sampling), token, sampling, drawn=True)
+    none = jnp.zeros((*token.shape, 0))
+    return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
+
+
+def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
+    """Returns `function(params, rows)`, of which every group of devices computes its own rows."""
+    if mesh is None:
+        return function(params, rows)
+    own = P(DATA)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), own), out_specs=own, axis_names={DATA}, check_vma=False)
+    return mapped(params, rows)
+
+
+def _aligned(values: Array, start: Int[Array, "R"], size: int) -> Array:
+    """Returns `size` entries of each row `[R, T, ...]` from its start on; those past its end repeat the last."""
+    index = jnp.minimum(start[:, None] + jnp.arange(size), values.shape[1] - 1)
+    return jnp.take_along_axis(values, index.reshape(*index.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def _masked(values: Array, within: Bool[Array, "R N"]) -> Array:
+    return jnp.where(within.reshape(*within.shape, *[1] * (values.ndim - 2)), values, 0)
+
+
+def _row_keys(key: Array, prompts: int, samples: int) -> Array:
+    """Returns one key for each row: that of `jaxspec.generation.inputs.row_keys`, traced."""
+    if key.shape:
+        return key
+
+    def of(row: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, row // samples), row % samples)
+
+    return jax.vmap(of)(jnp.arange(prompts * samples))
+
+
+def _check_prompts(tokens: Any, count: Any) -> tuple[Array, Array]:
+    """Returns prompts `[B, P]` and their lengths `[B]` as int32.
+
+    Raises:
+        InvalidConfig: they are not arrays of integers of these shapes.
+    """
+    for name, value, rank in (("tokens", tokens, 2), ("count", count, 1)):
+        kind = getattr(value, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.integer) or value.ndim != rank or not value.size:
+            wanted = "[prompts, length]" if rank == 2 else "[prompts]"
+            raise InvalidConfig(f"{name} must be an array of integers {wanted}, got {shown(value)}")
+    if len(tokens) != len(count):
+        raise InvalidConfig(f"count must have the length of each of the {len(tokens)} prompts, got {len(count)}")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
+
+
+def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
+    """Refuses a mesh that the model is not laid out for.
+
+    Raises:
+        InvalidConfig: not a mesh of `make_mesh`, or the model is split over another number of devices.
+    """
+    if mesh is not None:
+        check(mesh)
+    size = 1 if mesh is None else mesh.shape[MODEL]
+    if isinstance(lm, TransformerLM) and lm.shards != size:
+        raise InvalidConfig(
+            f"the model is split over {lm.shards} devices, and the mesh has {size} on its axis 'model'; lay it out "
+            "once with jaxspec.shard(model, mesh), and pass the mesh"
+        )

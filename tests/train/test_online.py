@@ -1,0 +1,61 @@
+"""Tests heads that follow a policy: they learn its texts inside a program, and change no token."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxspec
+from helpers import rollouts
+from helpers.toys import lively, transformer
+from jaxspec.errors import InvalidConfig
+
+LM = transformer(num_heads=2, num_kv_heads=2, vocab_size=32)
+PARAMS = lively(LM.init_params(jax.random.key(0)))
+POLICY = jaxspec.Model(LM, PARAMS)
+TOKENS, COUNT = jnp.array([[3, 1, 4], [5, 0, 0], [9, 2, 0], [6, 6, 0]]), jnp.array([3, 1, 2, 2])
+KINDS = {
+    "medusa": jaxspec.MedusaSettings(heads=2, inputs="hidden"),
+    "eagle": jaxspec.Eagle3Settings(depth=2),
+}
+
+
+def draw(params, key, drafting) -> jaxspec.Rollout:
+    return jaxspec.rollout(
+        jaxspec.Model(LM, params), TOKENS, COUNT, key=key, sampling=jaxspec.Sampling(temperature=0.5),
+        max_new_tokens=24, samples=2, drafting=drafting,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_heads_follow_a_policy_that_changes(kind):
+    """Fifty policies: nothing compiles after the first; more tokens are accepted, and texts stay as without heads."""
+    online = jaxspec.OnlineHeads.of(POLICY, KINDS[kind], steps=50, learning_rate=1e-2, warmup=0)
+
+    def turn(params, state, key):
+        rollout = draw(params, key, jaxspec.Drafting(kind, heads=online.heads(state), tree=2))
+        return rollout, online.step(jaxspec.Model(LM, params), state, rollout)[0]
+
+    turn = jax.jit(turn, donate_argnums=1)
+    plain = jax.jit(lambda params, key: draw(params, key, jaxspec.Drafting("none")))
+    state, rates = online.init(POLICY), []
+    with rollouts.compilations() as compiled:
+        for step in range(50):
+            params, key = jax.tree.map(lambda leaf, by=1 + 1e-3 * step: leaf * by, PARAMS), jax.random.key(step)
+            rollout, state = turn(params, state, key)
+            rates.append(float(rollout.drawn.sum() / rollout.rounds.sum()))
+            if step % 10 == 0:
+                assert (rollout.tokens == plain(params, key).tokens).all()
+            if step == 0:
+                compiled.clear()
+    assert not compiled
+    assert sum(rates[-5:]) > 1.15 * sum(rates[:5]), rates
+    assert int(state.step) == 50
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(InvalidConfig, match="'draft_vocab' is no setting of a step"):
+        jaxspec.OnlineHeads.of(POLICY, draft_vocab=8)
+    with pytest.raises(InvalidConfig, match="kind must be settings of heads"):
+        jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(medusa2=True))
+    with pytest.raises(InvalidConfig, match="loss"):
+        jaxspec.OnlineHeads.of(POLICY, loss="none")
