@@ -19,7 +19,7 @@ from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.generation.drafting import DRAFTER, Drafting, resolve_drafting
 from jaxspec.generation.inputs import Prompt
-from jaxspec.generation.job import extend_session, make_job, report_rounding
+from jaxspec.generation.job import extend_session, make_job, report_bridge, report_rounding
 from jaxspec.generation.output import Generation, Output
 from jaxspec.generation.results_file import ResultsFile
 from jaxspec.generation.stream import Stream
@@ -248,6 +248,7 @@ def stream(
         max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
         logprobs=logprobs, width_matched=width_matched, mesh=mesh,
     )  # fmt: skip
+    report_bridge(notice, job)
     if stops.strings:
         target.decode([])  # stop strings need a tokenizer
     results = None if out is None else ResultsFile(out, job, stops.strings)

@@ -45,6 +45,9 @@ class Request(NamedTuple):
     # Which rows record log-probabilities; traced, so that no value of it compiles again. None: no row does, and the
     # program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
+    # The prompts in a `SpellingDrafter`'s own tokens, padded, and their lengths; None: it spells the target's tokens.
+    draft_tokens: Int[Array, "*b P2"] | None = None
+    draft_count: Int[Array, "*b"] | None = None
 
 
 class Logprobs(NamedTuple):

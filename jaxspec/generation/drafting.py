@@ -29,7 +29,6 @@ from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
-from jaxspec.text.tokenizer import check_same_vocab
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
@@ -139,8 +138,6 @@ class Drafting:
                 raise InvalidConfig(
                     f"draft_params is for drafter objects; the drafter {drafter!r} has its own parameters"
                 )
-            if inputs.draft is not None and inputs.draft.tokenizer is not None and target.tokenizer is not None:
-                check_same_vocab(target.tokenizer, inputs.draft.tokenizer)
             return member.build(inputs)
         check_member("drafter", drafter, Drafter)
         if specified:
