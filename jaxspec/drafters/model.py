@@ -69,8 +69,8 @@ class ModelDraft:
             return drafter, draft.params
         if None in tokenizers:
             raise VocabMismatch(
-                f"the draft model has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}; they must share one, "
-                "or both must have a tokenizer"
+                f"the draft model has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}; both need a "
+                "tokenizer, or they must share one vocabulary"
             )
         return bridged(drafter, draft.params, build_bridge(_side(target), _side(draft)))
 
@@ -250,9 +250,7 @@ class BridgedDraft:
             return logits[..., common], entries
 
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        grown = grow(
-            self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"]
-        )
+        grown = grow(self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
         return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
 
     def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"], window: int) -> Bool[Array, "B"]:

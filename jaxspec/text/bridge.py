@@ -10,7 +10,7 @@ Drafting from the shared tokens alone is "token-level intersection" (Timor et al
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ LONGEST = 32
 """Most draft tokens that spell one token of the target; of a longer spelling the end is kept."""
 LOW = 1 / 3
 """The share of a sample text below which few drafts are accepted."""
-SAMPLE = """The committee will meet again on Thursday, 14 March 2024, at 10:30; please send your questions to the office.
+SAMPLE = """The committee will meet again on Thursday, 14 March 2024, at 10:30; please send your questions to us.
 When the rain stopped, she opened the window and listened: somewhere below, a street musician was playing an old waltz.
 def moving_average(values: list[float], width: int = 3) -> list[float]:
     if width < 1 or width > len(values):
@@ -70,7 +70,9 @@ class Side:
             with contextlib.suppress(JaxspecError):  # a template may refuse it
                 ids = self.tokenizer.encode(self.template.render(talk, add_generation_prompt=False))
                 turn = next((i for i in reversed(ids) if i in ends), turn)
-        return [turn, next((i for i in ends if i != turn), None), self.tokenizer.bos_id]
+        begin = self.tokenizer.bos_id
+        begin = None if begin is None or begin >= self.size else begin
+        return [turn, next((i for i in ends if i != turn), None), begin]
 
     @functools.cached_property
     def by_bytes(self) -> dict[bytes, int]:
@@ -88,7 +90,8 @@ class Side:
         with contextlib.suppress(UnicodeDecodeError):
             whole = text.decode()
             ids = tokenizer.encode(whole[tokenizer.strips_space and whole[:1] == " " :], special=False)
-            if not tokenizer.special_ids.intersection(ids) and b"".join(tokenizer.pieces(ids)) == text:
+            ordinary = max(ids, default=0) < self.size and not tokenizer.special_ids.intersection(ids)
+            if ordinary and b"".join(tokenizer.pieces(ids)) == text:
                 return ids
         return self.longest_matches(text)
 
@@ -174,14 +177,16 @@ class Bridge:
             chat: whether text is a message of the user.
         """
         side = self.draft
+        found = None
         if isinstance(prompt, str) and not chat:
-            return side.tokenizer.encode(prompt) or [self.begin]
-        if side.template is not None and (isinstance(prompt, str) or not isinstance(prompt[0], int | np.integer)):
+            found = side.tokenizer.encode(prompt)
+        elif side.template is not None and (isinstance(prompt, str) or isinstance(prompt[0], Mapping)):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             with contextlib.suppress(JaxspecError):
-                return side.tokenizer.encode(side.template.render(messages)) or [self.begin]
-        begins = side.tokenizer.encode("")
-        return [*(begins or [self.begin]), *self.respell(ids)]
+                found = side.tokenizer.encode(side.template.render(messages))
+        if found is None:
+            found = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]
+        return [i for i in found if i < side.size] or [self.begin]
 
 
 @functools.lru_cache(maxsize=8)

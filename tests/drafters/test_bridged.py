@@ -15,7 +15,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.drafters.model import BridgedDraft, BridgedState
+from jaxspec.drafters.model import BridgedState
 from jaxspec.drafters.none import NoDraft
 from jaxspec.testing import TableLM, bias, check_drafter, model_law
 

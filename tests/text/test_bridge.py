@@ -1,6 +1,7 @@
 """Tests of the bridge between two vocabularies, on the host."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -92,11 +93,14 @@ def test_bytes_that_are_no_text_are_spelled_by_the_longest_matches(text):
 
 def test_a_space_mark_is_a_space_and_a_name_of_a_byte_is_a_byte():
     ids = build_bridge(SPACED, side())
-    texts = {PIECES.token_bytes(int(ours)): TOKENIZER.token_bytes(int(theirs)) for ours, theirs in zip(ids.as_target, ids.common)}
-    assert set(texts) == {b" ", b"\n", b"a", b"b", b"c", b"ab", b"</s>", *(bytes([b]) for b in "é😀".encode())}
+    texts = {
+        PIECES.token_bytes(int(ours)): TOKENIZER.token_bytes(int(theirs))
+        for ours, theirs in zip(ids.as_target, ids.common)
+    }
+    assert set(texts) == {b" ", b"\n", b"a", b"b", b"c", b"ab", b".", b"</s>", *(bytes([b]) for b in "é😀".encode())}
     assert texts.pop(b"</s>") == b"<eos>"
     assert all(ours == theirs for ours, theirs in texts.items())
-    plain = {i for i in range(259, 267)}
+    plain = set(range(259, 267))
     letters = [int(ours) for ours in ids.as_target if PIECES.token_bytes(int(ours)) in (b" ", b"a", b"b", b"c", b"ab")]
     assert set(letters) <= plain  # not the byte of the same text
     assert ids.respell([PIECES.id_of("<0x61>")]) == ids.respell([PIECES.id_of("a")]) == [TOKENIZER.id_of("a")]
@@ -137,7 +141,7 @@ def test_a_long_spelling_keeps_its_end():
 class TestPrompt:
     """Prompts in the draft's tokens."""
 
-    TALK = [{"role": "user", "content": "ab"}]
+    TALK: ClassVar = [{"role": "user", "content": "ab"}]
 
     def bridge(self, template: ChatTemplate | None = OTHER_TEMPLATE):
         return build_bridge(side(template=TEMPLATE), side(OTHER, template=template, name="other"))
@@ -158,7 +162,9 @@ class TestPrompt:
 
 
 def test_what_is_reported():
-    name = f"other and toy have 13 tokens in common: 81% of the target's, 87% of the draft's, {BRIDGE.sample_share:.0%} of"
+    name = (
+        f"other and toy have 13 tokens in common: 81% of the target's, 87% of the draft's, {BRIDGE.sample_share:.0%} of"
+    )
     assert str(BRIDGE).startswith(name)
     assert ("expect few" in str(BRIDGE)) == (BRIDGE.sample_share < LOW)
     for share, warns in ((LOW - 0.01, True), (LOW + 0.01, False)):
@@ -167,4 +173,7 @@ def test_what_is_reported():
 
 def test_vocabularies_without_a_common_text_are_refused():
     with pytest.raises(VocabMismatch, match="no token of model has the text of a token of model"):
-        build_bridge(side(byte_level("a", "<x>", kinds={1: 3}), stop_ids=(1,)), side(byte_level("b", "<x>", kinds={1: 3}), stop_ids=(1,)))
+        build_bridge(
+            side(byte_level("a", "<x>", kinds={1: 3}), stop_ids=(1,)),
+            side(byte_level("b", "<x>", kinds={1: 3}), stop_ids=(1,)),
+        )
