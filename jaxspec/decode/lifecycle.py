@@ -145,9 +145,9 @@ def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "
 
 def _with_prompts(drafter: Drafter, state: State, request: Request, covered: Int[Array, "B"]) -> State:
     """Gives the drafter the prompts in its own tokens, if the request has them; see `SpellingDrafter`."""
-    if request.draft_tokens is None or not isinstance(drafter, SpellingDrafter):
+    if request.draft_prompts is None or not isinstance(drafter, SpellingDrafter):
         return state
-    return state._replace(draft=drafter.read_prompt(state.draft, request.draft_tokens, request.draft_count, covered))
+    return state._replace(draft=drafter.read_prompt(state.draft, *request.draft_prompts, covered))
 
 
 def _status(request: Request) -> Int[Array, "B"]:

@@ -18,7 +18,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
-from jaxspec.decode.state import Request, Weights
+from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
@@ -113,8 +113,7 @@ class Job:
         if self.spelled is None:
             return request
         spelled = [self.spelled[row // self.samples] for row in at]
-        tokens, count = inputs.pad_prompts(spelled, size)
-        return request._replace(draft_tokens=tokens, draft_count=count)
+        return request._replace(draft_prompts=DraftPrompts(*inputs.pad_prompts(spelled, size)))
 
     def _keys(self, rows: np.ndarray) -> jax.Array:
         """Returns the keys of these rows. NumPy selects them, since JAX would compile for each number of rows."""

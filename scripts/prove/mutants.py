@@ -419,6 +419,46 @@ MUTANTS = (
         "states",
         ("tests/heads/test_eagle_switches.py::test_three_steps_after_every_token[one-norm-before]",),
     ),
+    Mutant(
+        "bridge-reads-the-targets-ids",
+        "a draft of another vocabulary reads its drafted tokens by the target's ids",
+        "drafters/model.py",
+        "read_own(level._replace(tokens=tokens), entries)",
+        "read_own(level, entries)",
+        ("tests/drafters/test_bridged.py::test_the_law_is_the_drafts_on_the_common_tokens",),
+    ),
+    Mutant(
+        "bridge-keeps-more-than-was-committed",
+        "a draft of another vocabulary keeps accepted nodes behind a cut, counted by its own tokens",
+        "drafters/model.py",
+        "jnp.minimum(advance.count, added)",
+        "added",
+        ("tests/drafters/test_bridged.py::test_texts_are_those_of_plain_decoding",),
+    ),
+    Mutant(
+        "bridge-spells-its-prompt-twice",
+        "a draft that was given its own prompt appends the spelling of the target's prompt, too",
+        "drafters/model.py",
+        "(advance.start[:, None] + steps >= state.covered[:, None])",
+        "(advance.start[:, None] + steps >= 0)",
+        ("tests/drafters/test_bridged.py::TestOwnPrompts",),
+    ),
+    Mutant(
+        "bridge-pairs-names-of-bytes",
+        "a letter is paired by the byte token of the same text, which no model emits",
+        "text/bridge.py",
+        "key=lambda i: (not self.tokenizer.is_plain(i), i)",
+        "key=lambda i: i",
+        ("tests/text/test_bridge.py::test_a_space_mark_is_a_space_and_a_name_of_a_byte_is_a_byte",),
+    ),
+    Mutant(
+        "bridge-pairs-control-tokens-by-name",
+        "control tokens of other roles are common if their names are (vLLM compares names)",
+        "text/bridge.py",
+        "if i not in self.tokenizer.special_ids]",
+        "]",
+        ("tests/text/test_bridge.py::test_control_tokens_are_never_compared_by_name",),
+    ),
 )
 
 

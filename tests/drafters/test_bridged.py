@@ -9,15 +9,20 @@ import pytest
 from cases import LOSSLESS, RULES, TREES, WEIGHING, verifies
 from helpers.bridges import BEGIN, END, OTHER, OTHER_DRAFT, OTHER_LM, OTHER_PARAMS, OTHER_V, across, bridge
 from helpers.narrow import instance
-from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TOKENIZER, V, go, tokens
+from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TOKENIZER, TOY, V, go, tokens
 from helpers.toys import decoder, random_request, request, texts, whole
+from jaxspec import Model
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.drafters.model import BridgedState
+from jaxspec.drafters.model import BridgedDraft, BridgedState, ModelDraft
 from jaxspec.drafters.none import NoDraft
+from jaxspec.errors import VocabMismatch
+from jaxspec.generation import job
+from jaxspec.generation.drafting import Drafting
 from jaxspec.testing import TableLM, bias, check_drafter, model_law
+from jaxspec.text import Tokenizer
 
 PARAMS = {"table": TABLE}
 PROMPT = [1, 6, 14, 7, 15, 4, 8, 9, 2]  # "a", "ab", "bc", "ca", ".", " ", "é", "b"
@@ -149,3 +154,22 @@ class TestOwnPrompts:
         output, plain = self.asked(["abc b", "bc", "a", "cab", "c c"], batch=2)
         assert tokens(output) == tokens(plain)
         assert sum(row.stats.accepted for row in output) > 0
+
+
+def test_what_both_have_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(job, "_REPORTED", set())
+    for _ in range(2):
+        go(["abc"], "model", draft=OTHER_DRAFT, max_new_tokens=1)
+    assert capsys.readouterr().err.count("other and toy have 13 tokens in common: 81% of the target's") == 1
+
+
+def test_a_draft_without_a_tokenizer_needs_as_many_tokens():
+    with pytest.raises(VocabMismatch, match="of 17 tokens, the target of 16"):
+        go(["abc"], "model", draft=Model(TableLM(V + 1), {}))
+
+
+def test_a_same_vocabulary_is_read_as_it_is():
+    twin = Model(LM, PARAMS, Tokenizer(TOKENIZER.inner, eos_id=EOS))
+    assert isinstance(Drafting("model", draft=twin).build_drafter(TOY)[0], ModelDraft)
+    padded = Model(TableLM(V + 1), {}, TOKENIZER)
+    assert isinstance(Drafting("model", draft=padded).build_drafter(TOY)[0], BridgedDraft)
