@@ -218,10 +218,8 @@ class Chat:
         pieces: list[str] = []
         keywords: dict[str, Any] = self._settings | {"max_new_tokens": budget, "session": self._session}
         with contextlib.nullcontext() if self._compiled else show.busy("reading the prompt"):
-            # The first turn as messages, which a draft model of another vocabulary renders with its own template.
-            prompt = messages if self._session is None else ids
             running = jaxspec.stream(
-                self._target, [prompt], on_token=lambda row, token, piece: pieces.append(piece), **keywords
+                self._target, [ids], on_token=lambda row, token, piece: pieces.append(piece), **keywords
             )
             chunk = None if interrupted() else next(running, None)
         self._compiled = True

@@ -17,6 +17,7 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
+from jaxspec.core.sizes import CHUNK
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level
@@ -221,10 +222,10 @@ class BridgedDraft:
         length = state.length + added
         covered = jnp.maximum(state.covered, jnp.where(advance.count > 0, advance.start + advance.count, 0))
         if advance.nodes is None:
-            goal = jnp.where((advance.count > 0) & self._fits(text, length, steps.size), length, 0)
+            goal, size = jnp.where((advance.count > 0) & self._fits(text, length), length, 0), min(steps.size, CHUNK)
             model = lax.while_loop(
                 lambda model: jnp.any(goal > model.cache.length),
-                lambda model: self.inner.read(params["model"], model, text, goal, steps.size),
+                lambda model: self.inner.read(params["model"], model, text, goal, size),
                 state.model,
             )
         else:
@@ -235,7 +236,7 @@ class BridgedDraft:
         self, params: Params, state: BridgedState, context: Context, draw: Draw
     ) -> tuple[Proposal, BridgedState]:
         limit = self.shape.depth if draw.limit is None else draw.limit
-        draw = dataclasses.replace(draw, limit=jnp.where(self._fits(state.text, state.length, FAR), limit, 0))
+        draw = dataclasses.replace(draw, limit=jnp.where(self._fits(state.text, state.length), limit, 0))
         network, own, common = self.inner.model, params["model"], params["common"]
         length = jnp.where(draw.below(0), state.length, 0)
         model = self.inner.catch_up(own, state.model, state.text, length)
@@ -253,9 +254,11 @@ class BridgedDraft:
         grown = grow(self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
         return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
 
-    def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"], window: int) -> Bool[Array, "B"]:
-        """Tells which rows have room for a window behind their text."""
-        return length + window <= min(text.shape[1], self.inner.model.context)
+    def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"]) -> Bool[Array, "B"]:
+        """Tells which rows have room for a draft, and for what is written to scratch once there is none."""
+        depth = self.shape.depth
+        most = min(text.shape[1] - max(CHUNK, 2 * (depth + 1)), self.inner.model.context - depth)
+        return length <= most
 
 
 def bridged(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedDraft, Params]:

@@ -10,6 +10,8 @@ Drafting from the shared tokens alone is "token-level intersection" (Timor et al
 import contextlib
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +97,30 @@ class Side:
                 return ids
         return self.longest_matches(text)
 
+    def conversation(self, ids: Sequence[int]) -> list[dict[str, str]] | None:
+        """Returns the messages that the chat template renders as these ids; None if it finds none.
+
+        They begin and end with the user's. What stands between them is read off a conversation of known contents.
+        """
+        if self.template is None:
+            return None
+        marks = "\ue000", "\ue001", "\ue002"  # characters of private use
+        roles = "user", "assistant", "user"
+        known = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+        with contextlib.suppress(JaxspecError, ValueError):
+            before, *between, after = re.split("|".join(marks), self.template.render(known))
+            for start in (0, 1):  # with and without a BOS that only the tokenizer adds
+                text = b"".join(self.tokenizer.pieces(ids[start:], skip_special=False)).decode()
+                rest, turns = text.removeprefix(before).removesuffix(after), []
+                for mark in itertools.cycle(between):
+                    turn, found, rest = rest.partition(mark)
+                    turns.append({"role": roles[len(turns) % 2], "content": turn})
+                    if not found:
+                        break
+                if self.tokenizer.encode(self.template.render(turns)) == list(ids):
+                    return turns
+        return None
+
     def longest_matches(self, text: bytes) -> list[int]:
         """Returns the ids of a text, from left to right the longest token each; bytes without a token are left out."""
         ids, at = [], 0
@@ -168,8 +194,9 @@ class Bridge:
     def prompt(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
         """Returns a prompt in the draft's tokens.
 
-        Text is tokenized by the draft's tokenizer, messages are rendered by its chat template. Token ids, and messages
-        that its template refuses, are spelled from the target's ids.
+        Text is tokenized by the draft's tokenizer, messages are rendered by its chat template, also those that the
+        target's template rendered as token ids. Other ids, and messages that the draft's template refuses, are spelled
+        from the target's ids.
 
         Args:
             prompt: text, token ids or chat messages, as the user passed it.
@@ -180,10 +207,12 @@ class Bridge:
         found = None
         if isinstance(prompt, str) and not chat:
             found = side.tokenizer.encode(prompt)
-        elif side.template is not None and (isinstance(prompt, str) or isinstance(prompt[0], Mapping)):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        elif side.template is not None:
+            messages: Any = [{"role": "user", "content": prompt}]
+            if not isinstance(prompt, str):
+                messages = prompt if isinstance(prompt[0], Mapping) else self.target.conversation(ids)
             with contextlib.suppress(JaxspecError):
-                found = side.tokenizer.encode(side.template.render(messages))
+                found = None if messages is None else side.tokenizer.encode(side.template.render(messages))
         if found is None:
             found = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]
         return [i for i in found if i < side.size] or [self.begin]
@@ -221,5 +250,5 @@ def build_bridge(target: Side, draft: Side) -> Bridge:
         common,
         np.asarray([token for ids in spellings for token in ids], np.int32),
         np.cumsum([0, *map(len, spellings)], dtype=np.int32),
-        float(np.isin(sample, as_target).mean()),
+        float(np.isin(sample, as_target).mean()) if sample else 0.0,
     )

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from jaxspec import Model
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain
 from jaxspec.decode.loop import Decoder
-from jaxspec.decode.state import Weights
+from jaxspec.decode.state import DraftPrompts, Weights
 from jaxspec.drafters.model import BridgedDraft, BridgedState, ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import VocabMismatch
@@ -101,17 +102,37 @@ def test_every_rule_decodes(name):
 
 
 def test_a_text_that_does_not_fit_is_decoded_without_drafts():
-    drafter, params = across(chain(2), TableLM(OTHER_V, context=40))
+    drafter, params = across(chain(2), TableLM(OTHER_V, context=24))
     asked = request([PROMPT, [1]], 40, vocab=V, temperature=1.0)
     state = whole(decoder(LM, drafter), Weights(PARAMS, params), asked, 64)
     assert texts(state) == texts(whole(decoder(LM, NoDraft()), Weights(PARAMS), asked, 64))
     drafted = np.asarray(state.log.drafted)
     for b in range(2):
         length = np.cumsum([0, *np.asarray(state.log.emitted)[b]])[:-1] + len([PROMPT, [1]][b])
-        fits = [len(spelled(texts(state)[b][:n])) + 16 <= 40 for n in length]
+        fits = [len(spelled(texts(state)[b][:n])) <= 24 - 2 for n in length]
         rounds = int(state.round[b])
         assert (drafted[b, :rounds] > 0).tolist() == fits[:rounds]
         assert 0 < sum(fits[:rounds]) < rounds
+
+
+def test_prompts_that_fill_the_room():
+    """Of 512 places: a prompt of 600 tokens is never read, one of 440 leaves room for some drafts, one of 3 for all."""
+    drafter, params = across(chain(2))
+    counts = np.array([600, 440, 3])
+    prompts = DraftPrompts(jnp.asarray(np.random.default_rng(0).integers(1, 7, (3, 600))), jnp.asarray(counts))
+    asked = request([[1], [2], [1, 2]], 40, vocab=V, temperature=1.0)
+    state = whole(decoder(LM, drafter), Weights(PARAMS, params), asked._replace(draft_prompts=prompts), 64)
+    assert texts(state) == texts(whole(decoder(LM, NoDraft()), Weights(PARAMS), asked, 64))
+    drafts = (np.asarray(state.log.drafted) > 0).sum(-1)
+    rounds, own = np.asarray(state.round), instance(BridgedState, state.draft)
+    assert drafts[0] == 0 < drafts[1] < rounds[1]
+    assert drafts[2] == rounds[2]
+    cached, read = np.asarray(own.model.cache.kv.keys)[0, :, 0, :, 0].astype(int), np.asarray(own.model.cache.length)
+    assert (read > 0).tolist() == [False, True, True]
+    for b in range(3):
+        assert cached[b, : read[b]].tolist() == np.asarray(own.text)[b, : read[b]].tolist()
+        new = spelled(texts(state)[b][len(np.asarray(asked.tokens)[b][: int(asked.count[b])]) :])[1:]
+        assert int(own.length[b]) == counts[b] + len(new)
 
 
 class TestOwnPrompts:

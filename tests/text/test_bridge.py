@@ -158,6 +158,24 @@ class TestPrompt:
     def test_ids(self):
         assert self.bridge().prompt([6, 14, EOS], [6, 14, EOS], True) == [BEGIN, 3, 1, 4, END]
 
+    @pytest.mark.parametrize("turns", [("ab",), ("ab", "c a", "b"), ("", "", "")])
+    def test_ids_of_a_conversation(self, turns):
+        """As the target's template renders it, with a BOS that the tokenizer adds, too; the draft's renders it anew."""
+        talk = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        template = ChatTemplate(
+            "{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}"
+        )
+        expected = OTHER.encode(OTHER_TEMPLATE.render(talk))
+        for add_bos in (False, True):
+            tokenizer = Tokenizer(TOKENIZER.inner, EOS, EOS, add_bos)
+            ids = tokenizer.encode(TEMPLATE.render(talk))
+            assert (ids[0] == EOS) == add_bos
+            target = side(tokenizer, template=TEMPLATE)
+            assert target.conversation(ids) == talk
+            assert target.conversation(ids[:-1]) is None
+            other = side(OTHER, template=OTHER_TEMPLATE)
+            assert build_bridge(target, other).prompt(ids, ids, False) == expected
+
     def test_messages_without_a_template_or_that_it_refuses(self):
         for template in (None, ChatTemplate("{{ raise_exception('no') }}")):
             assert self.bridge(template).prompt(self.TALK, [6], True) == [BEGIN, 3, 1]
