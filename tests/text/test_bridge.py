@@ -162,9 +162,6 @@ class TestPrompt:
     def test_ids_of_a_conversation(self, turns):
         """As the target's template renders it, with a BOS that the tokenizer adds, too; the draft's renders it anew."""
         talk = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        template = ChatTemplate(
-            "{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}"
-        )
         expected = OTHER.encode(OTHER_TEMPLATE.render(talk))
         for add_bos in (False, True):
             tokenizer = Tokenizer(TOKENIZER.inner, EOS, EOS, add_bos)
