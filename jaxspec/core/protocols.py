@@ -126,7 +126,14 @@ class TapDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class SpellingDrafter(Drafter, Protocol):
-    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too."""
+    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too.
+
+    Attributes:
+        room: the most tokens of its own that it reads of a text, for each slot of the target's cache.
+    """
+
+    @property
+    def room(self) -> int: ...
 
     def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
         """Returns a prompt in the drafter's tokens; runs on the host.

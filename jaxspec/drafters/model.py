@@ -29,8 +29,6 @@ from jaxspec.text.tokenizer import same_vocab
 
 NEAR, FAR = 2, 16
 """Number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
-ROOM = 2
-"""Most tokens that a draft model of another vocabulary reads for each of the target's."""
 
 
 class ModelState(NamedTuple):
@@ -177,6 +175,7 @@ class BridgedDraft:
     bridge: Bridge = dataclasses.field(compare=False, repr=False)
 
     draws = True
+    room = 2
 
     @property
     def shape(self) -> TreeShape:
@@ -195,17 +194,17 @@ class BridgedDraft:
         return self.bridge.prompt(prompt, ids, chat)
 
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
-        state = self.inner.init(params["model"], batch, ROOM * capacity)
+        state = self.inner.init(params["model"], batch, self.room * capacity)
         text = jnp.zeros((batch, state.cache.kv.keys.shape[3]), jnp.int32).at[:, 0].set(self.begin)
         return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read_prompt(
         self, state: BridgedState, tokens: Int[Array, "B P"], count: Int[Array, "B"], covered: Int[Array, "B"]
     ) -> BridgedState:
-        start = jnp.where(state.covered > 0, state.length, 0)
-        given = covered > 0
-        steps = jnp.arange(tokens.shape[1])
+        start, given, size = jnp.where(state.covered > 0, state.length, 0), covered > 0, tokens.shape[1]
+        steps = jnp.arange(size)
         text = _write(state.text, tokens, start[:, None] + steps, given[:, None] & (steps < count[:, None]))
+        count = jnp.where(count > size, state.text.shape[1], count)  # the whole room: what is missing must not be read
         length = jnp.where(given, start + count, state.length)
         return state._replace(text=text, length=length, covered=jnp.maximum(state.covered, covered))
 

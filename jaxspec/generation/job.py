@@ -110,10 +110,10 @@ class Job:
             size,
             self.logprobs is not None,
         )
-        if self.spelled is None:
+        if self.spelled is None or not isinstance(drafter := self.decoder.drafter, SpellingDrafter):
             return request
-        spelled = [self.spelled[row // self.samples] for row in at]
-        return request._replace(draft_prompts=DraftPrompts(*inputs.pad_prompts(spelled, size)))
+        padded = inputs.pad_prompts([self.spelled[row // self.samples] for row in at], drafter.room * size)
+        return request._replace(draft_prompts=DraftPrompts(*padded))
 
     def _keys(self, rows: np.ndarray) -> jax.Array:
         """Returns the keys of these rows. NumPy selects them, since JAX would compile for each number of rows."""
