@@ -19,7 +19,7 @@ from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.generation.drafting import DRAFTER, Drafting, resolve_drafting
 from jaxspec.generation.inputs import Prompt
-from jaxspec.generation.job import extend_session, make_job, report_rounding
+from jaxspec.generation.job import extend_session, make_job, report_bridge, report_rounding
 from jaxspec.generation.output import Generation, Output
 from jaxspec.generation.results_file import ResultsFile
 from jaxspec.generation.stream import Stream
@@ -78,7 +78,7 @@ def generate(
         rule: name of a registered rule, or a rule object.
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
-        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
+        draft: draft model of the drafter "model", of any vocabulary; None for that of the target's preset, if any.
         draft_params: parameters of a drafter object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.
@@ -183,7 +183,7 @@ def stream(
         rule: name of a registered rule, or a rule object.
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
-        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
+        draft: draft model of the drafter "model", of any vocabulary; None for that of the target's preset, if any.
         draft_params: parameters of a drafter object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.
@@ -248,6 +248,7 @@ def stream(
         max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
         logprobs=logprobs, width_matched=width_matched, mesh=mesh,
     )  # fmt: skip
+    report_bridge(notice, job)
     if stops.strings:
         target.decode([])  # stop strings need a tokenizer
     results = None if out is None else ResultsFile(out, job, stops.strings)

@@ -91,7 +91,10 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
     """
     built, params = drafting.build_drafter(target)
     if not isinstance(built, ModelDrafter):
-        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law to compute acceptance from")
+        raise InvalidConfig(
+            f"the drafter {drafting.drafter!r} has no law to compute acceptance from, which takes a "
+            "model with the target's vocabulary"
+        )
     return built.model, target.params if params is None else params
 
 

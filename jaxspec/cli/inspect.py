@@ -1,5 +1,7 @@
 """Shows what a checkpoint holds, and the memory it would take. No weight is read.
 
+With --draft-model it also shows what the vocabularies of a target and a draft model have in common.
+
 Of draft heads it shows the layout, the sizes, and what is odd; with --target also whether they fit, and, by decoding a
 few prompts with them, whether they work.
 """
@@ -23,6 +25,7 @@ def add_options(parser: Parser) -> None:
     add("--batch", type=whole(1), default=1, metavar="N", help="rows decoded together (default: 1)")
     add("--length", type=whole(1), metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
     add_dtype(add)
+    add("--draft-model", metavar="SOURCE", help="of a model: a draft model, whose vocabulary is compared with it")
     add("--target", metavar="SOURCE", help="of heads: the model they are to draft for")
     add("--prompt", action="append", metavar="TEXT", help="to try heads on, with --target; repeatable")
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
@@ -40,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
         raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")
+    if layout is not None and args.draft_model:
+        raise UsageError("--draft-model is for a model, and these are draft heads")
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     files = files or [place / name for name in FILES if (place / name).is_file()]
     report: dict[str, Any] = {"source": args.source, "path": str(place)}
@@ -49,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         from jaxspec.cli.inspect_model import checkpoint_sections
 
         report |= checkpoint_sections(place, args, refused)
+    if args.draft_model:
+        from jaxspec.cli.inspect_model import bridge_section
+
+        report["draft_model"] = bridge_section(place, check_path(find_source(args.draft_model, None, show.say)))
     if layout is not None:
         from jaxspec.cli.inspect_heads import heads_sections
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.inspect_format import by_name, by_type, shortened
 from jaxspec.core import sizes
-from jaxspec.errors import CapacityError, CheckpointError, InvalidConfig, JaxspecError
+from jaxspec.errors import CapacityError, CheckpointError, InvalidConfig, JaxspecError, MissingTokenizer
 
 if TYPE_CHECKING:
     from jaxspec.checkpoints.base import Checkpoint, StoredTensor
@@ -90,6 +90,48 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
             refused.append(error)
     lines = [line.strip() for line in (template or "").splitlines() if line.strip()]
     return section | {"chat_template": None if template is None else next(iter(lines), "")}
+
+
+def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
+    """Returns the section about what a target's and a draft model's vocabularies have in common.
+
+    Raises:
+        JaxspecError: one of them has no tokenizer, or they have nothing in common.
+    """
+    from jaxspec.checkpoints.source import open_checkpoint
+    from jaxspec.text.bridge import Side, build_bridge
+    from jaxspec.text.chat import ChatTemplate
+    from jaxspec.text.tokenizer import Tokenizer, same_vocab
+
+    sides = []
+    for place in (target, draft):
+        checkpoint = open_checkpoint(place)
+        size, source = checkpoint.config.vocab_size, checkpoint.chat_template
+        if checkpoint.tokenizer is None:
+            raise MissingTokenizer(f"{place} has no tokenizer, so its tokens cannot be compared with others")
+        template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
+        tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size)
+        sides.append(Side(tokenizer, template, tuple(checkpoint.stop_ids), size, place.name))
+    ours, theirs = sides
+    section: dict[str, Any] = {"draft_path": str(draft)}
+    if ours.vocab == theirs.vocab and same_vocab(ours.tokenizer, theirs.tokenizer):
+        return section | {"vocabulary": "the target's"}
+    bridge = build_bridge(ours, theirs)
+    roles = {
+        name: f"{token_text(ours.tokenizer, one)} is {token_text(theirs.tokenizer, other)}"
+        for name, one, other in zip(("end_of_turn", "end_of_text", "begin_of_text"), ours.roles, theirs.roles)
+        if one is not None and other is not None
+    }
+    shares = {f"share_of_{name}": round(share, 4) for name, share in bridge.shares.items()}
+    tables = (bridge.as_target, bridge.common, bridge.spelling, bridge.starts)
+    return section | {
+        "tokens": theirs.size,
+        "common_tokens": len(bridge.common),
+        **shares,
+        **roles,
+        "tables_bytes": sum(table.nbytes for table in tables),
+        "summary": str(bridge),
+    }
 
 
 def token_text(tokenizer: "Tokenizer", token: int | None) -> str | None:

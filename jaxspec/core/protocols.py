@@ -5,7 +5,7 @@ states are pytrees of arrays, passed beside them. Drafters and schedules are bat
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
@@ -121,6 +121,41 @@ class TapDrafter(Drafter, Protocol):
     @property
     def taps(self) -> tuple[int, ...]:
         """The layers, see `jaxspec.core.networks.TappedTarget`; empty for the target's own features alone."""
+        ...
+
+
+@runtime_checkable
+class SpellingDrafter(Drafter, Protocol):
+    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too.
+
+    Attributes:
+        room: the most tokens of its own that it reads of a text, for each slot of the target's cache.
+    """
+
+    @property
+    def room(self) -> int: ...
+
+    def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
+        """Returns a prompt in the drafter's tokens; runs on the host.
+
+        Args:
+            prompt: text, token ids or chat messages, as the user passed it.
+            ids: the same in the target's tokens.
+            chat: whether text is a message of the user.
+        """
+        ...
+
+    def read_prompt(
+        self, state: Any, tokens: Int[Array, "B P"], count: Int[Array, "B"], covered: Int[Array, "B"]
+    ) -> Any:
+        """Returns the state with `count` tokens of its own appended to each row, before the prompt is absorbed.
+
+        Args:
+            state: the drafter's.
+            tokens: prompts in the drafter's tokens.
+            count: their lengths; if more than P, only the first P tokens are given.
+            covered: the length of the target's text that the drafter's text then spells; 0 for rows without a prompt.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import Drafter, Schedule
+from jaxspec.core.protocols import Drafter, Schedule, SpellingDrafter
 from jaxspec.core.records import Status
 from jaxspec.decode import logprobs
 from jaxspec.decode.state import Request, RoundLog, State, Weights
@@ -40,7 +40,7 @@ def init(
     slots = cache.kv.keys.shape[3]
     tokens = jnp.zeros((batch, slots), jnp.int32).at[:, :size].set(request.tokens)
     zeros = jnp.zeros((batch,), jnp.int32)
-    return State(
+    state = State(
         tokens=tokens,
         length=request.count,
         start=request.count,
@@ -58,9 +58,10 @@ def init(
         recorded=request.logprobs,
         logprobs=None if request.logprobs is None else logprobs.empty(batch, slots, top_logprobs),
     )
+    return _with_prompts(drafter, state, request, request.count)
 
 
-def extend(state: State, request: Request) -> State:
+def extend(drafter: Drafter, state: State, request: Request) -> State:
     """Appends text to every row, such as the next turn of a chat, and sets a new budget.
 
     The text appended to a row may be empty. Only new tokens are read by the next prefill. `request.key` is ignored:
@@ -75,6 +76,8 @@ def extend(state: State, request: Request) -> State:
     positions = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may exceed the capacity
     tokens = state.tokens.at[rows, positions].set(request.tokens, mode="drop")
     length = state.length + request.count
+    # A drafter that must read the whole text again, as after `truncate`, spells all of it from the target's tokens.
+    state = _with_prompts(drafter, state, request, jnp.where(state.absorbed == state.length, length, 0))
     return state._replace(
         tokens=tokens,
         length=length,
@@ -138,6 +141,13 @@ def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "
         return lax.dynamic_update_slice_in_dim(old, new, at, axis)
 
     return jax.tree.map(put, state, new, jax.tree.unflatten(jax.tree.structure(state), axes))
+
+
+def _with_prompts(drafter: Drafter, state: State, request: Request, covered: Int[Array, "B"]) -> State:
+    """Gives the drafter the prompts in its own tokens, if the request has them; see `SpellingDrafter`."""
+    if request.draft_prompts is None or not isinstance(drafter, SpellingDrafter):
+        return state
+    return state._replace(draft=drafter.read_prompt(state.draft, *request.draft_prompts, covered))
 
 
 def _status(request: Request) -> Int[Array, "B"]:

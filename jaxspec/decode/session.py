@@ -109,7 +109,7 @@ class Session:
             length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
             self.state = self._call(lifecycle.truncate, (self.decoder.drafter,), (self.weights, self.state, length))
             self._cut = None
-        self.state = self._prefill(self._call(lifecycle.extend, (), (self.state, request)))
+        self.state = self._prefill(self._call(lifecycle.extend, (self.decoder.drafter,), (self.state, request)))
 
     def replace(self, positions: Sequence[int], request: Request) -> None:
         """Replaces rows by new ones, and reads their prompts while the others wait.

@@ -33,6 +33,13 @@ class Weights(NamedTuple):
         return _brief(self)
 
 
+class DraftPrompts(NamedTuple):
+    """Prompts in the own tokens of a `SpellingDrafter`."""
+
+    tokens: Int[Array, "*b P"]  # padded on the right
+    count: Int[Array, "*b"]  # if more than P, the rest is missing  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
 class Request(NamedTuple):
     """Prompts and settings of a batch, or of one prompt without the batch axis; may be vmapped."""
 
@@ -45,6 +52,7 @@ class Request(NamedTuple):
     # Which rows record log-probabilities; traced, so that no value of it compiles again. None: no row does, and the
     # program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
+    draft_prompts: DraftPrompts | None = None  # None: a drafter with tokens of its own spells the target's
 
 
 class Logprobs(NamedTuple):

@@ -1,21 +1,31 @@
-"""The drafter "model": a second, smaller language model, on any tree (Leviathan et al. 2023, arXiv:2211.17192)."""
+"""The drafter "model": a second, smaller language model, on any tree (Leviathan et al. 2023, arXiv:2211.17192).
+
+`ModelDraft` reads the text itself. `BridgedDraft` is for a draft model of another vocabulary: it reads the same text in
+tokens of its own, and drafts from the tokens that both have.
+"""
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
+from jaxspec.core.sizes import CHUNK
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import grow
+from jaxspec.drafters._level import Level
 from jaxspec.drafters._window import check_tree, empty_entries, model_reader
 from jaxspec.errors import MissingDraft, VocabMismatch
+from jaxspec.models.model import Model
+from jaxspec.text.bridge import Bridge, Side, build_bridge
+from jaxspec.text.tokenizer import same_vocab
 
 NEAR, FAR = 2, 16
 """Number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
@@ -32,7 +42,7 @@ class ModelState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft:
-    """Draws from the distribution of a second, smaller language model with the same vocabulary.
+    """Draws from the distribution of a second, smaller language model, of any vocabulary.
 
     Attributes:
         model: the draft model.
@@ -49,16 +59,19 @@ class ModelDraft:
         check_tree(self.tree, self.model.vocab)
 
     @classmethod
-    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+    def build(cls, inputs: DrafterInputs) -> "tuple[Self | BridgedDraft, Params]":
         if inputs.draft is None:
             raise MissingDraft("the drafter 'model' needs a draft model (draft=..., or --draft-model)")
-        draft, target = inputs.draft.lm, inputs.target.lm
-        if draft.vocab != target.vocab:
+        drafter, draft, target = cls(inputs.draft.lm, inputs.tree or chain(4)), inputs.draft, inputs.target
+        sizes, tokenizers = (draft.lm.vocab, target.lm.vocab), (target.tokenizer, draft.tokenizer)
+        if sizes[0] == sizes[1] and (None in tokenizers or same_vocab(*tokenizers)):
+            return drafter, draft.params
+        if None in tokenizers:
             raise VocabMismatch(
-                f"the draft model has a vocabulary of {draft.vocab} tokens, the target of {target.vocab}; "
-                "they must share one"
+                f"the draft model has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}; both need a "
+                "tokenizer, or they must share one vocabulary"
             )
-        return cls(draft, inputs.tree or chain(4)), inputs.draft.params
+        return bridged(drafter, draft.params, build_bridge(_side(target), _side(draft)))
 
     @property
     def shape(self) -> TreeShape:
@@ -79,14 +92,18 @@ class ModelDraft:
         end = advance.start + advance.count
         if advance.nodes is None:
             size = advance.tokens.shape[1]
-            return self._read(params, state, advance.text, jnp.where(advance.count > 0, end, 0), size)
-        slots = jnp.take_along_axis(state.slots, jnp.maximum(advance.nodes, 0), axis=1)
+            return self.read(params, state, advance.text, jnp.where(advance.count > 0, end, 0), size)
+        return self.keep(state, advance.nodes, advance.count)
+
+    def keep(self, state: ModelState, nodes: Int[Array, "B M"], count: Int[Array, "B"]) -> ModelState:
+        """Commits those of the first `count` nodes of an accepted path that were read while drafting."""
+        slots = jnp.take_along_axis(state.slots, jnp.maximum(nodes, 0), axis=1)
         # A node is read only after its parent, so the nodes that were read come first.
-        slots = jnp.where(advance.nodes > 0, slots, -1)
+        slots = jnp.where(nodes > 0, slots, -1)
         # The last token must be read again, because the next proposal starts from its feature.
-        known = jnp.minimum((slots >= 0).sum(-1), jnp.maximum(advance.count - 1, 0))
+        known = jnp.minimum((slots >= 0).sum(-1), jnp.maximum(count - 1, 0))
         entries = caches.take(state.entries, slots)
-        return state._replace(cache=caches.commit(state.cache, entries, known, advance.count))
+        return state._replace(cache=caches.commit(state.cache, entries, known, count))
 
     def catch_up(
         self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
@@ -99,12 +116,12 @@ class ModelDraft:
                 return jnp.any(length - state.cache.length > near)
 
             def read(state: ModelState, size: int = size) -> ModelState:
-                return self._read(params, state, text, length, size)
+                return self.read(params, state, text, length, size)
 
             state = lax.while_loop(behind, read, state)
         return state
 
-    def _read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
+    def read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
         """Reads the next tokens of the text: at most `size`, and none from `length` on."""
         cache, steps = state.cache, jnp.arange(size)
         places = cache.length[:, None] + steps
@@ -126,3 +143,142 @@ class ModelDraft:
 
         grown = grow(self.tree, root, draw, read, state.entries, root_logits=after_root)
         return grown.proposal, state._replace(entries=grown.carry, slots=grown.slots)
+
+
+class BridgedState(NamedTuple):
+    """The text in the draft model's tokens, and what the draft model has read of it."""
+
+    model: ModelState
+    text: Int[Array, "B S"]
+    length: Int[Array, "B"]  # more than S if the text did not fit; nothing is drafted then
+    covered: Int[Array, "B"]  # tokens of the target's text that `text` spells already
+
+
+@dataclasses.dataclass(frozen=True)
+class BridgedDraft:
+    """Draws from the distribution of a draft model of another vocabulary, restricted to the tokens that both have.
+
+    The restricted distribution is the one that rules weigh, so every rule keeps its promise. What the target commits is
+    appended to the draft model's text token by token, in the draft model's own spelling. A text that no longer fits
+    into the draft model's room is decoded without drafts.
+
+    Attributes:
+        inner: the drafter of the draft model alone.
+        begin: the draft token that a text without a prompt of its own begins with.
+        widest: the most draft tokens that spell one token of the target.
+        bridge: the tables, which the parameters hold, too; only the host reads these.
+    """
+
+    inner: ModelDraft
+    begin: int
+    widest: int
+    bridge: Bridge = dataclasses.field(compare=False, repr=False)
+
+    draws = True
+    room = 2
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.inner.shape
+
+    @property
+    def tree(self) -> Topology | Dynamic:
+        return self.inner.tree
+
+    @property
+    def calls(self) -> int:
+        return self.inner.calls
+
+    def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
+        """Returns a prompt in the draft model's tokens; see `Bridge.prompt`."""
+        return self.bridge.prompt(prompt, ids, chat)
+
+    def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
+        state = self.inner.init(params["model"], batch, self.room * capacity)
+        text = jnp.zeros((batch, state.cache.kv.keys.shape[3]), jnp.int32).at[:, 0].set(self.begin)
+        return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+    def read_prompt(
+        self, state: BridgedState, tokens: Int[Array, "B P"], count: Int[Array, "B"], covered: Int[Array, "B"]
+    ) -> BridgedState:
+        start, given, size = jnp.where(state.covered > 0, state.length, 0), covered > 0, tokens.shape[1]
+        steps = jnp.arange(size)
+        text = _write(state.text, tokens, start[:, None] + steps, given[:, None] & (steps < count[:, None]))
+        count = jnp.where(count > size, state.text.shape[1], count)  # the whole room: what is missing must not be read
+        length = jnp.where(given, start + count, state.length)
+        return state._replace(text=text, length=length, covered=jnp.maximum(state.covered, covered))
+
+    def absorb(self, params: Params, state: BridgedState, advance: Advance) -> BridgedState:
+        """Appends the draft model's spelling of committed tokens; then as `ModelDraft.absorb`."""
+        steps, places = jnp.arange(advance.tokens.shape[1]), jnp.arange(self.widest)
+        unspelled = (steps < advance.count[:, None]) & (advance.start[:, None] + steps >= state.covered[:, None])
+        first = params["starts"][advance.tokens]
+        sizes = jnp.where(unspelled, params["starts"][advance.tokens + 1] - first, 0)
+        pieces = jnp.take(params["spelling"], first[:, :, None] + places, mode="clip")
+        at = (state.length[:, None] + jnp.cumsum(sizes, 1) - sizes)[:, :, None] + places
+        text = _write(state.text, pieces, at, places < sizes[:, :, None])
+        added = sizes.sum(1)
+        length = state.length + added
+        covered = jnp.maximum(state.covered, jnp.where(advance.count > 0, advance.start + advance.count, 0))
+        if advance.nodes is None:
+            goal, size = jnp.where((advance.count > 0) & self._fits(text, length), length, 0), min(steps.size, CHUNK)
+            model = lax.while_loop(
+                lambda model: jnp.any(goal > model.cache.length),
+                lambda model: self.inner.read(params["model"], model, text, goal, size),
+                state.model,
+            )
+        else:
+            model = self.inner.keep(state.model, advance.nodes, jnp.minimum(advance.count, added))
+        return BridgedState(model, text, length, covered)
+
+    def propose(
+        self, params: Params, state: BridgedState, context: Context, draw: Draw
+    ) -> tuple[Proposal, BridgedState]:
+        limit = self.shape.depth if draw.limit is None else draw.limit
+        draw = dataclasses.replace(draw, limit=jnp.where(self._fits(state.text, state.length), limit, 0))
+        network, own, common = self.inner.model, params["model"], params["common"]
+        length = jnp.where(draw.below(0), state.length, 0)
+        model = self.inner.catch_up(own, state.model, state.text, length)
+        read_own = model_reader(network, own, model.cache, model.cache.length - 1)
+
+        def after_root() -> Float[Array, "B 1 R"]:
+            return network.head(own, model.feature[:, None])[..., common]
+
+        def read(level: Level, entries: KV) -> tuple[Float[Array, "B n R"], KV]:
+            tokens = jnp.take(params["spelling"], params["starts"][level.tokens], mode="clip")
+            logits, entries = read_own(level._replace(tokens=tokens), entries)
+            return logits[..., common], entries
+
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        grown = grow(self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
+        return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
+
+    def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"]) -> Bool[Array, "B"]:
+        """Tells which rows have room for a draft, and for what is written to scratch once there is none."""
+        depth = self.shape.depth
+        most = min(text.shape[1] - max(CHUNK, 2 * (depth + 1)), self.inner.model.context - depth)
+        return length <= most
+
+
+def bridged(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedDraft, Params]:
+    """Returns the drafter of a draft model across a bridge, and its parameters.
+
+    Raises:
+        InvalidConfig: the tree has nodes of more children than there are common tokens.
+    """
+    check_tree(inner.tree, len(bridge.common))
+    names = "common", "as_target", "starts", "spelling"
+    tables = {name: jnp.asarray(getattr(bridge, name)) for name in names}
+    return BridgedDraft(inner, bridge.begin, bridge.widest, bridge), {"model": params, **tables}
+
+
+def _write(text: Int[Array, "B S"], tokens: Array, at: Array, which: Array) -> Int[Array, "B S"]:
+    """Writes tokens at their places, those that are marked; what does not fit is dropped."""
+    batch, size = text.shape
+    tokens, at = (a.reshape(batch, -1) for a in (tokens, jnp.where(which, at, size)))
+    return text.at[jnp.arange(batch)[:, None], at].set(tokens, mode="drop")
+
+
+def _side(model: Model) -> Side:
+    assert model.tokenizer is not None
+    return Side(model.tokenizer, model.chat_template, tuple(model.stop_ids), model.lm.vocab, model.name)

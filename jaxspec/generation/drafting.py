@@ -29,7 +29,6 @@ from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
-from jaxspec.text.tokenizer import check_same_vocab
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
@@ -62,7 +61,7 @@ class Drafting:
             length of a chain. None for the drafter's default.
         schedule: name of a registered schedule, or a schedule object. None for the whole tree in every round; for
             drafts that are copied from the text, only while drafting pays.
-        draft: draft model of the drafter "model"; None for that of the target's preset, if any.
+        draft: draft model of the drafter "model", of any vocabulary; None for that of the target's preset, if any.
         heads: draft heads of the drafters "medusa" and "eagle", or their location, see `load_heads`; None for those of
             the target's preset, if any.
         options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
@@ -139,8 +138,6 @@ class Drafting:
                 raise InvalidConfig(
                     f"draft_params is for drafter objects; the drafter {drafter!r} has its own parameters"
                 )
-            if inputs.draft is not None and inputs.draft.tokenizer is not None and target.tokenizer is not None:
-                check_same_vocab(target.tokenizer, inputs.draft.tokenizer)
             return member.build(inputs)
         check_member("drafter", drafter, Drafter)
         if specified:

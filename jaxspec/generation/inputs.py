@@ -199,10 +199,10 @@ def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: 
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the prompts padded to `[rows, size]`, and their lengths `[rows]`."""
+    """Returns the prompts padded or cut to `[rows, size]`, and their lengths `[rows]`."""
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = prompt
+        row[: len(prompt)] = prompt[:size]
     return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
 
 

@@ -1,6 +1,7 @@
 """A decoding job: the checked arguments of `generate` and `stream`, and their division into batches."""
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,17 +13,21 @@ from jax.sharding import Mesh
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
 from jaxspec.core.mesh import groups, replicate, to_host
+from jaxspec.core.protocols import SpellingDrafter
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
-from jaxspec.decode.state import Request, Weights
+from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
+
+_REPORTED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The bridges that were reported."""
 
 
 class RowBatch(NamedTuple):
@@ -60,6 +65,7 @@ class Job:
         stop_ids: stop ids of all rows, `[1, M]`.
         logprobs: number of alternatives for each token besides its log-probabilities; None for no log-probabilities.
         mesh: the devices; None for the default device.
+        spelled: every prompt in the drafter's own tokens, see `SpellingDrafter`; None if it reads the target's.
     """
 
     target: Model
@@ -74,6 +80,7 @@ class Job:
     stop_ids: jax.Array
     logprobs: int | None = None
     mesh: Mesh | None = None
+    spelled: list[list[int]] | None = None
 
     @property
     def rows(self) -> int:
@@ -94,7 +101,7 @@ class Job:
             return np.asarray(value)[at] if per_row else value
 
         sampling = Sampling(**{field.name: own(field.name) for field in dataclasses.fields(Sampling)})
-        return inputs.make_request(
+        request = inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),
             inputs.mask_padding(self.target, sampling, len(at)),
@@ -103,6 +110,10 @@ class Job:
             size,
             self.logprobs is not None,
         )
+        if self.spelled is None or not isinstance(drafter := self.decoder.drafter, SpellingDrafter):
+            return request
+        padded = inputs.pad_prompts([self.spelled[row // self.samples] for row in at], drafter.room * size)
+        return request._replace(draft_prompts=DraftPrompts(*padded))
 
     def _keys(self, rows: np.ndarray) -> jax.Array:
         """Returns the keys of these rows. NumPy selects them, since JAX would compile for each number of rows."""
@@ -195,9 +206,14 @@ def make_job(
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))
     recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
+    spelled, drafter = None, decoder.drafter
+    if isinstance(drafter, SpellingDrafter):
+        wrapped = target.chat_template is not None if chat is None else chat
+        spelled = [drafter.spell(prompt, some, wrapped) for prompt, some in zip(prompts, ids)]
     return Job(
-        target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh
-    )
+        target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh,
+        spelled,
+    )  # fmt: skip
 
 
 def extend_session(session: Session, job: Job) -> RowBatch:
@@ -218,6 +234,14 @@ def extend_session(session: Session, job: Job) -> RowBatch:
     batch = RowBatch(list(range(job.rows)), len(session.state.length), session.capacity)
     session.extend(job.request(batch.initial_rows, session.capacity))
     return batch
+
+
+def report_bridge(notice: Notice, job: Job) -> None:
+    """Prints what a draft model of another vocabulary has in common with the target, once for each pair."""
+    bridge = getattr(job.decoder.drafter, "bridge", None)
+    if bridge is not None and bridge not in _REPORTED:
+        _REPORTED.add(bridge)
+        notice.say(str(bridge))
 
 
 def report_rounding(notice: Notice, capacity: int | None, batches: Sequence[RowBatch]) -> None:

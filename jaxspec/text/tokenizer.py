@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
+from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
 from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import tokenizer_from_gguf
 
@@ -143,9 +143,13 @@ class Tokenizer:
         if self._byte_level:
             known = [_BYTE_OF.get(c) for c in token]
             return token.encode() if None in known else bytes(known)  # type: ignore[arg-type]
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+        return bytes.fromhex(token[3:5]) if _is_byte(token) else token.replace("▁", " ").encode()
+
+    def is_plain(self, token_id: int) -> bool:
+        """Tells whether a token was learned from text: neither added later, nor a byte in hexadecimal."""
+        return token_id not in self._added and (
+            self._byte_level or not _is_byte(self.inner.id_to_token(token_id) or "")
+        )
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -168,25 +172,10 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=16)  # a comparison takes tenths of a second
-def check_same_vocab(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises VocabMismatch unless both tokenizers have the same token for each id; the message names the first."""
-    size = min(target.vocab_size, draft.vocab_size)
-    same = target.inner.get_vocab(with_added_tokens=True) == draft.inner.get_vocab(with_added_tokens=True)
-    if same and target.special_ids == draft.special_ids:
-        return
-    for i in range(size):
-        ours, theirs = target.token_bytes(i), draft.token_bytes(i)
-        if ours != theirs:
-            raise VocabMismatch(f"token {i} is {ours!r} in the target's vocabulary and {theirs!r} in the draft's")
-        if (i in target.special_ids) != (i in draft.special_ids):
-            raise VocabMismatch(
-                f"token {i}, {ours!r}, is a control token in one of target and draft, and text in the other"
-            )
-    if target.vocab_size != draft.vocab_size:
-        raise VocabMismatch(
-            f"the target's vocabulary has {target.vocab_size} tokens, the draft's {draft.vocab_size}; "
-            f"they differ from id {size} on, and must be the same"
-        )
+def same_vocab(one: Tokenizer, other: Tokenizer) -> bool:
+    """Tells whether two tokenizers have the same token for each id, as text or as control."""
+    vocabularies = (tokenizer.inner.get_vocab(with_added_tokens=True) for tokenizer in (one, other))
+    return next(vocabularies) == next(vocabularies) and one.special_ids == other.special_ids
 
 
 def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
@@ -221,6 +210,11 @@ def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, s
         raise CheckpointError(
             f"{where}: token {wrong[0]!r:.40} has id {wrong[1]!r:.40}, expected 0 .. {end - 1}{known}"
         )
+
+
+def _is_byte(token: str) -> bool:
+    """Tells whether a token of a SentencePiece vocabulary is the name of a byte, such as `<0x0A>`."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _byte_alphabet() -> dict[str, int]:

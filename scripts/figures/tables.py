@@ -202,6 +202,17 @@ def pair(values: Values) -> str:
     )
 
 
+def bridges(values: Values) -> str:
+    rows = [[row["draft"], *(share(row[f"share_{of}"]) for of in ("target", "draft", "sample")),
+             f"{row['temperature']:g}", str(row["length"]), share(row["acceptance"]), f"{row['tokens_per_round']:.2f}",
+             between(row["times_plain"], 2), f"{row['same_text']} of {row['prompts']}"]
+            for row in values["rows"]]  # fmt: skip
+    headings = [f"draft for {values['target']}", "common, of the target's tokens", "of the draft's", "of a sample text",
+                "temperature", "draft length", "accepted", "tokens per round", "times plain, by prompt",
+                "same text as plain"]  # fmt: skip
+    return table(headings, rows)
+
+
 def schedules(values: Values) -> str:
     rows = [[way, times(entry["times_plain"]), f"{entry['least']:.2f} to {entry['most']:.2f}"]
             for way, entry in values["ways"].items()]  # fmt: skip
@@ -274,4 +285,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
+    "bridges": bridges,
 }  # fmt: skip

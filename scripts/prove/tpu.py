@@ -36,7 +36,7 @@ from jaxspec.decode.state import Request, Weights
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.medusa import Medusa
-from jaxspec.drafters.model import ModelDraft
+from jaxspec.drafters.model import BridgedDraft, ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.heads.eagle_config import EagleConfig
@@ -101,11 +101,21 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
         "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
         "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
+        "model of another vocabulary, chain 4": across(target, small, jaxspec.chain(4)),
         "early-exit of 4 layers, chain 2": EarlyExit.build(early),
         "medusa, 64 nodes": (medusa, {"heads": params}),
         "eagle (EAGLE-3), chain 4": eagle3(target, jaxspec.chain(4)),
         "eagle (EAGLE-3), dynamic of 60 nodes": eagle3(target, jaxspec.dynamic(10, 8, 60)),
     }  # fmt: skip
+
+
+def across(target: TransformerLM, small: TransformerLM, tree: Any) -> tuple[BridgedDraft, Any]:
+    """A draft of 49,152 tokens, of which 40,000 are the target's, too."""
+    small = TransformerLM(dataclasses.replace(small.config, vocab_size=49152), small.dtype)
+    tables = {"common": int32(40000), "as_target": int32(40000), "spelling": int32(400_000)}
+    params = {"model": shapes(small), "starts": int32(target.vocab + 1)} | tables
+    bridge: Any = None  # only the host reads it
+    return BridgedDraft(ModelDraft(small, tree), 0, 32, bridge), params
 
 
 def eagle3(target: TransformerLM, tree: Any) -> tuple[Eagle, Any]:

@@ -198,3 +198,24 @@ def test_nothing_there(inspect):
     status, out, err = inspect("./nowhere.gguf")
     assert (status, out) == (1, "")
     assert "no such file" in err
+
+
+def test_two_vocabularies(inspect, tmp_path):
+    """What target and draft have in common, and what is missing for it; models of one vocabulary say so."""
+    (tmp_path / "other").mkdir()
+    path = whole(tmp_path)
+    tokens, kinds = (list(VOCABULARY[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
+    reverse = {"tokenizer.ggml.tokens": [*tokens[:2], *tokens[:1:-1]]}
+    reverse |= {"tokenizer.ggml.token_type": [*kinds[:2], *kinds[:1:-1]]}
+    other = whole(tmp_path / "other", **reverse)
+    status, out, _ = inspect(path, "--draft-model", path, "--json")
+    assert (status, json.loads(out)["draft_model"]["vocabulary"]) == (0, "the target's")
+    status, out, _ = inspect(path, "--draft-model", other, "--json")
+    section = json.loads(out)["draft_model"]
+    common = 96 - kinds[2:].count(3)  # without control tokens of no role
+    assert (status, section["common_tokens"], section["share_of_target"]) == (0, common, round(common / 96, 4))
+    assert section["end_of_turn"] == "</s> (1) is </s> (1)"
+    bare = write_gguf(tmp_path / "bare.gguf", CONFIG, PARAMS)
+    status, _, err = inspect(path, "--draft-model", bare)
+    assert status
+    assert "tokenizer" in err

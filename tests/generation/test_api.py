@@ -21,10 +21,8 @@ from helpers.toy_text import (
     HOT,
     KEY,
     LM,
-    NEAR,
     NO_TEMPLATE,
     PROMPTS,
-    SWAPPED,
     TABLE,
     TINY,
     TINY_LM,
@@ -454,7 +452,6 @@ def sampling(**fields):
 
 
 SMALL = Model(TableLM(V, context=32), TOY.params)
-OTHER_TOKENS = Model(LM, NEAR, SWAPPED)
 WIDE_DRAFT = Model(TableLM(V + 1), {"table": jnp.zeros((V + 2, V + 1, V + 1))})
 
 NAN = float("nan")
@@ -462,7 +459,6 @@ NAN = float("nan")
 ERRORS = {
     # vocabulary and prompts
     "vocabulary": (VocabMismatch, {"drafter": "model", "draft": WIDE_DRAFT}, ["17", "16"]),
-    "tokens": (VocabMismatch, {"drafter": "model", "draft": OTHER_TOKENS}, ["token 1 is b'a' in", "b'b' in the draft"]),
     "no prompts": (EmptyPrompt, {"prompts": []}, ["at least one prompt", "[]"]),
     "empty text": (EmptyPrompt, {"prompts": ["ab", ""]}, ["prompt 1", "at least one"]),
     "empty ids": (EmptyPrompt, {"prompts": [[1], []]}, ["prompt 1", "at least one"]),

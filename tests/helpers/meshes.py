@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
@@ -37,16 +38,22 @@ OPTIONS = {
     "stop_ids": [6, 20, 58],
     "max_new_tokens": 24,
 }
-# A letter for every token.
-LETTERS = Tokenizer.from_gguf(
-    {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [chr(c) for c in range(ord("0"), ord("0") + 64)],
-        "tokenizer.ggml.token_type": [1] * 64,
-        "tokenizer.ggml.merges": [],
-    }
-)
+
+
+def letters(first: int) -> Tokenizer:
+    """A letter for every token, from some letter on."""
+    return Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [chr(ord("0") + (first + c) % 64) for c in range(64)],
+            "tokenizer.ggml.token_type": [1] * 64,
+            "tokenizer.ggml.merges": [],
+        }
+    )
+
+
+LETTERS = letters(0)
 
 
 def texts(target, **more) -> tuple[list[list[int]], int]:
@@ -118,11 +125,15 @@ def others(target) -> dict:
     config = HeadsConfig(LM.config.hidden_size, 64, 2, inputs="path")
     heads = DraftHeads(config, init_params(config, instance(jax.Array, LM.unembedding(PARAMS))))
     target = dataclasses.replace(target, tokenizer=LETTERS)
+    turned = {
+        name: jnp.roll(a, -9, 0) if name in ("embed", "head") else a for name, a in OPTIONS["draft"].params.items()
+    }
     plain = {"drafter": "none", "draft": None, "tree": None}
     ways = {
         "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
         "eagle": plain | {"drafter": "eagle", "heads": random_eagle(target), "tree": jaxspec.dynamic(12, 2, 25)},
         "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
+        "another vocabulary": {"draft": jaxspec.Model(LM, turned, letters(9))},
         "rejection": {"rule": "rejection"},
     }
     stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]

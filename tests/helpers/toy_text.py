@@ -33,15 +33,6 @@ TOKENIZER = Tokenizer.from_gguf(
         "tokenizer.ggml.eos_token_id": EOS,
     }
 )
-SWAPPED = Tokenizer.from_gguf(
-    {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [WORDS[0], WORDS[2], WORDS[1], *WORDS[3:]],
-        "tokenizer.ggml.token_type": [3] + [1] * 15,
-        "tokenizer.ggml.merges": [],
-    }
-)
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ '.' if m.role == 'user' else ' ' }}{{ m.content }}\n{% endfor %}")
 V = len(WORDS)
 

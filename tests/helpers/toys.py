@@ -62,7 +62,7 @@ def whole(decoder, weights, request, capacity):
 
 
 def extend(decoder, weights, state, request):
-    return prefill(decoder, weights, _jitted(lifecycle.extend, ())(state, request))
+    return prefill(decoder, weights, _jitted(lifecycle.extend, (0,))(decoder.drafter, state, request))
 
 
 def truncate(decoder, weights, state, length):

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers.narrow import not_none
-from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, VocabMismatch
+from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
 from jaxspec.text import ChatTemplate, IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
-from jaxspec.text.tokenizer import _BYTE_OF, check_same_vocab
+from jaxspec.text.tokenizer import _BYTE_OF, same_vocab
 
 pytestmark = pytest.mark.quick
 
@@ -413,24 +413,20 @@ class TestSameVocabulary:
         return Tokenizer.from_gguf(metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types})
 
     def test_equal_ones(self):
-        check_same_vocab(BYTES, Tokenizer.from_gguf(byte_level_metadata()))
+        assert same_vocab(BYTES, Tokenizer.from_gguf(byte_level_metadata()))
         padded = byte_level_metadata()
         padded["tokenizer.ggml.tokens"] = [*padded["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
         padded["tokenizer.ggml.token_type"] = [*padded["tokenizer.ggml.token_type"], 5, 5]
         tokenizer = Tokenizer.from_gguf(padded)
         assert tokenizer.vocab_size == BYTES.vocab_size  # padding has no text
-        check_same_vocab(BYTES, tokenizer)
+        assert same_vocab(BYTES, tokenizer)
 
-    def test_the_first_difference_is_named(self):
+    def test_different_ones(self):
         last = BYTES.vocab_size - 1
-        with pytest.raises(VocabMismatch, match=rf"token {last} is .* in the target's vocabulary and b'<other>' in"):
-            check_same_vocab(BYTES, self.changed(last, "<other>", 4))
-        with pytest.raises(VocabMismatch, match=rf"token {last}, .*, is a control token in one of target and draft"):
-            check_same_vocab(BYTES, self.changed(last, kind=3))
+        assert not same_vocab(BYTES, self.changed(last, "<other>", 4))
+        assert not same_vocab(BYTES, self.changed(last, kind=3))  # control in one, text in the other
         longer = byte_level_metadata()
         longer["tokenizer.ggml.tokens"] = [*longer["tokenizer.ggml.tokens"], "<more>"]
         longer["tokenizer.ggml.token_type"] = [*longer["tokenizer.ggml.token_type"], 4]
-        with pytest.raises(VocabMismatch, match=rf"{last + 1} tokens, the draft's {last + 2}; they differ from id"):
-            check_same_vocab(BYTES, Tokenizer.from_gguf(longer))
-        with pytest.raises(VocabMismatch, match="token 0 is b'<s>' in the target's vocabulary and b'<unk>' in"):
-            check_same_vocab(BYTES, PIECES)
+        assert not same_vocab(BYTES, Tokenizer.from_gguf(longer))
+        assert not same_vocab(BYTES, PIECES)
