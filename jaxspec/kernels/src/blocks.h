@@ -52,6 +52,10 @@ inline __m256i dot(__m256i w, __m256i x) {
 }
 #endif
 
+// The lines of the next outputs that a pass over the weights prefetches into the second-level cache: bit 0 for the even
+// ones, bit 1 for the odd ones. Several passes share them, so that memory is read during all.
+inline bool fetches(int fetch, int line) { return fetch >> (line & 1) & 1; }
+
 enum class Scales { kOfOutput, kOfBlock, kOfUnit };
 
 // A type of blocks: bits of a code, its offset, whose the scale is, inputs with the same scale, whether there is a minimum.
@@ -111,7 +115,7 @@ using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
 // R rows times sixteen outputs, of which `last` exist. Rounded is that of the first row, with `blocks` for each row.
 template <class Kind, int R>
 void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
-                long outputs, long last, bool fetch) {
+                long outputs, long last, int fetch) {
   const long blocks = width / 32, stride = Kind::stride(width);
   Lanes total[R];
 #pragma GCC unroll 8
@@ -122,12 +126,10 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
     if constexpr (Kind::minimum) minimum = from_float16(weights + 32);
     const char* codes = weights + Kind::header;
     for (int part = 0; part < Kind::parts; i += 32, codes += 64 * Kind::bits, rounded++) {
-      if (fetch) {
 #pragma GCC unroll 8
-        for (int line = 0; line < Kind::bits; line++) {
-          _mm_prefetch(codes + 64 * line + stride, _MM_HINT_T1);  // the next outputs, into the second-level cache
-          _mm_prefetch(codes + 64 * line + 512, _MM_HINT_T0);
-        }
+      for (int line = 0; line < Kind::bits; line++) {
+        if (fetches(fetch, line)) _mm_prefetch(codes + 64 * line + stride, _MM_HINT_T1);
+        if (fetch & 1) _mm_prefetch(codes + 64 * line + 512, _MM_HINT_T0);
       }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {
@@ -135,8 +137,8 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const Rounded& block = rounded[r * blocks];
-          const int added = Kind::part == 32 ? block.sum : start ? block.sum - block.first : block.first;
-          sum[r] = spread(-Kind::offset * added);
+          const int* less = Kind::part == 32 ? &block.less : start ? &block.less_second : &block.less_first;
+          sum[r] = Kind::offset ? shifted(spread(*less), __builtin_ctz(Kind::offset | 1 << 30)) : spread(0);
         }
 #pragma GCC unroll 8
         for (int k = start / 4; k < (start + Kind::part) / 4; k++) {
@@ -177,7 +179,7 @@ inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
     const float most = highest(top);
     const bool finite = total(bad) == 0.0f;
     const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / 127.0f;
-    *block = {scale, scale, 0, 0};
+    *block = {scale, scale, 0, 0, 0};
     if (!finite || most < 1e-30f) continue;  // the values stay zero, as the inverse might be infinite
     const Lanes factor = splat(127.0f / most);
     for (long i = from; i < to; i += kLanes) {
@@ -185,10 +187,10 @@ inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
       const Lanes whole = rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor);
       store_int8(out + i, whole, part);
       const int added = (int)total(whole);
-      if (i == from) block->first = added;
-      block->sum += added;
+      (i == from ? block->less_first : block->less_second) = -added;
     }
-    block->shift = scale * (float)block->sum;
+    block->less = block->less_first + block->less_second;
+    block->shift = scale * (float)-block->less;
   }
 }
 

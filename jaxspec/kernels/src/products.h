@@ -91,7 +91,7 @@ struct Rows {
 // R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
 template <class Kind, int R, int B>
 void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
-          bool fetch) {
+          int fetch) {
   const long stride = Kind::stride(rows.width);
   const typename Kind::Value* x = rows.values + first * rows.width;
   out += first * outputs;
@@ -109,10 +109,8 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
         w[b] = Kind::weights(weights + b * stride);
-        if (fetch) {
-          _mm_prefetch(weights + (b + B) * stride, _MM_HINT_T1);  // the next blocks, into the second-level cache
-          _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
-        }
+        if (fetches(fetch, b)) _mm_prefetch(weights + (b + B) * stride, _MM_HINT_T1);
+        if (fetch & 1) _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
@@ -130,7 +128,7 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 
 template <class Kind, int B>
 void tiles(int count, const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs,
-           long last, bool fetch) {
+           long last, int fetch) {
   switch (count) {
 #define CASE(R) \
   case R:       \
@@ -173,7 +171,7 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
         for (long row = start; row < end;) {
           // Groups of nearly equal size: ten rows are five and five.
           const long left = end - row, parts = (left + kTileRows - 1) / kTileRows, size = (left + parts - 1) / parts;
-          const bool fetch = row == 0;
+          const int fetch = row == 0 ? (size == count ? 3 : 1) : row == size ? 2 : 0;
           const float* factors = scale ? scale + output : nullptr;
           if (!several)
             tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
