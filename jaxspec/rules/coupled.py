@@ -54,7 +54,11 @@ class Coupled:
             ahead = accepted & (nodes > node[:, None])
             return jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32), accepted, drawn
 
-        start = jnp.zeros(len(tokens), jnp.int32), jnp.zeros_like(tokens, bool).at[:, 0].set(True), jnp.zeros_like(tokens)
+        start = (
+            jnp.zeros(len(tokens), jnp.int32),
+            jnp.zeros_like(tokens, bool).at[:, 0].set(True),
+            jnp.zeros_like(tokens),
+        )
         _, accepted, drawn = lax.while_loop(lambda state: (state[0] < nodes.size).any(), draw, start)
         node = jnp.argmax(jnp.where(accepted, tree.depths, -1), -1).astype(jnp.int32)
         return Verdict(node, at(drawn, node))

@@ -33,8 +33,8 @@ def coupled(scores, noise, rows, proposal):
 
 def one(scores, noise, proposal):
     """The verdict on one greedy row."""
-    rows = Sampling().rows(1, V)
-    verdict = coupled(*jax.tree.map(lambda a: jnp.asarray(a)[None], (scores, noise)), rows, jax.tree.map(lambda a: jnp.asarray(a)[None], proposal))
+    inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (scores, noise, proposal))
+    verdict = coupled(*inputs[:2], Sampling().rows(1, V), inputs[2])
     return int(verdict.node[0]), int(verdict.token[0])
 
 
@@ -122,7 +122,7 @@ def test_match_probability_of_one_child():
         def agree(noise, target=target, draft=draft):
             child = draw(jnp.broadcast_to(draft, (count, 1, vocab)), jnp.zeros((1,), int), 0, 1)[0][:, 0, 0]
             tokens = jnp.stack([jnp.zeros_like(child), child], 1)
-            trees = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), chain(1).tree)
+            trees = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), chain(1).tree)
             scores = jnp.broadcast_to(target, (count, vocab))
             return Coupled()(lambda _: scores, lambda _: noise, rows, Proposal(tokens, trees)).node.mean()
 
