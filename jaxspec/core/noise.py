@@ -68,15 +68,11 @@ class RoundNoise:
             return gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.any_sampled)
         return jax.lax.dynamic_index_in_dim(self.shared, depth, axis=1)
 
-    def target_path(self, depths: int) -> Float[Array, "B D1 V"]:
-        """Returns the target's noise for the tokens after nodes of depth 0 to `depths` - 1."""
-        if self.shared is None:
-            return gumbel(self.keys, self.roots[:, None] + jnp.arange(depths), self.vocab, self.any_sampled)
-        return self.shared[:, :depths]
-
     def target_at(self, depths: Int[Array, "B"]) -> Float[Array, "B V"]:
-        """Returns the target's noise for the token after a node of one depth per row; never reads `shared`."""
-        return gumbel(self.keys, (self.roots + depths)[:, None], self.vocab, self.any_sampled)[:, 0]
+        """Returns the target's noise for the token after a node of one depth per row."""
+        if self.shared is None:
+            return gumbel(self.keys, (self.roots + depths)[:, None], self.vocab, self.any_sampled)[:, 0]
+        return jnp.take_along_axis(self.shared, depths[:, None, None], 1)[:, 0]
 
     def fresh(self, nodes: Int[Array, "n"], vocab: int) -> Float[Array, "B n V"]:
         """Returns independent noise for the children of each node.

@@ -1,11 +1,12 @@
 """Protocols of the members of a decoder: drafters, rules and schedules.
 
 Members are frozen, hashable dataclasses and are passed as static arguments: equal ones do not retrace. Parameters and
-states are pytrees of arrays, passed beside them. Drafters and schedules are batched; a rule is written for one row.
+states are pytrees of arrays, passed beside them. Drafters, schedules and coupled rules are batched; other rules are
+written for one row.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
@@ -204,18 +205,22 @@ def refuse_pruned(rule: Rule, shape: TreeShape) -> None:
 
 @runtime_checkable
 class CoupledRule(Rule, Protocol):
-    """A rule whose `noise` is `Noise.SHARED`."""
+    """A rule whose `noise` is `Noise.SHARED`. It is batched, and asks for what it reads of the vocabulary."""
 
     def __call__(
-        self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Sampling, proposal: Proposal
+        self,
+        scores: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
+        noise: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
+        sampling: Sampling,
+        proposal: Proposal,
     ) -> Verdict:
-        """Returns the deepest accepted node, and the token after it.
+        """Returns the deepest accepted node of every row, and the token after it.
 
         Args:
-            scores: the target's tempered log-scores after every node.
-            noise: `noise[d]` is the Gumbel noise of the token after a node of depth d.
-            sampling: the row's settings.
-            proposal: of the row.
+            scores: returns the target's tempered log-scores after one node of each row.
+            noise: returns the Gumbel noise of the token after a node of one depth per row.
+            sampling: the rows' settings, without bias.
+            proposal: with one tree per row.
         """
         ...
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.laws import highest, log_prob, log_total
+from jaxspec.core.laws import highest, log_prob, log_total, scores
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.state import Logprobs
 
@@ -21,7 +21,6 @@ def along(
     tokens: Int[Array, "B M"],
     count: Int[Array, ""],
     logits: Float[Array, "B N V"],
-    scores: Float[Array, "B N V"],
     sampling: Sampling,
     top: int,
     drawn: bool,
@@ -35,7 +34,6 @@ def along(
         tokens: the token after each node.
         count: the largest number of tokens of any row; the result is zero after it.
         logits: the target's raw logits.
-        scores: the logits after `jaxspec.core.laws.scores`.
         sampling: the rows' settings.
         top: K, the number of alternatives.
         drawn: see `jaxspec.core.laws.log_prob`.
@@ -50,7 +48,7 @@ def along(
         best, ids = highest(raw, top) if top else (raw[..., :0], token[..., None][..., :0])
         return Logprobs(
             (jnp.take_along_axis(raw, token[..., None], -1) - total)[..., 0],
-            log_prob(jnp.take_along_axis(scores, node, 1), token, sampling, drawn),
+            log_prob(scores(raw, sampling), token, sampling, drawn),
             best - total,
             ids,
         )

@@ -18,7 +18,6 @@ from jaxtyping import Array
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.laws import scores
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import Drafter, Rule, Schedule, TapDrafter
@@ -166,9 +165,7 @@ class Decoder:
         window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
         features, entries = self.network.apply(weights.target, window, state.cache)
         logits = self.network.head(weights.target, features)
-        tempered = scores(logits, state.sampling)
-        finite = jnp.isfinite(tempered.max(-1))
-        verdict = apply_rule(self.rule, noise, state.sampling, tempered, finite, proposal)
+        verdict, finite = apply_rule(self.rule, noise, state.sampling, logits, proposal)
         path, tokens = accepted_path(proposal, verdict, depth)
         at = jnp.maximum(path, 0)
 
@@ -176,12 +173,13 @@ class Decoder:
         if state.recorded is not None:
             asking = state.recorded & (state.status == Status.RUNNING)
             count = jnp.where(asking, (path >= 0).sum(-1), 0).max()
-            settings = state.sampling, self.top_logprobs, self.rule.lossless
-            recorded = logprobs.along(path, tokens, count, logits, tempered, *settings)
+            recorded = logprobs.along(
+                path, tokens, count, logits, state.sampling, self.top_logprobs, self.rule.lossless
+            )
         return Outcome(
             path,
             tokens,
-            jnp.take_along_axis(finite, at, 1),
+            finite(at, tokens),
             caches.take(entries, path),
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.laws import log_law
+from jaxspec.core.laws import log_law, scores, tempered
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Tree
+
+Finite = Callable[[Int[Array, "B D1"], Int[Array, "B D1"]], Bool[Array, "B D1"]]
+"""Tells whether the target's scores after nodes of a path are finite, given the nodes and the token after each."""
 
 
 def rooted(
@@ -84,36 +88,43 @@ def first_nodes(proposal: Proposal, width: int) -> Proposal:
 
 
 def apply_rule(
-    rule: Rule,
-    noise: RoundNoise,
-    sampling: Sampling,
-    tempered: Float[Array, "B N V"],
-    finite: Bool[Array, "B N"],
-    proposal: Proposal,
-) -> Verdict:
-    """Returns where each row's walk ends, and the token after it.
+    rule: Rule, noise: RoundNoise, sampling: Sampling, logits: Float[Array, "B N V"], proposal: Proposal
+) -> tuple[Verdict, Finite]:
+    """Returns where each row's walk ends and the token after it, and whether the logits of a path are finite.
 
     Args:
         rule: see `Rule`.
         noise: of the round.
         sampling: the rows' settings.
-        tempered: the target's log-scores after every node.
-        finite: whether they are finite; the caller ends a walk that reaches a node where they are not.
+        logits: the target's after every node.
         proposal: with one tree per row.
     """
     tree, rows = proposal.tree, dataclasses.replace(sampling, logit_bias=None)
     if rule.noise is Noise.SHARED:
-        path = noise.target_path(tree.paths.shape[-1])
-        return jax.vmap(cast(CoupledRule, rule))(tempered, path, rows, proposal)
 
-    law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)
+        def after(nodes: Array) -> Array:
+            return scores(jnp.take_along_axis(logits, nodes[:, None, None], 1), sampling)[:, 0]
+
+        def drawn_are_finite(path: Array, tokens: Array) -> Array:
+            # A token drawn from scores among which one is not finite is such a one.
+            own = logits[jnp.arange(len(path))[:, None], path, tokens]
+            if sampling.logit_bias is not None:
+                own = own + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
+            return jnp.isfinite(tempered(own[..., None], rows)[..., 0])
+
+        return cast(CoupledRule, rule)(after, noise.target_at, rows, proposal), drawn_are_finite
+
+    score = scores(logits, sampling)
+    finite = jnp.isfinite(score.max(-1))
+    law = log_law(jnp.where(finite[..., None], score, 0.0), rows)
     number = noise.uniform()
     stop = functools.partial(_stop, cast(WeighingRule, rule))
     node, weights = jax.vmap(stop)(law, distinct(proposal), number)
     # The token's noise is that of its position, as without a draft: no drafter of such a rule reads it.
     extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1)[:, 0])
     extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)
-    return Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
+    verdict = Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
+    return verdict, lambda path, tokens: jnp.take_along_axis(finite, path, 1)
 
 
 def _stop(

@@ -7,9 +7,12 @@ draft's highest perturbed scores under the shared noise.
 """
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.laws import choose
@@ -29,11 +32,33 @@ class Coupled:
         """Takes every tree."""
 
     def __call__(
-        self, scores: Float[Array, "N V"], noise: Float[Array, "D1 V"], sampling: Sampling, proposal: Proposal
+        self,
+        scores: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
+        noise: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
+        sampling: Sampling,
+        proposal: Proposal,
     ) -> Verdict:
-        tree = proposal.tree
-        drawn = choose(scores, noise[tree.depths], sampling)
-        agrees = (proposal.tokens == drawn[jnp.maximum(tree.parents, 0)]).at[0].set(True)
-        accepted = jnp.all(agrees[None, :] | ~tree.ancestors, axis=-1)
-        node = jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
-        return Verdict(node, drawn[node])
+        tree, tokens = proposal.tree, proposal.tokens
+        nodes = jnp.arange(tokens.shape[1])
+
+        def at(values: Array, node: Array) -> Array:
+            return jnp.take_along_axis(values, node[:, None], 1)[:, 0]
+
+        def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            # A node at a time, as most of a tree is not reached. Children come after their parents.
+            node, accepted, drawn = state
+            read = jnp.minimum(node, nodes.size - 1)  # a row may have ended before others
+            own = jax.vmap(choose)(scores(read)[:, None], noise(at(tree.depths, read))[:, None], sampling)
+            accepted |= (tree.parents == node[:, None]) & (tokens == own)
+            drawn = jnp.where(nodes == node[:, None], own, drawn)
+            ahead = accepted & (nodes > node[:, None])
+            return jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32), accepted, drawn
+
+        start = (
+            jnp.zeros(len(tokens), jnp.int32),
+            jnp.zeros_like(tokens, bool).at[:, 0].set(True),
+            jnp.zeros_like(tokens),
+        )
+        _, accepted, drawn = lax.while_loop(lambda state: (state[0] < nodes.size).any(), draw, start)
+        node = jnp.argmax(jnp.where(accepted, tree.depths, -1), -1).astype(jnp.int32)
+        return Verdict(node, at(drawn, node))

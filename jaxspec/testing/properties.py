@@ -124,10 +124,11 @@ class _FixedNoise(NamedTuple):
 
     def __call__(self, law: jax.Array, proposal: Proposal) -> StopLaw:
         noise = jax.random.gumbel(jax.random.key(self.seed), (proposal.tree.paths.shape[1], law.shape[1]))
-        row = jax.tree.map(lambda a: a[0], Sampling(temperature=1.0).rows(1, law.shape[1]))
-        node, token = self.rule(law, noise, row, proposal)
+        rows = Sampling(temperature=1.0).rows(1, law.shape[1])
+        one = jax.tree.map(lambda a: a[None], proposal)
+        node, token = self.rule(lambda nodes: law[nodes], lambda depths: noise[depths], rows, one)
         point = jnp.where(jnp.arange(law.shape[1]) == token, 0.0, -jnp.inf)
-        return StopLaw(jax.nn.one_hot(node, law.shape[0]), lambda _: point)
+        return StopLaw(jax.nn.one_hot(node[0], law.shape[0]), lambda _: point)
 
 
 def check_probabilities(rule: Rule, cases: Cases) -> None:

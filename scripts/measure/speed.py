@@ -30,7 +30,6 @@ import jaxspec
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.bench.texts import COPYING
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.laws import scores
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Window
 from jaxspec.decode.session import Session, clear_executables
@@ -261,9 +260,8 @@ def rules(arguments) -> dict[str, Any]:
                 tokens = below[:, jnp.maximum(tree.parents[0], 0), tree.ranks[0]]
 
                 @jax.jit
-                def verdict(logits, tokens, law, rows, member=member, tree=tree, nodes=nodes):
-                    finite, proposal = jnp.ones((1, nodes), bool), Proposal(tokens, tree, law)
-                    return apply_rule(member, noise, rows, scores(logits, rows), finite, proposal)
+                def verdict(logits, tokens, law, rows, member=member, tree=tree):
+                    return apply_rule(member, noise, rows, logits, Proposal(tokens, tree, law))[0]
 
                 calls[f"{label}: {rule}"] = (verdict, (logits, tokens, law, rows))
         calls["a sort of the logits"] = (jax.jit(lambda logits: jnp.sort(logits, -1)), (logits,))

@@ -52,8 +52,8 @@ class Believing:
 
     def __call__(self, scores, noise, sampling, proposal):
         verdict = Coupled()(scores, noise, sampling, proposal)
-        path = proposal.tree.paths[-1]
-        deepest = jnp.where((proposal.tokens[1:] >= 0).all(), path[-1], 0).astype(jnp.int32)
+        last = proposal.tree.paths[:, -1, -1]
+        deepest = jnp.where((proposal.tokens[:, 1:] >= 0).all(-1), last, 0).astype(jnp.int32)
         return Verdict(deepest, verdict.token)
 
 

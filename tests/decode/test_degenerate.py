@@ -129,7 +129,7 @@ def test_children_of_an_exhausted_law_are_not_proposed():
         assert (tokens[2:] == -1).all()
 
 
-APPLY = jax.jit(apply_rule, static_argnums=0)
+APPLY = jax.jit(lambda *inputs: apply_rule(*inputs)[0], static_argnums=0)
 
 
 def verdicts(rule, logits, proposal, keys, **settings):
@@ -138,10 +138,9 @@ def verdicts(rule, logits, proposal, keys, **settings):
     rows = Sampling(**{"temperature": 1.0} | settings).rows(batch, logits.shape[-1])
     many = jax.tree.map(lambda a: jnp.broadcast_to(a, (batch, *a.shape)), proposal)
     scores = jnp.broadcast_to(logits, (batch, *logits.shape))
-    finite = jnp.isfinite(scores.max(-1))
     any_sampled = jnp.asarray(bool((np.asarray(rows.temperature) > 0).any()))
     noise = RoundNoise(keys, jnp.full((batch,), 7), any_sampled, logits.shape[-1])
-    return APPLY(rule, noise, rows, scores, finite, many)
+    return APPLY(rule, noise, rows, scores, many)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -21,6 +21,23 @@ N, V = 8, 4
 SHAPE = TreeShape(N, N - 1, N - 1)
 
 
+@jax.jit
+def coupled(scores, noise, rows, proposal):
+    """The verdict on proposals `[B, ...]`, given all scores `[B, N, V]` and all noise `[B, D1, V]`."""
+
+    def of(values):
+        return lambda index: jnp.take_along_axis(values, index[:, None, None], 1)[:, 0]
+
+    return Coupled()(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
+
+
+def one(scores, noise, proposal):
+    """The verdict on one greedy row."""
+    inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (scores, noise, proposal))
+    verdict = coupled(*inputs[:2], Sampling().rows(1, V), inputs[2])
+    return int(verdict.node[0]), int(verdict.token[0])
+
+
 def walk(parents, tokens, scores, noise) -> tuple[int, int]:
     """Down while a child holds the target's token; of equal ones the deepest, then the first."""
 
@@ -47,9 +64,7 @@ def test_the_walk_equals_the_naive_one():
     temperature = np.where(rng.random(cases) < 0.3, 0.0, 1.0)
     trees = jax.vmap(lambda p: build(p, SHAPE))(jnp.asarray(parents))
     rows = Sampling(temperature=temperature).rows(cases, V)
-    verdict = jax.jit(jax.vmap(Coupled()))(
-        jnp.asarray(scores), jnp.asarray(noise), rows, Proposal(jnp.asarray(tokens), trees)
-    )
+    verdict = coupled(scores, noise, rows, Proposal(jnp.asarray(tokens), trees))
     depth_seen = set()
     for i in range(cases):
         expected = walk(parents[i], tokens[i], scores[i], noise[i] * (temperature[i] > 0))
@@ -67,15 +82,12 @@ def test_scores_that_are_not_numbers_spoil_their_own_node_alone():
     tokens = jnp.array([0, 1, 2, 3, 3])
     scores = np.full((5, V), -5.0, np.float32)
     scores[0, 1] = scores[1, 3] = scores[3, 2] = 5.0
-    rows = jax.tree.map(lambda a: a[0], Sampling().rows(1, V))
-    rule = jax.jit(Coupled())
-    clean = rule(jnp.asarray(scores), jnp.zeros((3, V)), rows, Proposal(tokens, tree))
-    assert (int(clean.node), int(clean.token)) == (3, 2)
+    assert one(scores, np.zeros((3, V)), Proposal(tokens, tree)) == (3, 2)
     aside = scores.copy()
     aside[[2, 4]] = np.nan
-    assert rule(jnp.asarray(aside), jnp.zeros((3, V)), rows, Proposal(tokens, tree)) == clean
+    assert one(aside, np.zeros((3, V)), Proposal(tokens, tree)) == (3, 2)
     scores[:] = np.nan
-    rule(jnp.asarray(scores), jnp.zeros((3, V)), rows, Proposal(tokens, tree))
+    one(scores, np.zeros((3, V)), Proposal(tokens, tree))
 
 
 def test_without_noise_it_is_greedy_verification():
@@ -83,18 +95,11 @@ def test_without_noise_it_is_greedy_verification():
     rng = np.random.default_rng(1)
     scores = rng.normal(size=(N, V)).astype(np.float32)
     right = scores.argmax(-1)
-    rows = jax.tree.map(lambda a: a[0], Sampling().rows(1, V))
-    rule = jax.jit(Coupled())
     for wrong in range(1, N + 1):
         tokens = np.concatenate([[0], right[:-1]])
         tokens[wrong:] = (tokens[wrong:] + 1) % V
-        verdict = rule(
-            jnp.asarray(scores),
-            9 * rng.gumbel(size=(N, V)),
-            rows,
-            Proposal(jnp.asarray(tokens), chain(N - 1).tree),
-        )
-        assert (int(verdict.node), int(verdict.token)) == (wrong - 1, right[wrong - 1])
+        found = one(scores, 9 * rng.gumbel(size=(N, V)), Proposal(tokens, chain(N - 1).tree))
+        assert found == (wrong - 1, right[wrong - 1])
 
 
 def test_match_probability_of_one_child():
@@ -107,7 +112,6 @@ def test_match_probability_of_one_child():
     keys, roots = jax.random.split(jax.random.key(0), count), jnp.full((count,), 7)
     noise = gumbel(keys, roots[:, None], vocab)[:, 0]
     rows = Sampling(temperature=1.0).rows(count, vocab)
-    row = jax.tree.map(lambda leaf: leaf[0], rows)
     draw = Draw(Noise.SHARED, RoundNoise(keys, roots, jnp.array(True), vocab), rows)
     for spread in (0.3, 1.0, 2.5):
         target, draft = (rng.normal(0, spread, vocab).astype(np.float32) for _ in range(2))
@@ -117,13 +121,10 @@ def test_match_probability_of_one_child():
         @jax.jit
         def agree(noise, target=target, draft=draft):
             child = draw(jnp.broadcast_to(draft, (count, 1, vocab)), jnp.zeros((1,), int), 0, 1)[0][:, 0, 0]
-            scores = jnp.broadcast_to(target, (2, vocab))
-
-            def one(child, noise):
-                tokens = jnp.stack([0, child])
-                return Coupled()(scores, jnp.stack([noise] * 2), row, Proposal(tokens, chain(1).tree)).node
-
-            return jax.vmap(one)(child, noise).mean()
+            tokens = jnp.stack([jnp.zeros_like(child), child], 1)
+            trees = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), chain(1).tree)
+            scores = jnp.broadcast_to(target, (count, vocab))
+            return Coupled()(lambda _: scores, lambda _: noise, rows, Proposal(tokens, trees)).node.mean()
 
         error = abs(float(agree(noise)) - expected)
         assert error < 4 * np.sqrt(expected * (1 - expected) / count) + 1e-6

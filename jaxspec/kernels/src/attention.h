@@ -27,28 +27,16 @@ inline Lanes values_at(const T* at, long count) {
 
 // Queries that share a load, so many that their chains hide the latency of a sum.
 #if defined(AVX512)
-constexpr long kTogether = 6;
+constexpr int kTogether = 12;
 #else
-constexpr long kTogether = 3;
+constexpr int kTogether = 3;
 #endif
 
 // Calls a function with a number from 1 to `kTogether` as a constant.
-template <class F>
+template <int Q = kTogether, class F>
 inline void together(long count, F&& function) {
-  switch (count) {
-#define CASE(Q) \
-  case Q:       \
-    return function(std::integral_constant<int, Q>())
-    CASE(1);
-    CASE(2);
-    CASE(3);
-#if defined(AVX512)
-    CASE(4);
-    CASE(5);
-    CASE(6);
-#endif
-#undef CASE
-  }
+  if (count == Q) return function(std::integral_constant<int, Q>());
+  if constexpr (Q > 1) together<Q - 1>(count, function);
 }
 
 // Prefetches values into the second-level cache; the processor's own prefetching ends with a page.
@@ -57,7 +45,10 @@ inline void fetch(const T* at, long count) {
   for (long i = 0; i < count; i += 64 / (long)sizeof(T)) _mm_prefetch((const char*)(at + i), _MM_HINT_T1);
 }
 
-// Scores sixteen keys, of which `count` exist, for some queries: one chain over the width each.
+constexpr long kQueries = kQueriesPerCall;
+
+// Scores sixteen keys, of which `count` exist, for some queries: one chain over the width each. The queries are stored as
+// [width, kQueries].
 template <class T>
 void score(const T* keys, long count, long width, const float* queries, long number, float* tile, float* const* lines, long at) {
   for (long i = 0; i < width; i += kLanes) {
@@ -68,15 +59,15 @@ void score(const T* keys, long count, long width, const float* queries, long num
     for (long j = 0; j < kLanes; j++) store(tile + (i + j) * kLanes, rows[j]);
   }
   for (long q = 0; q < number;) {
-    const long some = std::min(kTogether, number - q);
+    const long some = std::min<long>(kTogether, number - q);
     together(some, [&](auto count) {
       constexpr int Q = count.value;
-      const float* at_query = queries + q * width;
+      const float* at_query = queries + q;
       Lanes sum[Q];
       for (int j = 0; j < Q; j++) sum[j] = zeros();
       for (long i = 0; i < width; i++) {
         const Lanes key = load(tile + i * kLanes);
-        for (int j = 0; j < Q; j++) sum[j] = fma(key, splat(at_query[j * width + i]), sum[j]);
+        for (int j = 0; j < Q; j++) sum[j] = fma(key, splat(at_query[i * kQueries + j]), sum[j]);
       }
       for (int j = 0; j < Q; j++) store(lines[q + j] + at, sum[j]);
     });
@@ -111,8 +102,6 @@ void mix(const T* values, long width, long from, long to, const float* const* we
   for (; i < width; i += kLanes)
     mix_part<T, Q, 1>(values, width, std::min(kLanes, width - i), from, to, weights, shift, sums, i);
 }
-
-constexpr long kQueries = kQueriesPerCall;
 
 // Memory of one thread. (A standard container here might be linked as another processor's code.)
 struct Scratch {
@@ -157,7 +146,9 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     const T* from = query + ((b * a.heads + h) * a.groups * a.tokens + start + q) * a.width;
     for (long i = 0; i < a.width; i += kLanes) {
       const long part = std::min(kLanes, a.width - i);
-      store(scaled + q * a.width + i, values_at(from + i, part) * splat(a.scale), part);
+      float values[kLanes];
+      store(values, values_at(from + i, part) * splat(a.scale));
+      for (long j = 0; j < part; j++) scaled[(i + j) * kQueries + q] = values[j];
     }
   }
   const long first_block = earliest / kLanes * kLanes;
@@ -199,28 +190,29 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     std::fill(sums[q], sums[q] + value_width, 0.0f);
   }
   for (long q = 0; q < number;) {
-    const long some = std::min(kTogether, number - q);
+    const long some = std::min<long>(kTogether, number - q);
     together(some, [&](auto count) {
       mix<T, count.value>(cached_values, a.value_width, first_block, length, lines + q, 0, sums + q);
     });
     q += some;
   }
   for (long q = 0; q < number; q++) {
-    long position = std::max(length, begins[q]);
-    for (long w = 0; w < lasts; w++)
-      if (masks[q][w]) {
-        const float* weight = lines[q];
-        mix<T, 1>(own_values + w * a.value_width, a.value_width, 0, 1, &weight, position, &sums[q]);
-        position++;
-      }
+    const float* weights = lines[q] + std::max(length, begins[q]);
+    const Lanes divisor = splat(totals[q]);
     float* out = a.out + ((b * a.heads + h) * a.groups * a.tokens + start + q) * a.value_width;
-    bool finite = true;
-    for (long i = 0; i < a.value_width; i++) {
-      out[i] = sums[q][i] / totals[q];
-      finite &= std::fabs(out[i]) <= std::numeric_limits<float>::max();
+    Lanes bad = zeros();
+    for (long i = 0; i < a.value_width; i += kLanes) {
+      const long part = std::min(kLanes, a.value_width - i);
+      Lanes sum = load(sums[q] + i);
+      const float* weight = weights;
+      for (long w = 0; w < lasts; w++)
+        if (masks[q][w]) sum = fma(splat(*weight++), values_at(own_values + w * a.value_width + i, part), sum);
+      const Lanes mean = sum / divisor;
+      store(out + i, mean, part);
+      bad = fma(mean, zeros(), bad);  // NaN if any value is not finite
     }
     // A seen value that is not finite spoils the whole token, as a weight of zero times it is NaN.
-    if (!finite) std::fill(out, out + a.value_width, std::numeric_limits<float>::quiet_NaN());
+    if (total(bad) != 0.0f) std::fill(out, out + a.value_width, std::numeric_limits<float>::quiet_NaN());
   }
 }
 

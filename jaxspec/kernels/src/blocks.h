@@ -21,6 +21,12 @@ inline int four_bytes(const void* at) {
   return word;
 }
 
+#if defined(AVX512)
+constexpr long kTileRows = 8, kTileBlocks = 2;
+#else
+constexpr long kTileRows = 4, kTileBlocks = 1;
+#endif
+
 // Sixteen groups of four bytes, and sixteen sums of int32.
 #if defined(AVX512_VNNI)
 using Bytes = __m512i;
@@ -52,6 +58,10 @@ inline __m256i dot(__m256i w, __m256i x) {
 }
 #endif
 
+// The lines of the next outputs that a pass over the weights prefetches into the second-level cache: bit 0 for the even
+// ones, bit 1 for the odd ones. Several passes share them, so that memory is read during all.
+inline bool fetches(int fetch, int line) { return fetch >> (line & 1) & 1; }
+
 enum class Scales { kOfOutput, kOfBlock, kOfUnit };
 
 // A type of blocks: bits of a code, its offset, whose the scale is, inputs with the same scale, whether there is a minimum.
@@ -62,6 +72,11 @@ struct Block {
   using Factor = Factor_;
   static constexpr bool rounded = true, of_output = scales == Scales::kOfOutput, of_unit = scales == Scales::kOfUnit;
   static constexpr bool minimum = minimum_;
+#if defined(AVX512_VNNI)
+  static constexpr long tile_rows = bits_ == 8 ? 6 : 8, tile_blocks = bits_ == 8 ? 2 : 1;  // codes of fewer bits take time
+#else
+  static constexpr long tile_rows = kTileRows, tile_blocks = 1;
+#endif
   static constexpr int bits = bits_, part = part_, unit = of_unit ? 256 : 32, parts = unit / part;
   static constexpr int halves = of_output ? 0 : minimum ? 64 : 32;  // bytes of float16 scales and minimums
   static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of whole numbers, of scales or of minimums
@@ -76,6 +91,7 @@ struct Block {
     return {_mm256_add_epi32(sum.a, dot<full>(w.a, x.a)), _mm256_add_epi32(sum.b, dot<full>(w.b, x.b))};
   }
 #endif
+  static constexpr int offset_bits = offset == 128 ? 7 : offset == 32 ? 5 : offset == 16 ? 4 : 3;
   static long stride(long width) { return width / unit * size; }
 
   // The codes of inputs 4 k to 4 k + 3 of a block of 32.
@@ -108,64 +124,84 @@ using Q4_K = Block<4, 0, Scales::kOfUnit, 32, true>;
 using Q5_K = Block<5, 0, Scales::kOfUnit, 32, true>;
 using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
 
-// R rows times sixteen outputs, of which `last` exist. Rounded is that of the first row, with `blocks` for each row.
-template <class Kind, int R>
+// R rows times B blocks of sixteen outputs, the last of which has `last` outputs. Rounded is that of the first row, with
+// `blocks` for each row.
+template <class Kind, int R, int B>
 void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
-                long outputs, long last, bool fetch) {
+                long outputs, long last, int fetch) {
   const long blocks = width / 32, stride = Kind::stride(width);
-  Lanes total[R];
+  Lanes total[B][R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = zeros();
+  for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[b][r] = zeros();
   for (long i = 0; i < width; weights += Kind::size) {
-    Lanes factor = zeros(), minimum = zeros();
-    if constexpr (!Kind::of_output) factor = from_float16(weights);
-    if constexpr (Kind::minimum) minimum = from_float16(weights + 32);
     const char* codes = weights + Kind::header;
     for (int part = 0; part < Kind::parts; i += 32, codes += 64 * Kind::bits, rounded++) {
-      if (fetch) {
 #pragma GCC unroll 8
-        for (int line = 0; line < Kind::bits; line++) {
-          _mm_prefetch(codes + 64 * line + stride, _MM_HINT_T1);  // the next outputs, into the second-level cache
-          _mm_prefetch(codes + 64 * line + 512, _MM_HINT_T0);
+      for (int line = 0; line < Kind::bits; line++)
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) {
+          if (fetches(fetch, line)) _mm_prefetch(codes + 64 * line + (b + B) * stride, _MM_HINT_T1);
+          if (fetch & 1) _mm_prefetch(codes + 64 * line + b * stride + 512, _MM_HINT_T0);
         }
-      }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {
-        Bytes sum[R];
+        Bytes sum[B][R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const Rounded& block = rounded[r * blocks];
-          const int added = Kind::part == 32 ? block.sum : start ? block.sum - block.first : block.first;
-          sum[r] = spread(-Kind::offset * added);
+          const int less = Kind::part == 32 ? block.less : start ? block.less_second : block.less_first;
+#pragma GCC unroll 8
+          for (int b = 0; b < B; b++) sum[b][r] = Kind::offset ? shifted(spread(less), Kind::offset_bits) : spread(0);
         }
 #pragma GCC unroll 8
         for (int k = start / 4; k < (start + Kind::part) / 4; k++) {
-          const Bytes w = Kind::codes(codes, k);
+          Bytes w[B];
 #pragma GCC unroll 8
-          for (int r = 0; r < R; r++) sum[r] = Kind::add(sum[r], w, spread(four_bytes(x + r * width + i + 4 * k)));
-        }
-        Lanes step = factor, least = minimum;
-        if constexpr (Kind::of_unit) {
-          const auto* whole = (const typename Kind::Factor*)(weights + Kind::halves) + part * kLanes;
-          step = factor * from_whole(whole);
-          if constexpr (Kind::minimum) least = minimum * from_whole(whole + Kind::factors);
+          for (int b = 0; b < B; b++) w[b] = Kind::codes(codes + b * stride, k);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const Bytes four = spread(four_bytes(x + r * width + i + 4 * k));
+#pragma GCC unroll 8
+            for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], four);
+          }
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const Rounded& block = rounded[r * blocks];
-          const Lanes one = splat(block.scale);
-          total[r] = fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);
-          if constexpr (Kind::minimum) total[r] = fma(least, splat(block.shift), total[r]);
+        for (int b = 0; b < B; b++) {
+          const char* header = weights + b * stride;
+          Lanes step = zeros(), least = zeros();
+          if constexpr (!Kind::of_output) step = from_float16(header);
+          if constexpr (Kind::minimum) least = from_float16(header + 32);
+          if constexpr (Kind::of_unit) {
+            const auto* whole = (const typename Kind::Factor*)(header + Kind::halves) + part * kLanes;
+            step = step * from_whole(whole);
+            if constexpr (Kind::minimum) least = least * from_whole(whole + Kind::factors);
+          }
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const Rounded& block = rounded[r * blocks];
+            const Lanes one = splat(block.scale);
+            total[b][r] = fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);
+            if constexpr (Kind::minimum) total[b][r] = fma(least, splat(block.shift), total[b][r]);
+          }
         }
       }
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) store(out + r * outputs, Kind::of_output ? total[r] * load(scale, last) : total[r], last);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int b = 0; b < B; b++) {
+      const long count = b == B - 1 ? last : kLanes;
+      const Lanes whole = Kind::of_output ? total[b][r] * load(scale + b * kLanes, count) : total[b][r];
+      store(out + r * outputs + b * kLanes, whole, count);
+    }
 }
 
 // Rounds a row to whole numbers from -127 to 127, by blocks of 32, the largest magnitude of which is 127.
 inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
+  Rounded* first = block;
   for (long from = 0; from < width; from += 32, block++) {
     const long to = std::min(width, from + 32);
     Lanes top = zeros(), bad = zeros();
@@ -177,18 +213,22 @@ inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
     const float most = highest(top);
     const bool finite = total(bad) == 0.0f;
     const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / 127.0f;
-    *block = {scale, scale, 0, 0};
+    *block = {scale, scale, 0, 0, 0};
     if (!finite || most < 1e-30f) continue;  // the values stay zero, as the inverse might be infinite
     const Lanes factor = splat(127.0f / most);
     for (long i = from; i < to; i += kLanes) {
       const long part = std::min(kLanes, to - i);
-      const Lanes whole = rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor);
-      store_int8(out + i, whole, part);
-      const int added = (int)total(whole);
-      if (i == from) block->first = added;
-      block->sum += added;
+      store_int8(out + i, rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor), part);
     }
-    block->shift = scale * (float)block->sum;
+  }
+  for (long from = 0; from < width; from += 32, first++, out += 32) {  // later, when the stores have reached the cache
+    const __m256i whole = _mm256_loadu_si256((const __m256i*)out), one = _mm256_set1_epi8(1);
+    __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(one, whole), _mm256_set1_epi16(1));
+    sums = _mm256_hadd_epi32(sums, sums);
+    sums = _mm256_hadd_epi32(sums, sums);
+    first->less_first = -_mm256_extract_epi32(sums, 0), first->less_second = -_mm256_extract_epi32(sums, 4);
+    first->less = first->less_first + first->less_second;
+    first->shift = first->scale * (float)-first->less;
   }
 }
 

@@ -28,6 +28,8 @@ struct Lanes {
   __m512 v;
 };
 inline Lanes both(__m256 a, __m256 b) { return {_mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1)}; }
+inline __m256 first_half(Lanes x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 second_half(Lanes x) { return _mm512_extractf32x8_ps(x.v, 1); }
 inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Lanes load(const float* at) { return {_mm512_loadu_ps(at)}; }
@@ -101,6 +103,8 @@ struct Lanes {
   __m256 a, b;
 };
 inline Lanes both(__m256 a, __m256 b) { return {a, b}; }
+inline __m256 first_half(Lanes x) { return x.a; }
+inline __m256 second_half(Lanes x) { return x.b; }
 inline Lanes zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Lanes load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
@@ -180,19 +184,17 @@ inline Lanes from_bfloat16(const uint16_t* at, long count) {
 
 // The sum of the lanes, by halves.
 inline float total(Lanes x) {
-  float lane[16];
-  store(lane, x);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-  return lane[0];
+  const __m256 eight = _mm256_add_ps(first_half(x), second_half(x));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 inline float highest(Lanes x) {
-  float lane[16], most;
-  store(lane, x);
-  most = lane[0];
-  for (float one : lane) most = one > most ? one : most;
-  return most;
+  const __m256 eight = _mm256_max_ps(first_half(x), second_half(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 // The exponential of numbers up to 0, to 2e-7 relative; below -87 it is 0, of NaN it is NaN.

@@ -20,6 +20,7 @@ struct Float32 {
   using Sum = Lanes;
   static constexpr long group = 1;
   static constexpr bool rounded = false;
+  static constexpr long tile_rows = kTileRows, tile_blocks = kTileBlocks;
   static long stride(long width) { return width * 64; }
   static Sum zero() { return zeros(); }
 #if defined(AVX512)
@@ -39,6 +40,7 @@ struct BFloat16 {
   using Value = uint16_t;
   static constexpr long group = 2;
   static constexpr bool rounded = false;
+  static constexpr long tile_rows = kTileRows, tile_blocks = kTileBlocks;
   static long stride(long width) { return width * 32; }
   using Sum = Lanes;
   static Sum zero() { return zeros(); }
@@ -91,13 +93,13 @@ struct Rows {
 // R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
 template <class Kind, int R, int B>
 void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
-          bool fetch) {
+          int fetch) {
   const long stride = Kind::stride(rows.width);
   const typename Kind::Value* x = rows.values + first * rows.width;
   out += first * outputs;
   if constexpr (Kind::rounded) {
     const Rounded* rounded = rows.rounded + first * (rows.width / 32);
-    block_tile<Kind, R>(weights, x, rows.width, rounded, scale, out, outputs, last, fetch);
+    block_tile<Kind, R, B>(weights, x, rows.width, rounded, scale, out, outputs, last, fetch);
   } else {
     Lanes sum[B][R];
 #pragma GCC unroll 8
@@ -109,10 +111,8 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
         w[b] = Kind::weights(weights + b * stride);
-        if (fetch) {
-          _mm_prefetch(weights + (b + B) * stride, _MM_HINT_T1);  // the next blocks, into the second-level cache
-          _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
-        }
+        if (fetches(fetch, b)) _mm_prefetch(weights + (b + B) * stride, _MM_HINT_T1);
+        if (fetch & 1) _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
@@ -128,57 +128,38 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
   }
 }
 
-template <class Kind, int B>
-void tiles(int count, const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs,
-           long last, bool fetch) {
-  switch (count) {
-#define CASE(R) \
-  case R:       \
-    return tile<Kind, R, B>(weights, rows, first, scale, out, outputs, last, fetch)
-    CASE(1);
-    CASE(2);
-    CASE(3);
-    CASE(4);
-#if defined(AVX512)
-    CASE(5);
-    CASE(6);
-    CASE(7);
-    CASE(8);
-#endif
-#undef CASE
-  }
+template <class Kind, int B, int R = Kind::tile_rows>
+void tiles(long count, const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs,
+           long last, int fetch) {
+  if (count == R) return tile<Kind, R, B>(weights, rows, first, scale, out, outputs, last, fetch);
+  if constexpr (R > 1) tiles<Kind, B, R - 1>(count, weights, rows, first, scale, out, outputs, last, fetch);
 }
-
-#if defined(AVX512)
-constexpr long kTileRows = 8, kTileBlocks = 2;
-#else
-constexpr long kTileRows = 4, kTileBlocks = 1;
-#endif
 
 // Writes the outputs of blocks `from` to `to` of a matrix with `outputs` rows.
 template <class Kind>
 void multiply(const char* weights, const Rows<Kind>& rows, long count, const float* scale, float* out, long outputs, long from,
               long to) {
+  constexpr long kRows = Kind::tile_rows, kBlocks = Kind::tile_blocks;
   const long stride = Kind::stride(rows.width);
   // Rows that fit into the second-level cache together, times blocks that do.
-  const long together = std::max(kTileRows, (1L << 18) / (rows.width * (long)sizeof(typename Kind::Value)) / kTileRows * kTileRows);
-  const long group = std::max(kTileBlocks, (1L << 17) / stride / kTileBlocks * kTileBlocks);
+  const long together = std::max(kRows, (1L << 18) / (rows.width * (long)sizeof(typename Kind::Value)) / kRows * kRows);
+  const long group = std::max(kBlocks, (1L << 17) / stride / kBlocks * kBlocks);
   for (long outer = from; outer < to; outer += group)
     for (long start = 0; start < count; start += together) {
       const long end = std::min(count, start + together);
       for (long block = outer; block < std::min(to, outer + group);) {
-        const bool several = !Kind::rounded && block + kTileBlocks <= std::min(to, outer + group);
-        const long blocks = several ? kTileBlocks : 1;  // rounded rows need the registers for two kinds of sums
+        const bool several = block + kBlocks <= std::min(to, outer + group);
+        const long blocks = several ? kBlocks : 1;
         const long output = block * kLanes, last = std::min(kLanes, outputs - (block + blocks - 1) * kLanes);
         for (long row = start; row < end;) {
           // Groups of nearly equal size: ten rows are five and five.
-          const long left = end - row, parts = (left + kTileRows - 1) / kTileRows, size = (left + parts - 1) / parts;
-          const bool fetch = row == 0;
+          const long left = end - row, parts = (left + kRows - 1) / kRows, size = (left + parts - 1) / parts;
+          const int fetch = block + blocks >= to ? 0 : row == 0 ? (size == count ? 3 : 1) : row == size ? 2 : 0;
           const float* factors = scale ? scale + output : nullptr;
           if (!several)
             tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
           else
-            tiles<Kind, kTileBlocks>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
+            tiles<Kind, kBlocks>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
           row += size;
         }
         block += blocks;

@@ -9,8 +9,8 @@ enum class Type { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1,
 
 // A block of values that are rounded to int8.
 struct Rounded {
-  float scale, shift;  // a value is scale times a whole number; `shift` is scale times `sum`
-  int sum, first;      // of the whole numbers: of all, of the first half
+  float scale, shift;                 // a value is scale times a whole number; `shift` is scale times their sum
+  int less, less_first, less_second;  // minus the sum of the whole numbers: of all, of the first and the second half
 };
 
 struct Product {
