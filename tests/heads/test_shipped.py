@@ -1,6 +1,7 @@
 """Tests the heads that come with the package."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -8,38 +9,44 @@ import pytest
 
 import jaxspec
 from helpers.paths import GOLDEN_DIR
-from jaxspec.checkpoints.presets import PRESETS, SHIPPED
-from jaxspec.cli.drafting import own_heads
+from jaxspec.checkpoints.presets import PRESETS
+from jaxspec.cli.drafting import WITH_HEADS, own_heads
 from jaxspec.cli.options import TARGET
 from jaxspec.errors import CheckpointError
+from jaxspec.heads.find import SHIPPED, every_shipped
 
 GOLDEN = GOLDEN_DIR / "smollm2_greedy.json"
 TREE = jaxspec.from_paths([(2,), (1, 0), (0, 0, 0, 0)])
-WITH = [name for name, preset in PRESETS.items() if preset.heads]
 
 
-def test_every_folder_is_a_presets():
-    assert TARGET in WITH, "the default model has heads"
-    assert {path.name for path in SHIPPED.iterdir()} == set(WITH)
-    assert [name for name in PRESETS if own_heads(name)] == WITH
-    assert own_heads("some/model") is None
+def test_every_folder_is_a_presets_and_a_drafters():
+    found = [f"{name}/{drafter}" for name in PRESETS for drafter in WITH_HEADS if own_heads(name, drafter)]
+    assert f"{TARGET}/medusa" in found, "the default model has heads"
+    assert {path.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob("*/*")} == set(found) == set(every_shipped())
+    assert own_heads("some/model", "medusa") is None
 
 
-@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("name", every_shipped())
 def test_they_are_small_and_whole(name):
-    """Under 10 MB; with a tree, a card that has the command, and figures."""
+    """At most 16 MB; with a tree, a card that has the command, and figures."""
     files = {path.name: path for path in (SHIPPED / name).iterdir()}
-    assert sum(path.stat().st_size for path in files.values()) < 10e6
-    assert "jaxspec train medusa --target " + name in files["README.md"].read_text()
+    assert sum(path.stat().st_size for path in files.values()) <= 16e6
+    preset, drafter = name.split("/")
+    assert re.search(rf"jaxspec train {drafter}3? --target {preset}", files["README.md"].read_text())
     heads = jaxspec.load_heads(name)
+    assert heads.config.drafter == drafter
     assert heads.tree is not None
-    assert 1 <= heads.tree.shape.depth <= heads.config.num_heads
+    assert heads.tree.shape.depth >= 1
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(heads.params))
     assert "evaluation.json" in files
 
 
+def test_a_presets_name_alone_is_its_medusa_heads():
+    assert jaxspec.load_heads(TARGET).config == jaxspec.load_heads(f"{TARGET}/medusa").config
+
+
 def test_a_preset_without_heads_is_told():
-    with pytest.raises(CheckpointError, match="no heads for the preset smollm2-360m-instruct come with jaxspec"):
+    with pytest.raises(CheckpointError, match=f"smollm2-360m-instruct come with jaxspec, only {TARGET}/"):
         jaxspec.load_heads("smollm2-360m-instruct")
 
 
