@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxspec
+from jaxspec.cli.ctrl_c import is_interrupt, repeated
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
 
@@ -42,19 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None for the process's own.
     """
     try:
-        status = _run(sys.argv[1:] if argv is None else list(argv))
+        with repeated():
+            status = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
         return status
     except UsageError as error:
         return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        print("\njaxspec: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader has closed the pipe. Python flushes stdout again at exit, which must not raise.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
+        print("\njaxspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 class Version(argparse.Action):
@@ -100,6 +104,8 @@ def _run(words: list[str]) -> int:
     except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
+        if is_interrupt(error):
+            raise
         if args.debug:
             traceback.print_exc()
             return 1
