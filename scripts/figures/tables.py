@@ -248,14 +248,29 @@ def llama_cpp(values: Values) -> str:
 
 
 def heads(values: Values) -> str:
-    count = len(values["top1"])
-    parts = table(["", *(f"head {i}" for i in range(count))],
-                  [[name, *(f"{entry:.3f}" for entry in values[key])] for name, key in
-                   (("top-1", "top1"), ("top-5", "top5"))])  # fmt: skip
-    rows = [[f"{row['temperature']:g}", f"`{row['rule']}`",
-             between([row["interval"][0], row["tokens_per_round"], row["interval"][1]], 2)]
-            for row in values["rounds"]]  # fmt: skip
-    return parts + "\n" + table(["temperature", "rule", f"tokens per round, {values['nodes']} nodes (95 %)"], rows)
+    longest = max(len(entry["top1"]) for entry in values["accuracy"].values())
+    rows = []
+    for label, entry in values["accuracy"].items():
+        for name, key in (("top-1", "top1"), ("top-5", "top5"), ("accepted", "accepted")):
+            cells = [f"{value:.3f}" for value in entry[key]]
+            rows.append([f"{label}, {name}", *cells, *[""] * (longest - len(cells))])
+    parts = table(["", *(f"token {i + 1}" for i in range(longest))], rows)
+    columns = list(dict.fromkeys((row["tokens"], row["temperature"], row["rule"]) for row in values["rounds"]))
+    cells: dict[tuple, dict[tuple, str]] = {}
+    for row in values["rounds"]:
+        low, high = row["interval"]
+        of = cells.setdefault((row["heads"], row["tree"], row["nodes"]), {})
+        of[row["tokens"], row["temperature"], row["rule"]] = between([low, row["tokens_per_round"], high], 2)
+    headings = [f"{tokens} tokens, T {temperature:g}, `{rule}`" for tokens, temperature, rule in columns]
+    rows = [[label, tree_name(tree), str(nodes), *(of.get(column, "") for column in columns)]
+            for (label, tree, nodes), of in cells.items()]  # fmt: skip
+    return parts + "\n" + table(["tokens per round (95 %)", "tree", "nodes", *headings], rows)
+
+
+def tree_name(spec: str) -> str:
+    """Returns what a tree is called in a table: a chain, the best static one, the heads' own, or as it was written."""
+    kinds = {"own": "fitted with the heads", "best": "best static"}
+    return f"chain of {spec}" if spec.isdecimal() else kinds.get(spec.partition("-")[0], f"`{spec}`")
 
 
 RENDERERS: dict[str, Callable[[Values], str]] = {

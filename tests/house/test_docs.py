@@ -69,7 +69,8 @@ def reason(line: str) -> str | None:
 EVERY = [block for page in PAGES for block in blocks(page)]
 LONG = ("jaxspec bench ", "jaxspec tune ", "jaxspec acceptance ")
 LONG_PAGES = tuple(
-    f"docs/{name}.md" for name in ("benchmarks", "coupled-trees", "drafters", "functional", "train-export-serve")
+    f"docs/{name}.md"
+    for name in ("benchmarks", "coupled-trees", "drafters", "functional", "heads", "train-export-serve")
 )
 """What compiles five programs and more is in the slow tier."""
 
