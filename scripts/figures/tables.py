@@ -152,14 +152,24 @@ def bench(values: Values) -> str:
 
 
 def acceptance(values: Values) -> str:
-    rows = []
+    rows, several = [], any(row.get("token", 1) > 1 for run in values["runs"] for row in run["figures"])
     for run in values["runs"]:
         for row in run["figures"]:
             interval = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
             where = [f"{run['sampling'][name]:g}" for name in ("temperature", "top_p")]
             shares = f"{row['acceptance']:.3f}{interval}", f"{row['optimum']:.3f}"
-            rows.append([*where, str(row["children"]), f"`{row['rule']}`", *shares])
-    return table(["temperature", "top-p", "children", "rule", "acceptance (95 %)", "optimum"], rows)
+            token = [str(row["token"])] * several
+            rows.append([*where, *token, str(row["children"]), f"`{row['rule']}`", *shares])
+    headings = [
+        "temperature",
+        "top-p",
+        *["drafted token"] * several,
+        "children",
+        "rule",
+        "acceptance (95 %)",
+        "optimum",
+    ]
+    return table(headings, rows)
 
 
 def tune(values: Values) -> str:
