@@ -22,13 +22,13 @@ COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
     "chat": "talk with a language model that has a chat template, speculatively",
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
-    "export": "write draft heads in the layout of another system: Medusa's or vLLM's",
+    "export": "write draft heads in the layout of another system: Medusa's, EAGLE's or vLLM's",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",
-    "train": "train Medusa heads for a target, and fit a tree to them",
+    "train": "train Medusa or EAGLE heads for a target, and fit a tree to them",
     "fingerprint": "print the sha256 of everything in a training run",
-    "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
+    "acceptance": "compute what each rule keeps of the laws of a draft model or heads, and the optimum",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE

@@ -31,6 +31,7 @@ from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks, trainee_of
+from jaxspec.train.files import fingerprint
 from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
@@ -63,7 +64,10 @@ def tree_of(spec: str, heads: jaxspec.DraftHeads, source: str) -> Topology | Dyn
     if spec.isdecimal():
         return jaxspec.chain(int(spec))
     if spec.startswith("best-"):
-        measured = json.loads((open_heads(source).path / FIGURES).read_text())["acceptance_by_rank"]
+        figures = open_heads(source).path / FIGURES
+        if not figures.exists():
+            raise SystemExit(f"{spec} needs {figures}, which training writes; give another tree")
+        measured = json.loads(figures.read_text())["acceptance_by_rank"]
         return jaxspec.best_tree(measured, int(spec.removeprefix("best-")), len(measured))
     return parse_tree(spec)
 
@@ -89,6 +93,9 @@ class Evaluation:
 
     def __init__(self, given: argparse.Namespace):
         self.given, self.kept = given, Kept(given.json)
+        settings = [given.target, given.limit, given.longest, given.dtype]
+        if (before := self.kept.get("settings", lambda: settings)) != settings:
+            raise SystemExit(f"{given.json} holds what was measured with {before}; give another file")
         self.target = jaxspec.load(given.target, dtype=given.dtype)
         questions = [str(q.turns[0]) for q in tasks.load("mt-bench", given.limit).questions]
         prompts = (self.target.encode_chat([{"role": "user", "content": q}]) for q in questions)
@@ -135,17 +142,16 @@ class Evaluation:
         return found
 
 
-def measure(evaluation: Evaluation, label: str, source: str) -> Iterator[dict[str, Any]]:
+def measure(evaluation: Evaluation, label: str, heads: jaxspec.DraftHeads, source: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of some heads: the accuracy of each token first, then every combination."""
-    given, kept = evaluation.given, evaluation.kept
-    heads = jaxspec.load_heads(source, target=evaluation.target)
-    yield {"heads": label} | kept.get(f"{label}, accuracy", evaluation.accuracy, heads)
+    given, kept, own = evaluation.given, evaluation.kept, fingerprint(heads.params)[:12]
+    yield {"heads": label} | kept.get(f"{own}, accuracy", evaluation.accuracy, heads)
     by_temperature = [(t, rule) for t in given.temperatures for rule in (given.rules if t else given.rules[:1])]
     for spec, tokens, (temperature, rule) in itertools.product(given.trees, given.tokens, by_temperature):
         tree = tree_of(spec, heads, source)
         row = {"heads": label, "tree": spec, "nodes": tree.shape.nodes, "depth": tree.shape.depth}
         row |= {"tokens": tokens, "temperature": temperature, "rule": rule}
-        name = f"{label}, {spec}, {tokens}, {temperature}, {rule}"
+        name = f"{own}, {tree.shape.nodes} nodes of {spec}, {tokens}, {temperature}, {rule}"
         try:
             yield row | kept.get(name, evaluation.rounds, heads, tree, tokens, temperature, rule)
         except jaxspec.errors.InvalidConfig as error:  # too deep, or not with this rule
@@ -159,9 +165,10 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {count} questions", flush=True)
     accuracy, rounds = {}, []
     for source in given.heads:
-        label = trainee_of(jaxspec.load_heads(source)).title
+        heads = jaxspec.load_heads(source, target=evaluation.target)
+        label = trainee_of(heads).title
         label += f" {1 + len(accuracy)}" * (label in accuracy)
-        for row in measure(evaluation, label, source):
+        for row in measure(evaluation, label, heads, source):
             if "tree" in row:
                 rounds.append(row)
             else:

@@ -34,12 +34,16 @@ def prints(folder: pathlib.Path) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.replace(folder.name, "RUN")
 
 
-def take_ctrl_c() -> None:
-    """In the process that is started: Ctrl-C interrupts, even if these tests run in the background."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture
+def ctrl_c():
+    """Processes that are started take Ctrl-C, even if these tests run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", SIZES)
 def test_twenty_kills_change_nothing(tmp_path, kind):
     target = jaxspec.save(trainees.target(), tmp_path / "target")
@@ -56,7 +60,7 @@ def test_twenty_kills_change_nothing(tmp_path, kind):
     while kills < KILLS:
         words = command(parts[-1], target, prompts, kind)
         with said.open("w") as errors:
-            process = subprocess.Popen(words, env=environment, stderr=errors, preexec_fn=take_ctrl_c)
+            process = subprocess.Popen(words, env=environment, stderr=errors)
         wait_for_save = kills % 2 == 0
         end = time.monotonic() + (60 if wait_for_save else rng.uniform(0.5, 20))
         saves = 0
