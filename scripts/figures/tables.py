@@ -277,6 +277,14 @@ def heads(values: Values) -> str:
     return parts + "\n" + table(["tokens per round (95 %)", "tree", "nodes", *headings], rows)
 
 
+def torch_step(values: Values) -> str:
+    kind = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 head"}[values["kind"]]
+    row = [f"{kind}, {values['heads']} tokens deep, {values['drafted']} of {values['vocab']} tokens",
+           f"{values['rows']} x {values['tokens']}", *(f"{values['ms'][name]:.0f}" for name in ("jaxspec", "torch")),
+           f"{values['ratio']:.2f}"]  # fmt: skip
+    return table(["a training step, float32", "rows x tokens", "jaxspec, ms", "torch, ms", "torch / jaxspec"], [row])
+
+
 def tree_name(spec: str) -> str:
     """Returns what a tree is called in a table: a chain, the best static one, the heads' own, or as it was written."""
     kinds = {"own": "fitted with the heads", "best": "best static"}
@@ -288,4 +296,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token,
+    "torch-step": torch_step,
 }  # fmt: skip
