@@ -233,7 +233,7 @@ def _compare(
     target_params: Params,
     draft_params: Params,
     target_features: Float[Array, "n E"],
-    draft_features: Float[Array, "n E"],
+    draft_features: Float[Array, "n F"],
     rows: Sampling,
     key: Array,
 ) -> dict[str, Array]:

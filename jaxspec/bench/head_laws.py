@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
-from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
 from jaxspec.train import losses
 from jaxspec.train.evaluate import trainee_of
@@ -97,7 +96,6 @@ def head_laws(target: Model, heads: DraftHeads, config: Any = None) -> tuple[Hea
         heads: the heads.
         config: sizes that replace those of the heads, as the drafter's options state them; None for their own.
     """
-    target = without_kernels(target)
     trainee = trainee_of(heads if config is None else dataclasses.replace(heads, config=config))
     frozen = losses.freeze(trainee, target.lm, target.params, heads.params.get("tokens"))
     kept = {name: value for name, value in heads.params.items() if name != "tokens"}

@@ -111,6 +111,7 @@ def test_the_settings_are_those_of_train():
         train._check_kind(parser.parse_options(words))
 
 
+@pytest.mark.slow
 def test_evaluation_of_heads(tmp_path, capsys, monkeypatch):
     """Chains and dynamic trees, each as `generate` has it; a repeated command measures nothing again."""
     monkeypatch.chdir(tmp_path)
