@@ -1,11 +1,13 @@
-"""Computes the acceptance of every rule from the laws of two models, along texts that the target has written.
+"""Computes the acceptance of every rule from the laws of target and draft, along texts that the target has written.
 
-The target decodes each text without a draft, both models read it (teacher forcing), and `jaxspec.analysis` compares
-their laws after every token. All rules and numbers of children are therefore measured on the same positions.
+The target decodes each text without a draft, both read it (teacher forcing), and `jaxspec.analysis` compares their laws
+after every token. All rules and numbers of children are therefore measured on the same positions. The law of heads
+depends on how many tokens they have drafted since the target's last state: each drafted token has figures of its own.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxspec import analysis
 from jaxspec.api import generate
+from jaxspec.bench.head_laws import HeadLaws, head_laws
 from jaxspec.bench.records import PLAIN
 from jaxspec.bench.summary import interval
 from jaxspec.core import cache as caches
@@ -26,6 +29,8 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.protocols import ModelDrafter
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
@@ -50,12 +55,14 @@ class Positions:
         count: the number of positions.
         kept: the sum of acceptance probabilities by rule, with 1, 2, ... children, `[K]`.
         optimum: the same for an optimal rule with these candidates.
+        token: the number of the drafted token, from 1; with a draft model all have the same law, and are 1.
     """
 
     name: str
     count: int
     kept: dict[str, np.ndarray]
     optimum: dict[str, np.ndarray]
+    token: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Figure:
         acceptance: the probability that one of them is accepted.
         low, high: its 95 % interval by bootstrap over the prompts; None with one prompt.
         optimum: an upper bound for any lossless rule with the same candidates.
+        token: the number of the drafted token, if all before it were accepted; see `Positions`.
     """
 
     rule: str
@@ -76,6 +84,7 @@ class Figure:
     low: float | None
     high: float | None
     optimum: float
+    token: int = 1
 
     @property
     def gap(self) -> float:
@@ -83,13 +92,17 @@ class Figure:
         return self.optimum - self.acceptance
 
 
-def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
-    """Returns the network whose laws a drafter samples from, and its parameters.
+def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | HeadLaws, Params]:
+    """Returns the network or the heads whose laws a drafter samples from, and the parameters.
 
     Raises:
-        InvalidConfig: the drafter has no such network.
+        InvalidConfig: the drafter has neither.
     """
     built, params = drafting.build_drafter(target)
+    if isinstance(built, Eagle | Medusa):
+        heads: Any = drafting.inputs(target).heads
+        changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
+        return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
     if not isinstance(built, ModelDrafter):
         raise InvalidConfig(
             f"the drafter {drafting.drafter!r} has no law to compute acceptance from, which takes a "
@@ -100,7 +113,7 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[Any, Params]:
 
 def measure(
     target: Model,
-    draft: LanguageModel,
+    draft: LanguageModel | HeadLaws,
     draft_params: Params,
     prompts: Sequence[tuple[str, list[int]]],
     *,
@@ -112,11 +125,11 @@ def measure(
     ignore_eos: bool = False,
     progress: Callable[[int, int], Any] | None = None,
 ) -> list[Positions]:
-    """Computes the sums of every prompt.
+    """Computes the sums of every prompt, and of every drafted token if the draft is heads.
 
     Args:
         target: the model that writes the texts.
-        draft: the network of the drafter; see `drafting_model`.
+        draft: the network or the heads of the drafter; see `drafting_model`.
         draft_params: its parameters.
         prompts: pairs of a name and token ids.
         sampling: sampling settings, as numbers.
@@ -154,24 +167,44 @@ def measure(
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
-        places = range(len(ids) - 1, len(text))
-        both = [np.stack([*read(lm, params, text, slots)])[places.start :] for lm, params in
-                ((target.lm, target.params), (draft, draft_params))]  # fmt: skip
-        sums: dict[str, np.ndarray] = {}
-        for start in range(0, len(places), POSITIONS):
-            size = min(POSITIONS, len(places) - start)
-            parts = [np.pad(a[start : start + size], ((0, POSITIONS - size), (0, 0)), mode="edge") for a in both]
-            result = compare(target.params, draft_params, *parts, rows, jax.random.fold_in(noise, start))
-            for rule, kept in result.items():
-                sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
-        if not written or not all(np.isfinite(a).all() for a in sums.values()):
-            raise ArithmeticError(f"{name}: the logits of a model were not finite")
-        positions.append(
-            Positions(name, len(places), {r: a[0] for r, a in sums.items()}, {r: a[1] for r, a in sums.items()})
-        )
+        theirs = np.stack([*read(target.lm, target.params, text, slots)])
+        drafted = _along(draft, draft_params, text, len(ids) - 1, max_new_tokens + 1, slots)
+        for token, (first, ours) in enumerate(drafted, 1):
+            sums: dict[str, np.ndarray] = {}
+            both = theirs[first:], ours[: len(text) - first]
+            for start in range(0, len(both[0]), POSITIONS):
+                size = min(POSITIONS, len(both[0]) - start)
+                parts = [np.pad(a[start : start + size], ((0, POSITIONS - size), (0, 0)), mode="edge") for a in both]
+                key = jax.random.fold_in(noise, start + ((token - 1) << 20))
+                for rule, kept in compare(target.params, draft_params, *parts, rows, key).items():
+                    sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
+            if not written or not all(np.isfinite(a).all() for a in sums.values()):
+                raise ArithmeticError(f"{name}: the logits of a model were not finite")
+            kept, optimum = ({rule: a[i] for rule, a in sums.items()} for i in range(2))
+            if sums:
+                positions.append(Positions(name, len(both[0]), kept, optimum, token))
         if progress:
             progress(len(prompts) + i + 1, 2 * len(prompts))
     return positions
+
+
+def _along(
+    draft: LanguageModel | HeadLaws, params: Params, text: list[int], first: int, most: int, slots: int
+) -> list[tuple[int, np.ndarray]]:
+    """Returns, by drafted token, the place in the text after which it is the first time, and what `head` reads there.
+
+    Args:
+        draft: the draft.
+        params: its parameters.
+        text: the tokens.
+        first: the place of the prompt's last token, the root of the first round.
+        most: the number of places with `first` at most.
+        slots: the padded length of the text.
+    """
+    if not isinstance(draft, HeadLaws):
+        return [(first, np.stack([*read(draft, params, text, slots)])[first:])]
+    root = max(first, 1)  # the text's first token has no state before it
+    return [(root + i, rows) for i, rows in enumerate(draft.along(params, text, root, most, slots))]
 
 
 def read(lm: LanguageModel, params: Params, text: list[int], slots: int) -> Iterator[np.ndarray]:
@@ -195,7 +228,7 @@ def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tup
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _compare(
     target: LanguageModel,
-    draft: LanguageModel,
+    draft: LanguageModel | HeadLaws,
     children: int,
     draws: int,
     limited: bool,
@@ -203,7 +236,7 @@ def _compare(
     target_params: Params,
     draft_params: Params,
     target_features: Float[Array, "n E"],
-    draft_features: Float[Array, "n E"],
+    draft_features: Float[Array, "n F"],
     rows: Sampling,
     key: Array,
 ) -> dict[str, Array]:
@@ -225,23 +258,30 @@ def _compare(
 
 
 def figures(positions: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
-    """Returns the mean over all positions for every rule and each of these numbers of children."""
-    counts = np.array([prompt.count for prompt in positions])
+    """Returns the mean over all positions for every drafted token, number of children and rule."""
     made = []
-    for count in children:
-        for rule in sorted(positions[0].kept):
-            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in positions]) for name in
-                             ("kept", "optimum"))  # fmt: skip
-            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(positions) > 1 else (None, None)
-            made.append(
-                Figure(rule, count, float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum()))
-            )
+    for token, count in itertools.product(sorted({prompt.token for prompt in positions}), children):
+        of = [prompt for prompt in positions if prompt.token == token]
+        counts = np.array([prompt.count for prompt in of])
+        for rule in sorted(of[0].kept):
+            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in of]) for name in ("kept", "optimum"))
+            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(of) > 1 else (None, None)
+            shares = float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum())
+            made.append(Figure(rule, count, *shares, token))
     return made
 
 
-def by_rank(positions: Sequence[Positions]) -> dict[str, list[float]]:
-    """Returns, by rule, the probability that the child of each rank is accepted, as `best_tree` takes it."""
-    total = sum(prompt.count for prompt in positions)
-    sums = {rule: np.sum([prompt.kept[rule] for prompt in positions], 0) / total for rule in positions[0].kept}
-    rising = {rule: np.maximum.accumulate(kept).clip(max=1.0) for rule, kept in sums.items()}  # samples may fall
-    return {rule: np.diff(kept, prepend=0.0).tolist() for rule, kept in rising.items()}
+def by_rank(positions: Sequence[Positions]) -> dict[str, list]:
+    """Returns, by rule, the probability that the child of each rank is accepted, as `best_tree` takes it.
+
+    With heads it is a list for each drafted token.
+    """
+    found: dict[str, list] = {}
+    for token in sorted({prompt.token for prompt in positions}):
+        of = [prompt for prompt in positions if prompt.token == token]
+        total = sum(prompt.count for prompt in of)
+        for rule in of[0].kept:
+            share = np.sum([prompt.kept[rule] for prompt in of], 0) / total
+            rising = np.maximum.accumulate(share).clip(max=1.0)  # samples may fall
+            found.setdefault(rule, []).append(np.diff(rising, prepend=0.0).tolist())
+    return {rule: ranks[0] if len(ranks) == 1 else ranks for rule, ranks in found.items()}

@@ -3,9 +3,9 @@
 The measured rounds are those of decoding: one executable runs rounds of every depth alternately, with the depth set by
 the host. A cost includes everything that a round of that depth does, and drifts of the machine affect all depths.
 
-For a chain, and a drafter that samples from the law of a network, a static tree is tried as well: the best one for the
-costs of the chain and the acceptance by rank on the same prompts. It is measured like the chain, and the faster of both
-is used.
+For a chain, and a drafter that samples from the law of a network or of heads, a static tree is tried as well: the best
+one for the costs of the chain and the acceptance by rank on the same prompts. It is measured like the chain, and the
+faster of both is used.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
-from jaxspec.core.protocols import ModelDrafter
+from jaxspec.core.protocols import Drafter, ModelDrafter
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, as_topology, chain
@@ -30,6 +30,8 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
+from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, TuningError
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
@@ -100,34 +102,34 @@ def tune(
     longest = as_topology(tree)
     if longest is None:
         depth = asked.build_drafter(target)[0].shape.depth
-        longest = chain(max(depth, DEPTH) if asked.heads is None else depth)
+        longest = chain(max(depth, DEPTH) if asked.heads is None else int(min(DEPTH, asked.heads.config.max_depth)))
     if not isinstance(longest, Topology):
         raise InvalidConfig("only chains and static trees can be tuned; a dynamic tree changes every round")
     ids = inputs.encode_prompts(target, prompts, chat)
     keys = inputs.row_keys(key, len(ids), 1, sampling)
     settings = inputs.mask_padding(target, sampling, 1)
 
-    def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Decoder, Weights]:
-        """Returns the drafting, the seconds of a round by depth, and the decoder with its weights."""
+    def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Drafter]:
+        """Returns the drafting, the seconds of a round by depth, and the drafter."""
         constant = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=some_widths(tree)))
         decoder, weights = constant.build(target)
         seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
         tuned = conclude(drafter, tree, drafter_options, seconds, resumed, stats)
-        return tuned, by_depth(seconds, tree.shape.depth), decoder, weights
+        return tuned, by_depth(seconds, tree.shape.depth), decoder.drafter
 
-    tuned, rounds, decoder, weights = measured(longest)
+    tuned, rounds, drafts = measured(longest)
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(longest, rounds) if longest.is_chain else None
-    network = decoder.drafter.model if isinstance(decoder.drafter, ModelDrafter) else None
-    if costs and network and rule in RANKED:
+    if costs and rule in RANKED and isinstance(drafts, ModelDrafter | Eagle | Medusa):
         kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
+        network, params = acceptance.drafting_model(target, asked)
         positions = acceptance.measure(
-            target, network, target.params if weights.draft is None else weights.draft, texts,
+            target, network, params, texts,
             sampling=sampling, children=min(CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens, ignore_eos=True,
         )  # fmt: skip
         ranks = acceptance.by_rank(positions)[kind]
-        more["acceptance_by_rank"] = [round(share, 4) for share in ranks]
+        more["acceptance_by_rank"] = np.round(ranks, 4).tolist()
         tree = fastest_tree(ranks, *costs)
         if not tree.is_chain:
             other = measured(tree)[0]

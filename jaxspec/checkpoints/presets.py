@@ -29,7 +29,6 @@ class Preset:
         license: SPDX identifier, or name of the model's own licence.
         draft: name of the preset of its draft model, which has the same vocabulary; None if there is none.
         weights: file on the package index with the weights; None if they are downloaded from the repository.
-        heads: whether Medusa heads for it are shipped with this package.
     """
 
     name: str
@@ -38,11 +37,7 @@ class Preset:
     license: str
     draft: str | None = None
     weights: Weights | None = None
-    heads: bool = False
 
-
-SHIPPED = pathlib.Path(__file__).parents[1] / "heads" / "shipped"
-"""The directory of the heads shipped with this package, each in a directory named after its preset."""
 
 _SMOLLM2_135M = Weights(
     name="smollm2-135m-instruct",
@@ -62,7 +57,6 @@ PRESETS: dict[str, Preset] = {
             134_515_008,
             "Apache-2.0",
             weights=_SMOLLM2_135M,
-            heads=True,
         ),
         Preset("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, "Apache-2.0"),
         Preset(

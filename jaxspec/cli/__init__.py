@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxspec
+from jaxspec.cli.ctrl_c import is_interrupt, repeated
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
 
@@ -21,13 +22,13 @@ COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
     "chat": "talk with a language model that has a chat template, speculatively",
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
-    "export": "write draft heads in the layout of another system: Medusa's or vLLM's",
+    "export": "write draft heads in the layout of another system: Medusa's, EAGLE's or vLLM's",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",
-    "train": "train Medusa heads for a target, and fit a tree to them",
+    "train": "train Medusa or EAGLE heads for a target, and fit a tree to them",
     "fingerprint": "print the sha256 of everything in a training run",
-    "acceptance": "compute what each rule keeps of a draft model's laws, and the optimum",
+    "acceptance": "compute what each rule keeps of the laws of a draft model or heads, and the optimum",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE
@@ -42,19 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None for the process's own.
     """
     try:
-        status = _run(sys.argv[1:] if argv is None else list(argv))
+        with repeated():
+            status = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
         return status
     except UsageError as error:
         return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        print("\njaxspec: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader has closed the pipe. Python flushes stdout again at exit, which must not raise.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
+        print("\njaxspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 class Version(argparse.Action):
@@ -100,6 +104,8 @@ def _run(words: list[str]) -> int:
     except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
+        if is_interrupt(error):
+            raise
         if args.debug:
             traceback.print_exc()
             return 1

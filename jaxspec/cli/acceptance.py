@@ -1,9 +1,10 @@
-"""Computes the acceptance of every rule from the laws of a target and a draft model, and an upper bound.
+"""Computes the acceptance of every rule from the laws of a target and a draft, and an upper bound.
 
-The target writes a text per prompt; then both models read it, and their laws are compared after every token. The
-optimum is an upper bound for any lossless rule with the same candidates. For "rejection" these are sampled without
-replacement from the draft's law after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic"
-they are the draft's likeliest tokens.
+The target writes a text per prompt; then both read it, and their laws are compared after every token. Those of heads
+are compared for each drafted token by itself, where all before it are the text's own. The optimum is an upper bound for
+any lossless rule with the same candidates. For "rejection" these are sampled without replacement from the draft's law
+after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic" they are the draft's likeliest
+tokens.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.bench import NO_ARGUMENTS, temperatures
-from jaxspec.cli.drafting import add_drafter_options, check_drafter_options, load_models, own_draft
+from jaxspec.cli.drafting import add_drafter_options, add_heads, check_drafting, load_heads, load_models
 from jaxspec.cli.options import (
     Parser,
     UsageError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
-DRAFTERS = ("model", "early-exit")
+DRAFTERS = ("model", "early-exit", "medusa", "eagle")
 
 
 def add_options(parser: Parser) -> None:
@@ -50,6 +51,7 @@ def add_options(parser: Parser) -> None:
         help="default: model",
     )
     add_drafter_options(add)
+    add_heads(add)
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
     add("--draws", type=whole(1), default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
@@ -72,6 +74,7 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
+    parser.set_defaults(tuned=None, tree=None, draft_length=None, schedule=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,9 +100,9 @@ def run(args: argparse.Namespace) -> int:
     target, draft = load_models(args)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
-    model, params = acceptance.drafting_model(
-        target, Drafting(args.drafter, draft=draft, options=dict(args.drafter_option))
-    )
+    heads = load_heads(args, target)
+    drafting = Drafting(args.drafter, draft=draft, heads=heads, options=dict(args.drafter_option))
+    model, params = acceptance.drafting_model(target, drafting)
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
@@ -138,16 +141,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_table(figures: Iterable["Figure"], title: str) -> "Table":
-    """Returns a table with a row per number of children and rule."""
+    """Returns a table with a row per drafted token, number of children and rule."""
     from jaxspec.bench.table import Table
 
-    headings = ("rule", "children", "acceptance", "95 % interval (bootstrap over prompts)", "optimum", "gap")
-    rows = []
+    headings = ("token", "rule", "children", "acceptance", "95 % interval (bootstrap over prompts)", "optimum", "gap")
+    figures = list(figures)
+    several, rows = any(figure.token > 1 for figure in figures), []
     for figure in figures:
         spread = "-" if figure.low is None else f"{figure.low:.4f} to {figure.high:.4f}"
         shares = f"{figure.acceptance:.4f}", spread, f"{figure.optimum:.4f}", f"{figure.gap:.4f}"
-        rows.append((figure.rule, str(figure.children), *shares))
-    return Table(title, headings, rows, labels=2)
+        rows.append((str(figure.token), figure.rule, str(figure.children), *shares)[not several :])
+    return Table(title, headings[not several :], rows, labels=2 + several)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -165,10 +169,4 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.json and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no directory {args.json.absolute().parent}; create it first")
-    check_drafter_options(args)
-    if args.drafter == "model":
-        args.draft_model = args.draft_model or own_draft(args.target)
-        if args.draft_model is None:
-            raise UsageError("--drafter model needs --draft-model SOURCE")
-    elif args.draft_model is not None:
-        raise UsageError("--draft-model is for --drafter model, not early-exit")
+    check_drafting(args)

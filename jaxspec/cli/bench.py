@@ -253,7 +253,6 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         except JaxspecError as error:
             raise UsageError(f"--peers: {error}") from None
     if args.drafters is None and args.tuned is None:
-        args.heads = args.heads or own_heads(args.target)
         return None
     methods = [] if args.drafters is None else parse_drafters(args.drafters)
     if args.tuned is not None:
@@ -273,11 +272,9 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         args.draft_model = args.draft_model or own_draft(args.target)
     if "draft" in takes and args.draft_model is None:
         raise UsageError("the drafter model needs --draft-model SOURCE")
-    if "heads" in takes:
-        args.heads = args.heads or own_heads(args.target)
-    if "heads" in takes and args.heads is None:
-        needs = next(name for name in names if "heads" in find("drafter", name).takes)
-        raise UsageError(f"the drafter {needs} needs --heads SOURCE")
+    for name in names:
+        if name in WITH_HEADS and args.heads is None and own_heads(args.target, name) is None:
+            raise UsageError(f"the drafter {name} needs --heads SOURCE")
     return methods
 
 

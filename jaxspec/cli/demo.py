@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.table import Table
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.drafting import own_draft, own_heads
+from jaxspec.cli.drafting import WITH_HEADS, own_draft, own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
 from jaxspec.cli.wrap import wrap
@@ -17,7 +17,6 @@ from jaxspec.registry import DRAFTERS, find
 
 if TYPE_CHECKING:
     from jaxspec.generation.output import Output
-    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
 QUICK = "prompt-lookup"
@@ -28,6 +27,7 @@ TURNS = 2
 NOTES = {
     "prompt-lookup": "guesses what followed the same words earlier in the text.",
     "medusa": "heads trained for this model guess the tokens after the next one.",
+    "eagle": "a layer trained for this model continues the model's own states.",
     "model": "{draft} in int8 writes ahead, and the model checks it.",
 }
 """The drafters that are shown. Early-exit accepts little unless the model was trained for it."""
@@ -54,15 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
     model = show.load(args.target, "float32")
     draft = own_draft(args.target) or args.target
-    heads = own_heads(args.target)
-    loaded = None if heads is None else jaxspec.load_heads(heads, target=model)
-    bench = Bench(model, show.load(draft, DRAFT_DTYPE), loaded)
+    bench = Bench(model, show.load(draft, DRAFT_DTYPE))
     show.tell(f"\nQuestion: {QUESTION}\n")
     bench.stream(QUESTION, 96)
 
     names = [name for name in sorted(DRAFTERS, key=PLAIN.__ne__) if name in (PLAIN, *NOTES)]
-    if heads is None:
-        names = [name for name in names if "heads" not in find("drafter", name).takes]
+    names = [name for name in names if name not in WITH_HEADS or own_heads(args.target, name)]
     tasks = {task: bench.compare(names, prompt, count) for task, (prompt, count) in TASKS.items()}
     sampling, key = jaxspec.Sampling(temperature=0.8, top_p=0.95), jax.random.key(0)
     drawn = [bench.decode(name, QUESTION, 96, sampling=sampling, key=key) for name in (PLAIN, QUICK)]
@@ -100,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 class Bench:
     """One model and one cache size, so that a drafter compiles once for all tasks."""
 
-    def __init__(self, model: "Model", draft: "Model", heads: "DraftHeads | None"):
-        self._model, self._draft, self._heads = model, draft, heads
+    def __init__(self, model: "Model", draft: "Model"):
+        self._model, self._draft = model, draft
         longest = max(len(model.encode(prompt)) + count for prompt, count in TASKS.values())
         self._capacity = max(512, 1 << (longest + 128).bit_length())  # 128: the chat template, a window
         self._compiled: set[str] = set()
@@ -110,7 +107,7 @@ class Bench:
         from jaxspec.generation.drafting import Drafting
 
         return {
-            "drafting": Drafting(name, tree=LENGTHS.get(name), draft=self._draft, heads=self._heads).without_unused(),
+            "drafting": Drafting(name, tree=LENGTHS.get(name), draft=self._draft).without_unused(),
             "max_new_tokens": count,
             "chat": self._model.chat_template is not None,
             "verbose": False,  # the lines shown here say what is compiled

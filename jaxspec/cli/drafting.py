@@ -32,8 +32,8 @@ def add_heads(add: Callable) -> None:
     add(
         "--heads",
         metavar="SOURCE",
-        help="heads of the drafters 'medusa' and 'eagle': a directory, a file, a Hub repository (default of "
-        "medusa: the preset's own)",
+        help="heads of the drafters 'medusa' and 'eagle': a directory, a file, a Hub repository (default: "
+        "the preset's own)",
     )
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
 
@@ -102,8 +102,8 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)
-    if args.drafter == "medusa":
-        args.heads = args.heads or own_heads(args.target)
+    if args.drafter in WITH_HEADS:
+        args.heads = args.heads or own_heads(args.target, args.drafter)
     for option, drafters in (("draft_model", ("model",)), ("heads", WITH_HEADS)):
         if getattr(args, option) is not None and args.drafter not in drafters:
             name, users = option.replace("_", "-"), " or ".join(drafters)
@@ -155,11 +155,11 @@ def own_draft(target: str) -> str | None:
     return PRESETS[target].draft if target in PRESETS else None
 
 
-def own_heads(target: str) -> str | None:
-    """Returns the target if it is a preset whose heads come with jaxspec, or None."""
-    from jaxspec.checkpoints.presets import PRESETS
+def own_heads(target: str, drafter: str) -> str | None:
+    """Returns the source of the heads that come with jaxspec, or None if the target is no preset or has none."""
+    from jaxspec.heads.find import shipped_heads
 
-    return target if target in PRESETS and PRESETS[target].heads else None
+    return f"{target}/{drafter}" if shipped_heads(target, drafter) else None
 
 
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:

@@ -9,7 +9,7 @@ from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.networks import TypedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.heads.files import load_heads
-from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.find import shipped_heads
 from jaxspec.models.model import Model
 from jaxspec.models.packed import is_quantized
 
@@ -22,11 +22,10 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
     if preset is None:
         return inputs
     loaded = _LOADED.setdefault(inputs.target, {})
-    if drafter == "medusa" and inputs.heads is None and preset.heads:
-        if "heads" not in loaded:
-            loaded["heads"] = load_heads(preset.name, target=inputs.target)
-        heads: DraftHeads = loaded["heads"]
-        return dataclasses.replace(inputs, heads=heads)
+    if inputs.heads is None and (folder := shipped_heads(preset.name, drafter)):
+        if drafter not in loaded:
+            loaded[drafter] = load_heads(folder, target=inputs.target)
+        return dataclasses.replace(inputs, heads=loaded[drafter])
     if drafter == "model" and inputs.draft is None and preset.draft:
         if "draft" not in loaded:
             loaded["draft"] = load(preset.draft, dtype=_dtype(inputs.target))

@@ -1,6 +1,7 @@
 """The sizes of an EAGLE head. Nothing here imports JAX."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
@@ -108,6 +109,11 @@ class EagleConfig:
     def feature_size(self) -> int:
         """The width of the target's features, and of each tap."""
         return self.hidden_size if self.target_size is None else self.target_size
+
+    @property
+    def max_depth(self) -> float:
+        """The greatest depth of a tree: a head continues its own states without end."""
+        return math.inf
 
     @property
     def tables(self) -> tuple[str, ...]:

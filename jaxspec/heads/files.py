@@ -42,8 +42,8 @@ def load_heads(
     whose embedding is a copy of the target's shares it if `target` is given.
 
     Args:
-        source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or the name of a
-            preset whose heads come with this package.
+        source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or heads that come
+            with this package: the name of a preset for Medusa heads, or "PRESET/eagle" for an EAGLE head.
         target: the model that the heads draft for; heads that do not fit it are refused. Required if the files do not
             state the size of the vocabulary.
         dtype: the dtype of the matrices and of their products: "float32" or "bfloat16", or a type such as

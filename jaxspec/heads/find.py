@@ -4,6 +4,7 @@ import os
 import pathlib
 
 from jaxspec.checkpoints import folder
+from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, TORCH, recognise
 
@@ -11,6 +12,19 @@ OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 """The name and the two files of jaxspec's own layout."""
 PICKLE = "pickle"
 """The result of `find_layout` for a file of torch, which it does not open."""
+SHIPPED = pathlib.Path(__file__).parent / "shipped"
+"""The heads that come with this package: a directory for each preset, in it one for each drafter."""
+
+
+def shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
+    """Returns the directory of a preset's heads for a drafter; None if none come with this package."""
+    place = SHIPPED / preset / drafter
+    return place if preset in PRESETS and (place / MANIFEST).exists() else None
+
+
+def every_shipped() -> list[str]:
+    """Returns the names PRESET/DRAFTER of all heads that come with this package."""
+    return sorted(path.parent.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob(f"*/*/{MANIFEST}"))
 
 
 def find_layout(path: pathlib.Path) -> str | None:

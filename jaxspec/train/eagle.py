@@ -100,7 +100,7 @@ class EagleTrainee:
 
     def network(self, lm: LanguageModel) -> LanguageModel:
         """Returns the target's network with the head's taps."""
-        return with_taps(lm, self.config.taps or ())
+        return with_taps(lm, self.config.taps_of(lm.depth if isinstance(lm, TappedTarget) else 0))
 
     def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns a head that reads the mean of the taps, and norms and projects its states as the target does."""

@@ -152,14 +152,24 @@ def bench(values: Values) -> str:
 
 
 def acceptance(values: Values) -> str:
-    rows = []
+    rows, several = [], any(row.get("token", 1) > 1 for run in values["runs"] for row in run["figures"])
     for run in values["runs"]:
         for row in run["figures"]:
             interval = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
             where = [f"{run['sampling'][name]:g}" for name in ("temperature", "top_p")]
             shares = f"{row['acceptance']:.3f}{interval}", f"{row['optimum']:.3f}"
-            rows.append([*where, str(row["children"]), f"`{row['rule']}`", *shares])
-    return table(["temperature", "top-p", "children", "rule", "acceptance (95 %)", "optimum"], rows)
+            token = [str(row["token"])] * several
+            rows.append([*where, *token, str(row["children"]), f"`{row['rule']}`", *shares])
+    headings = [
+        "temperature",
+        "top-p",
+        *["drafted token"] * several,
+        "children",
+        "rule",
+        "acceptance (95 %)",
+        "optimum",
+    ]
+    return table(headings, rows)
 
 
 def tune(values: Values) -> str:
@@ -259,14 +269,37 @@ def llama_cpp(values: Values) -> str:
 
 
 def heads(values: Values) -> str:
-    count = len(values["top1"])
-    parts = table(["", *(f"head {i}" for i in range(count))],
-                  [[name, *(f"{entry:.3f}" for entry in values[key])] for name, key in
-                   (("top-1", "top1"), ("top-5", "top5"))])  # fmt: skip
-    rows = [[f"{row['temperature']:g}", f"`{row['rule']}`",
-             between([row["interval"][0], row["tokens_per_round"], row["interval"][1]], 2)]
-            for row in values["rounds"]]  # fmt: skip
-    return parts + "\n" + table(["temperature", "rule", f"tokens per round, {values['nodes']} nodes (95 %)"], rows)
+    longest = max(len(entry["top1"]) for entry in values["accuracy"].values())
+    rows = []
+    for label, entry in values["accuracy"].items():
+        for name, key in (("top-1", "top1"), ("top-5", "top5"), ("accepted", "accepted")):
+            cells = [f"{value:.3f}" for value in entry[key]]
+            rows.append([f"{label}, {name}", *cells, *[""] * (longest - len(cells))])
+    parts = table(["", *(f"token {i + 1}" for i in range(longest))], rows)
+    columns = list(dict.fromkeys((row["tokens"], row["temperature"], row["rule"]) for row in values["rounds"]))
+    cells: dict[tuple, dict[tuple, str]] = {}
+    for row in values["rounds"]:
+        low, high = row["interval"]
+        of = cells.setdefault((row["heads"], row["tree"], row["nodes"]), {})
+        of[row["tokens"], row["temperature"], row["rule"]] = between([low, row["tokens_per_round"], high], 2)
+    headings = [f"{tokens} tokens, T {temperature:g}, `{rule}`" for tokens, temperature, rule in columns]
+    rows = [[label, tree_name(tree), str(nodes), *(of.get(column, "") for column in columns)]
+            for (label, tree, nodes), of in cells.items()]  # fmt: skip
+    return parts + "\n" + table(["tokens per round (95 %)", "tree", "nodes", *headings], rows)
+
+
+def torch_step(values: Values) -> str:
+    kind = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 head"}[values["kind"]]
+    row = [f"{kind}, {values['heads']} tokens deep, {values['drafted']} of {values['vocab']} tokens",
+           f"{values['rows']} x {values['tokens']}", *(f"{values['ms'][name]:.0f}" for name in ("jaxspec", "torch")),
+           f"{values['ratio']:.2f}"]  # fmt: skip
+    return table(["a training step, float32", "rows x tokens", "jaxspec, ms", "torch, ms", "torch / jaxspec"], [row])
+
+
+def tree_name(spec: str) -> str:
+    """Returns what a tree is called in a table: a chain, the best static one, the heads' own, or as it was written."""
+    kinds = {"own": "fitted with the heads", "best": "best static"}
+    return f"chain of {spec}" if spec.isdecimal() else kinds.get(spec.partition("-")[0], f"`{spec}`")
 
 
 def rollout(values: Values) -> str:
@@ -285,5 +318,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "bridges": bridges,
+    "bridges": bridges, "torch-step": torch_step,
 }  # fmt: skip

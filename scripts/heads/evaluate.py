@@ -1,18 +1,23 @@
-"""Measures trained heads on MT-bench, which they were not trained on.
+"""Measures trained heads of any kind on MT-bench, which they were not trained on.
 
-    python scripts/heads/evaluate.py HEADS [--target T] [--limit 80] [--tokens 128] [--tree TREE | --nodes N]
-        [--json OUT]
+    python -m scripts.heads.evaluate HEADS [HEADS ...] [--target T] [--limit 80] [--tokens N ...]
+        [--trees TREE ...] [--temperatures T ...] [--rules RULE ...] [--json KEPT] [--record ID]
 
-The target answers the first turn of every question greedily. The script prints the accuracy of each head on these
-answers, beside the published accuracy of Medusa, and then tokens per round: greedily, with every text compared with
-plain decoding, and at temperature 0.7 with several rules. The tree is TREE, the best tree of N nodes by the acceptance
-that was measured after training on other texts, or else the tree of the heads. It measures no time;
-`jaxspec bench --drafters medusa --heads HEADS` does.
+The target answers the first turn of every question greedily. The script prints how often each drafted token is right on
+these answers, and then tokens per round of every combination: at temperature 0 the texts are compared with plain
+decoding. TREE is K for a chain, best-N for the best static tree of N nodes by the acceptance that was measured after
+training on other texts, `own` for the tree of the heads, or what `jaxspec generate --tree` takes, such as
+dynamic-8x6-64. Trees that heads cannot draft are left out. What is measured is kept in KEPT, where a repeated command
+continues. It measures no time; `jaxspec bench --drafters medusa,eagle` does.
 """
 
 import argparse
+import itertools
 import json
+import pathlib
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,105 +27,158 @@ from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.bench.summary import interval
 from jaxspec.cli.drafting import parse_tree
+from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
-from jaxspec.registry import find
 from jaxspec.train.card import FIGURES
-from jaxspec.train.evaluate import ranks
+from jaxspec.train.evaluate import ranks, trainee_of
+from jaxspec.train.files import fingerprint
 from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
 """The accuracy of Medusa's heads on Vicuna 7B (assets/medusa_acc.csv in Medusa's repository)."""
-RULES = ("coupled", "deterministic", "rejection", "traversal", "lossy-typical")
+TIES = 0.1
+"""The most texts that may differ from plain decoding's: they may be ties, see scripts/prove/identity.py."""
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="+")
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--limit", type=int, default=80)
+    parser.add_argument("--longest", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
+    parser.add_argument("--trees", nargs="+", default=["own"])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--rules", nargs="+", default=["coupled"], help="those above temperature 0; there all are one")
+    parser.add_argument("--json", type=pathlib.Path, metavar="KEPT")
+    add_record(parser.add_argument)
+    return parser
+
+
+def tree_of(spec: str, heads: jaxspec.DraftHeads, source: str) -> Topology | Dynamic:
+    """Returns the tree that a value of `--trees` stands for with these heads."""
+    if spec == "own":
+        return heads.tree or jaxspec.chain(4)
+    if spec.isdecimal():
+        return jaxspec.chain(int(spec))
+    if spec.startswith("best-"):
+        figures = open_heads(source).path / FIGURES
+        if not figures.exists():
+            raise SystemExit(f"{spec} needs {figures}, which training writes; give another tree")
+        measured = json.loads(figures.read_text())["acceptance_by_rank"]
+        return jaxspec.best_tree(measured, int(spec.removeprefix("best-")), len(measured))
+    return parse_tree(spec)
+
+
+class Kept:
+    """What is measured, by name; written to a file after every entry."""
+
+    def __init__(self, path: pathlib.Path | None):
+        self._path = path
+        self._found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def get(self, name: str, measure: Callable, *settings: Any) -> Any:
+        """Returns an entry, which is measured if it is missing."""
+        if name not in self._found:
+            self._found[name] = measure(*settings)
+            if self._path:
+                self._path.write_text(json.dumps(self._found))
+        return self._found[name]
+
+
+class Evaluation:
+    """The target, the questions and the settings that all heads share."""
+
+    def __init__(self, given: argparse.Namespace):
+        self.given, self.kept = given, Kept(given.json)
+        settings = [given.target, given.limit, given.longest, given.dtype]
+        if (before := self.kept.get("settings", lambda: settings)) != settings:
+            raise SystemExit(f"{given.json} holds what was measured with {before}; give another file")
+        self.target = jaxspec.load(given.target, dtype=given.dtype)
+        questions = [str(q.turns[0]) for q in tasks.load("mt-bench", given.limit).questions]
+        prompts = (self.target.encode_chat([{"role": "user", "content": q}]) for q in questions)
+        self.prompts = sorted((prompt for prompt in prompts if len(prompt) <= given.longest), key=len)
+
+    def decode(self, tokens: int, temperature: float, **drafting: Any) -> jaxspec.Output:
+        """Answers all questions."""
+        return jaxspec.generate(
+            self.target, self.prompts, max_new_tokens=tokens, sampling=jaxspec.Sampling(temperature=temperature),
+            key=jax.random.split(jax.random.key(0), len(self.prompts)), batch=self.given.batch, verbose=False,
+            capacity=-(-(len(self.prompts[-1]) + tokens + 160) // 128) * 128, **drafting,
+        )  # fmt: skip
+
+    def plain(self, tokens: int) -> list[list[int]]:
+        """Returns the answers of plain decoding, greedily."""
+        return self.kept.get(f"plain {tokens}", lambda: [r.tokens for r in self.decode(tokens, 0.0, drafter="none")])
+
+    def accuracy(self, heads: jaxspec.DraftHeads) -> dict[str, Any]:
+        """Returns how often each drafted token is right on the shortest answers."""
+        texts = [
+            Text(np.array(prompt + answer, np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt))
+            for prompt, answer in zip(self.prompts, self.plain(min(self.given.tokens)))
+        ]
+        found = ranks(self.target, heads, texts, 512)
+        shares = {
+            name: [significant(share, 3) for share in getattr(found, name)] for name in ("top1", "top5", "accepted")
+        }
+        return {"positions": found.positions, **shares}
+
+    def rounds(
+        self, heads: jaxspec.DraftHeads, tree: Any, tokens: int, temperature: float, rule: str
+    ) -> dict[str, Any]:
+        """Returns tokens per round of one combination."""
+        drafting = {"drafter": heads.config.drafter, "heads": heads, "tree": tree, "rule": rule}
+        output = self.decode(tokens, temperature, **drafting)
+        ends = interval([(row.stats.committed, row.stats.rounds) for row in output])
+        found = {
+            "tokens_per_round": significant(output.stats.tokens_per_round),
+            "interval": [significant(end) for end in ends],
+            "accepted": [significant(share, 3) for share in output.stats.acceptance_by_position],
+        }
+        if temperature == 0:
+            found["same_texts"] = sum(row.tokens == text for row, text in zip(output, self.plain(tokens)))
+        return found
+
+
+def measure(evaluation: Evaluation, label: str, heads: jaxspec.DraftHeads, source: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of some heads: the accuracy of each token first, then every combination."""
+    given, kept, own = evaluation.given, evaluation.kept, fingerprint(heads.params)[:12]
+    yield {"heads": label} | kept.get(f"{own}, accuracy", evaluation.accuracy, heads)
+    by_temperature = [(t, rule) for t in given.temperatures for rule in (given.rules if t else given.rules[:1])]
+    for spec, tokens, (temperature, rule) in itertools.product(given.trees, given.tokens, by_temperature):
+        tree = tree_of(spec, heads, source)
+        row = {"heads": label, "tree": spec, "nodes": tree.shape.nodes, "depth": tree.shape.depth}
+        row |= {"tokens": tokens, "temperature": temperature, "rule": rule}
+        name = f"{own}, {tree.shape.nodes} nodes of {spec}, {tokens}, {temperature}, {rule}"
+        try:
+            yield row | kept.get(name, evaluation.rounds, heads, tree, tokens, temperature, rule)
+        except jaxspec.errors.InvalidConfig as error:  # too deep, or not with this rule
+            print(f"{name}: {error}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("heads")
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--limit", type=int, default=80)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=384)
-    trees = parser.add_mutually_exclusive_group()
-    trees.add_argument("--tree", type=parse_tree, help="the tree, such as 4x2x1 or mc_sim_7b_63")
-    trees.add_argument("--nodes", type=int, help="nodes of a tree fitted to the acceptance saved with the heads")
-    parser.add_argument("--rules", nargs="*", default=list(RULES))
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json")
-    add_record(parser.add_argument)
-    given = parser.parse_args()
-    target = jaxspec.load(given.target, dtype=given.dtype)
-    heads = jaxspec.load_heads(given.heads)
-    tree = given.tree or heads.tree or jaxspec.chain(heads.config.num_heads)
-    if given.nodes:
-        figures = open_heads(given.heads).path / FIGURES
-        if not figures.exists():
-            parser.error(f"--nodes needs {figures}, which training writes; give --tree")
-        measured = json.loads(figures.read_text())["acceptance_by_rank"]
-        tree = jaxspec.best_tree(measured, given.nodes, heads.config.num_heads)
-    questions = [str(q.turns[0]) for q in tasks.load("mt-bench", given.limit).questions]
-    prompts = sorted((target.encode_chat([{"role": "user", "content": q}]) for q in questions), key=len)
-    prompts = [prompt for prompt in prompts if len(prompt) <= given.longest]
-    keys = jax.random.split(jax.random.key(0), len(prompts))
-    capacity = -(-(len(prompts[-1]) + given.tokens + 160) // 128) * 128
-    common = {"max_new_tokens": given.tokens, "capacity": capacity, "key": keys, "batch": given.batch}
-    print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {len(prompts)} questions", flush=True)
-
-    plain = jaxspec.generate(target, prompts, drafter="none", **common)
-    texts = [
-        Text(np.array(prompt + row.tokens, np.int32), np.arange(len(prompt) + len(row.tokens)) >= len(prompt))
-        for prompt, row in zip(prompts, plain)
-    ]
-    found = ranks(target, heads, texts, 512)
-    report: dict = {
-        "questions": len(prompts),
-        "tokens": given.tokens,
-        "dtype": given.dtype,
-        "positions": found.positions,
-        "top1": found.top1,
-        "top5": found.top5,
-        "rounds": [],
-    }
-    for name in ("top1", "top5"):
-        shown = " ".join(f"{share:.3f}" for share in report[name])
-        print(f"{name} by head: {shown}   (Medusa, Vicuna 7B: {' '.join(map(str, PUBLISHED[name]))})", flush=True)
-
-    failed = 0
-    print(f"tree of {tree.shape.nodes} nodes, {tree.shape.depth} deep")
-    for temperature, rule in [(0.0, "coupled"), *((0.7, rule) for rule in given.rules)]:
-        sampling = jaxspec.Sampling(temperature=temperature)
-        member = find("rule", rule)()
-        options = {"rule": rule, "sampling": sampling, "tree": tree, **common}
-        try:
-            member.check(tree.shape)
-        except jaxspec.errors.InvalidConfig as error:
-            print(f"T {temperature} {rule}: {error}")
-            continue
-        rows = jaxspec.generate(target, prompts, drafter="medusa", heads=heads, **options)
-        stats = rows.stats
-        low, high = interval([(row.stats.committed, row.stats.rounds) for row in rows])
-        line = f"T {temperature} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) tokens per round"
-        if temperature == 0:
-            same = sum(a.tokens == b.tokens for a, b in zip(plain, rows))
-            line += f", {same} of {len(rows)} texts those of plain decoding"
-            report["same_texts"] = same
-            failed += same < 0.9 * len(rows)  # the others may be ties, see scripts/prove/identity.py
-        print(line, flush=True)
-        report["rounds"].append({"temperature": temperature, "rule": rule, "interval": (low, high)} | stats.as_dict())
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(report, file)
+    given = options().parse_args()
+    evaluation = Evaluation(given)
+    count = len(evaluation.prompts)
+    print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {count} questions", flush=True)
+    accuracy, rounds = {}, []
+    for source in given.heads:
+        heads = jaxspec.load_heads(source, target=evaluation.target)
+        label = trainee_of(heads).title
+        label += f" {1 + len(accuracy)}" * (label in accuracy)
+        for row in measure(evaluation, label, heads, source):
+            if "tree" in row:
+                rounds.append(row)
+            else:
+                accuracy[row.pop("heads")] = row
+            print(json.dumps({"heads": label} | row), flush=True)
+    print(f"of Medusa's heads for Vicuna 7B, as published: {json.dumps(PUBLISHED)}")
     if given.record:
-        rounds = [
-            {name: row[name] for name in ("temperature", "rule")}
-            | {"tokens_per_round": significant(row["tokens_per_round"])}
-            | {"interval": [significant(end) for end in row["interval"]]}
-            for row in report["rounds"]
-        ]
-        shares = {name: [significant(share, 3) for share in report[name]] for name in ("top1", "top5")}
-        values = report | shares | {"nodes": tree.shape.nodes, "depth": tree.shape.depth, "rounds": rounds}
+        values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}
         print(f"written: {write(given.record, 'heads', sys.argv, values)}")
-    return 1 if failed else 0
+    return int(any(row.get("same_texts", count) < (1 - TIES) * count for row in rounds))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import tempfile
 import numpy as np
 
 import jaxspec
-from jaxspec.checkpoints.presets import SHIPPED
-from jaxspec.heads.find import MANIFEST
+from jaxspec.heads.find import MANIFEST, SHIPPED
 from jaxspec.train import card, evaluate
 from jaxspec.train.files import write_json
 from scripts.measure.speed import MODEL, ORDINARY
@@ -25,7 +24,7 @@ from scripts.measure.speed import MODEL, ORDINARY
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("heads", nargs="?", type=pathlib.Path, default=SHIPPED / MODEL)
+    parser.add_argument("heads", nargs="?", type=pathlib.Path, default=SHIPPED / MODEL / "medusa")
     parser.add_argument("--target", default=MODEL)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=len(ORDINARY))

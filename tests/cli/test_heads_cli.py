@@ -224,3 +224,23 @@ def test_an_eagle_head(call, target, tmp_path):
     assert "eagle:2" in out
     assert call("export", place, "--target", target, "--out", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["fc_norm"] is True
+
+
+@pytest.mark.slow
+def test_an_eagle_head_is_tuned_and_its_acceptance_computed(call, target, tmp_path):
+    config = jaxspec.EagleConfig(CONFIG, taps=(1, 1), fc_norm=True)
+    place = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "eagle")
+    words = ["--target", target, "--drafter", "eagle", "--heads", place, "--no-chat"]
+    file = tmp_path / "tuned.json"
+    status, out, err = call("tune", "abc", *words, "--draft-length", "4", "--max-new-tokens", "96", "--out", file)
+    assert status == 0, err
+    assert json.loads(file.read_text())["drafter"] == "eagle"
+    words = ["--target", target, "--heads", place, "--no-chat"]
+    assert call("generate", "abc", *words, "--max-new-tokens", "8", "--tuned", file)[0] == 0
+    options = ["--prompt", "abc", "--prompt", "de", "--max-new-tokens", "6", "--draws", "2"]
+    status, out, err = call("acceptance", *words, "--drafter", "eagle", *options, "--json", tmp_path / "a.json")
+    assert status == 0, err
+    (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert {figure["token"] for figure in run["figures"]} == set(range(1, 6))
+    assert "token" in out
+    assert jaxspec.best_tree(run["by_rank"]["coupled"], 8).shape.nodes == 8

@@ -20,7 +20,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.errors import MissingDraft
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads import companions, headers
+from jaxspec.heads import companions, find
 from jaxspec.heads.network import init_params
 from jaxspec.models.transformer import TransformerLM
 
@@ -37,12 +37,12 @@ def preset(tmp_path, monkeypatch):
         "large": write_hf(tmp_path / "large-model", large, random_params(large)),
         "small": write_hf(tmp_path / "small-model", small, random_params(small)),
     }
-    monkeypatch.setitem(PRESETS, "large", Preset("large", "o/large", 1, "MIT", draft="small", heads=True))
+    monkeypatch.setitem(PRESETS, "large", Preset("large", "o/large", 1, "MIT", draft="small"))
     monkeypatch.setitem(PRESETS, "small", Preset("small", "o/small", 1, "MIT"))
     monkeypatch.setattr(presets, "fetch", lambda name, **_: places[name])
-    monkeypatch.setattr(headers, "SHIPPED", tmp_path)
+    monkeypatch.setattr(find, "SHIPPED", tmp_path)
     config = jaxspec.HeadsConfig(large.hidden_size, large.vocab_size, 3)
-    jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config)), tmp_path / "large")
+    jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config)), tmp_path / "large" / "medusa")
     loaded = []
 
     def noted(load):
@@ -62,7 +62,7 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
     target = jaxspec.load("large", dtype=dtype)
     assert target.preset == "large"
     builds = [(Drafting("medusa").build(target)[0], *Drafting("model").build(target)) for _ in range(2)]
-    assert preset == [("load_heads", "large"), ("load", "small")]
+    assert preset == [("load_heads", find.SHIPPED / "large" / "medusa"), ("load", "small")]
     heads, draft, weights = builds[-1]
     assert instance(Medusa, heads.drafter).config.num_heads == 3
     model = instance(TransformerLM, instance(ModelDraft, draft.drafter).model)

@@ -1,45 +1,62 @@
-"""Tests the heads that come with the package."""
+"""Tests the heads that come with the package, and the scripts that make and measure them."""
 
+import dataclasses
 import json
+import re
+import shlex
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 import jaxspec
+from helpers import trainees
 from helpers.paths import GOLDEN_DIR
-from jaxspec.checkpoints.presets import PRESETS, SHIPPED
-from jaxspec.cli.drafting import own_heads
-from jaxspec.cli.options import TARGET
+from helpers.recorded import recorded
+from jaxspec.bench import tasks
+from jaxspec.checkpoints.presets import PRESETS
+from jaxspec.cli import train
+from jaxspec.cli.drafting import WITH_HEADS, own_heads
+from jaxspec.cli.options import TARGET, Parser
 from jaxspec.errors import CheckpointError
+from jaxspec.heads import eagle
+from jaxspec.heads.find import SHIPPED, every_shipped
+from jaxspec.heads.network import flatten
+from scripts.heads import evaluate, ship
 
 GOLDEN = GOLDEN_DIR / "smollm2_greedy.json"
 TREE = jaxspec.from_paths([(2,), (1, 0), (0, 0, 0, 0)])
-WITH = [name for name, preset in PRESETS.items() if preset.heads]
 
 
-def test_every_folder_is_a_presets():
-    assert TARGET in WITH, "the default model has heads"
-    assert {path.name for path in SHIPPED.iterdir()} == set(WITH)
-    assert [name for name in PRESETS if own_heads(name)] == WITH
-    assert own_heads("some/model") is None
+def test_every_folder_is_a_presets_and_a_drafters():
+    found = [f"{name}/{drafter}" for name in PRESETS for drafter in WITH_HEADS if own_heads(name, drafter)]
+    assert f"{TARGET}/medusa" in found, "the default model has heads"
+    assert {path.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob("*/*")} == set(found) == set(every_shipped())
+    assert own_heads("some/model", "medusa") is None
 
 
-@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("name", every_shipped())
 def test_they_are_small_and_whole(name):
-    """Under 10 MB; with a tree, a card that has the command, and figures."""
+    """At most 16 MB; with a tree, a card that has the command, and figures."""
     files = {path.name: path for path in (SHIPPED / name).iterdir()}
-    assert sum(path.stat().st_size for path in files.values()) < 10e6
-    assert "jaxspec train medusa --target " + name in files["README.md"].read_text()
+    assert sum(path.stat().st_size for path in files.values()) <= 16e6
+    preset, drafter = name.split("/")
+    assert re.search(rf"jaxspec train {drafter}3? --target {preset}", files["README.md"].read_text())
     heads = jaxspec.load_heads(name)
+    assert heads.config.drafter == drafter
     assert heads.tree is not None
-    assert 1 <= heads.tree.shape.depth <= heads.config.num_heads
+    assert heads.tree.shape.depth >= 1
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(heads.params))
     assert "evaluation.json" in files
 
 
+def test_a_presets_name_alone_is_its_medusa_heads():
+    assert jaxspec.load_heads(TARGET).config == jaxspec.load_heads(f"{TARGET}/medusa").config
+
+
 def test_a_preset_without_heads_is_told():
-    with pytest.raises(CheckpointError, match="no heads for the preset smollm2-360m-instruct come with jaxspec"):
+    with pytest.raises(CheckpointError, match=f"smollm2-360m-instruct come with jaxspec, only {TARGET}/"):
         jaxspec.load_heads("smollm2-360m-instruct")
 
 
@@ -53,3 +70,85 @@ def test_they_draft_what_the_target_writes(smollm2):
     )
     assert [out.tokens for out in output] == [row["tokens"][:32] for row in rows]
     assert output.stats.tokens_per_round > 1.4
+
+
+# --- the scripts that make and measure them ------------------------------------------------------------------
+
+
+def tiny_eagle() -> jaxspec.DraftHeads:
+    config = jaxspec.EagleConfig(dataclasses.replace(trainees.LM.config, num_layers=1), fc_norm=True, norm_output=True)
+    return jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(1)), jaxspec.chain(3))
+
+
+def test_heads_are_packed_in_bfloat16_with_their_command(tmp_path, monkeypatch):
+    heads, out = tiny_eagle(), tmp_path / "shelf" / "eagle"
+    place = jaxspec.save_heads(heads, tmp_path / "run" / "heads")
+    (place / "README.md").write_text("# Card\n")
+    (place / "evaluation.json").write_text("{}\n")
+    out.parent.mkdir()
+    ship.pack("eagle3", tmp_path / "run", out)
+    packed = jaxspec.load_heads(out, dtype=None)
+    assert (packed.config, packed.tree) == (heads.config, heads.tree)
+    for name, array in flatten(packed.params).items():
+        assert array.dtype == ("bfloat16" if array.ndim == 2 else "float32")
+        np.testing.assert_allclose(array, flatten(heads.params)[name], rtol=2**-8)
+    card = (out / "README.md").read_text()
+    assert card.startswith("# Card\n")
+    assert "scripts.heads.ship eagle3 FOLDER" in card
+    assert f"jaxspec train eagle3 --target {TARGET} " in card
+    monkeypatch.setattr(ship, "LARGEST", 1000)
+    with pytest.raises(ValueError, match="draft fewer tokens"):
+        ship.pack("eagle3", tmp_path / "run", out)
+    assert (out / "README.md").read_text() == card, "what was there stays"
+
+
+def test_the_settings_are_those_of_train():
+    """Every kind that is shipped is one of `jaxspec train`, with options that it has."""
+    for kind, settings in ship.SETTINGS.items():
+        parser = Parser(prog="train")
+        train.add_options(parser)
+        words = shlex.split(f"{kind} --prompts p --out o {settings} {ship.COMMON}")
+        train._check_kind(parser.parse_options(words))
+
+
+@pytest.mark.slow
+def test_evaluation_of_heads(tmp_path, capsys, monkeypatch):
+    """Chains and dynamic trees, each as `generate` has it; a repeated command measures nothing again."""
+    monkeypatch.chdir(tmp_path)
+    target = trainees.target()
+    jaxspec.save(target, tmp_path / "target")
+    jaxspec.save_heads(tiny_eagle(), tmp_path / "heads")
+    questions = tuple(tasks.Question(str(i), "all", (text,)) for i, text in enumerate(("abc", "de")))
+    monkeypatch.setattr(tasks, "load", lambda *_: tasks.Task("mt-bench", questions))
+    words = [
+        "x",
+        "heads",
+        "--target",
+        "target",
+        "--tokens",
+        "8",
+        "--trees",
+        "2",
+        "dynamic-2x2-4",
+        "--temperatures",
+        "0",
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--json", "kept.json", "--record", "toy"])
+    assert evaluate.main() == 0
+    record, shown = recorded("toy")
+    chain, dynamic = record.values["rounds"]
+    prompts = [target.encode_chat([{"role": "user", "content": q.turns[0]}]) for q in questions]
+    for row, tree in ((chain, 2), (dynamic, jaxspec.dynamic(2, 2, 4))):
+        stats = jaxspec.generate(
+            target, prompts, drafter="eagle", heads=tiny_eagle(), tree=tree, max_new_tokens=8
+        ).stats
+        assert row["tokens_per_round"] == pytest.approx(stats.tokens_per_round, rel=1e-3)
+        assert row["same_texts"] == 2
+        assert f"{row['tokens_per_round']:.2f}" in shown
+    assert (chain["nodes"], dynamic["nodes"]) == (3, 4)
+    assert "| EAGLE-3 head | chain of 2 | 3 |" in shown
+    first = json.loads((tmp_path / "kept.json").read_text())
+    monkeypatch.setattr(jaxspec, "generate", None)
+    assert evaluate.main() == 0
+    assert json.loads((tmp_path / "kept.json").read_text()) == first
+    capsys.readouterr()

@@ -24,7 +24,7 @@ from helpers.pages import Block, blocks
 from helpers.paths import ROOT
 from jaxspec.cli import COMMANDS, main
 from jaxspec.cli.options import Parser
-from jaxspec.heads import headers
+from jaxspec.heads import find
 from jaxspec.heads.eagle import init_params as eagle_params
 from jaxspec.heads.network import init_params
 from jaxspec.storage import download
@@ -70,7 +70,7 @@ EVERY = [block for page in PAGES for block in blocks(page)]
 LONG = ("jaxspec bench ", "jaxspec tune ", "jaxspec acceptance ")
 LONG_PAGES = tuple(
     f"docs/{name}.md"
-    for name in ("benchmarks", "coupled-trees", "drafters", "functional", "rollouts", "train-export-serve")
+    for name in ("benchmarks", "coupled-trees", "drafters", "functional", "heads", "rollouts", "train-export-serve")
 )
 """What compiles five programs and more is in the slow tier."""
 
@@ -117,6 +117,9 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")
     eagle = jaxspec.EagleConfig(dataclasses.replace(CONFIG, num_layers=1))
     jaxspec.save_heads(jaxspec.DraftHeads(eagle, eagle_params(eagle, jax.random.key(0))), place / "EAGLE")
+    (shipped := place / "shipped" / "smollm2-135m-instruct").mkdir(parents=True)
+    for drafter, heads in (("medusa", "HEADS"), ("eagle", "EAGLE")):
+        (shipped / drafter).symlink_to(place / heads)
     return place
 
 
@@ -135,9 +138,7 @@ def world(shelf, tmp_path, monkeypatch):
         return shelf / "TARGET.gguf" if file.member.endswith(".gguf") else tmp_path / "task.jsonl"
 
     monkeypatch.setattr(download, "fetch", fetch)
-    monkeypatch.setattr(headers, "SHIPPED", shelf)
-    if not (link := shelf / "smollm2-135m-instruct").exists():
-        link.symlink_to(shelf / "HEADS")
+    monkeypatch.setattr(find, "SHIPPED", shelf / "shipped")
     words = types.SimpleNamespace(create_dataset=lambda name, size, seed: [{"question": "How many?"}] * size)
     monkeypatch.setitem(sys.modules, "reasoning_gym", words)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))

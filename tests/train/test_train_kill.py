@@ -34,7 +34,16 @@ def prints(folder: pathlib.Path) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.replace(folder.name, "RUN")
 
 
+@pytest.fixture
+def ctrl_c():
+    """Processes that are started take Ctrl-C, even if these tests run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", SIZES)
 def test_twenty_kills_change_nothing(tmp_path, kind):
     target = jaxspec.save(trainees.target(), tmp_path / "target")
@@ -44,16 +53,14 @@ def test_twenty_kills_change_nothing(tmp_path, kind):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    whole, parts = tmp_path / "whole", [tmp_path / "parts-0"]
+    whole, parts, said = tmp_path / "whole", [tmp_path / "parts-0"], tmp_path / "stderr"
     began = time.monotonic()
     subprocess.run(command(whole, target, prompts, kind), check=True, env=environment, capture_output=True)
     rng, kills, inside = random.Random(0), 0, 0
     while kills < KILLS:
-        words, keyboard = (
-            command(parts[-1], target, prompts, kind),
-            lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL, preexec_fn=keyboard)
+        words = command(parts[-1], target, prompts, kind)
+        with said.open("w") as errors:
+            process = subprocess.Popen(words, env=environment, stderr=errors)
         wait_for_save = kills % 2 == 0
         end = time.monotonic() + (60 if wait_for_save else rng.uniform(0.5, 20))
         saves = 0
@@ -64,13 +71,14 @@ def test_twenty_kills_change_nothing(tmp_path, kind):
                     inside += 1
                     break
             time.sleep(0.002)
-        if process.poll() is not None:  # it came to its end between two kills; the next ones meet another run
-            assert process.returncode == 0
+        with_ctrl_c = kills % 4 == 3
+        process.send_signal(signal.SIGINT if with_ctrl_c else signal.SIGKILL)  # nothing, if it has ended
+        if process.wait() == 0:  # it came to its end before the signal; the next ones meet another run
+            assert (parts[-1] / "heads" / "README.md").exists(), said.read_text()
             parts.append(tmp_path / f"parts-{len(parts)}")
             continue
-        with_ctrl_c = kills % 4 == 3
-        process.send_signal(signal.SIGINT if with_ctrl_c else signal.SIGKILL)
-        assert process.wait() in ((130, -signal.SIGINT) if with_ctrl_c else (-signal.SIGKILL,))
+        killed = (130, -signal.SIGINT) if with_ctrl_c else (-signal.SIGKILL,)
+        assert process.returncode in killed, f"status {process.returncode}: {said.read_text()}"
         kills += 1
     subprocess.run(command(parts[-1], target, prompts, kind), check=True, env=environment, capture_output=True)
     print(f"{kills} kills of {len(parts)} runs, {inside} inside a save, {time.monotonic() - began:.0f} s")

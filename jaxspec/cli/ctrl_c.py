@@ -1,0 +1,42 @@
+"""Ctrl-C at any moment of a command, also where Python drops its KeyboardInterrupt or makes another exception of it."""
+
+import _thread
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+PAUSE = 0.05
+"""Seconds until a Ctrl-C that was dropped comes again."""
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Returns whether an exception comes from Ctrl-C.
+
+    Python 3.11 makes a RuntimeError of what `__set_name__` raises, so of Ctrl-C while a module is imported.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """Repeats a Ctrl-C that came in a callback of the garbage collector, as JAX has one: Python drops its exception."""
+    timers: list[threading.Timer] = []
+
+    def again(dropped: Any) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            return before(dropped)
+        timers.append(threading.Timer(PAUSE, _thread.interrupt_main))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    before, sys.unraisablehook = sys.unraisablehook, again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()
