@@ -137,7 +137,8 @@ def _with_xla(
     if first is not None:  # without slots there is no loop, which would have no reverse-mode gradient
         weight = jnp.exp(first[0] - top[..., None])
         state = (top, weight.sum(-1) + total, mix(weight, first[1]) + mixed)
-        _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
+        with jax.named_scope("blocks"):
+            _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
 
