@@ -1,4 +1,4 @@
-"""Reads the text of an optimized HLO module of a TPU or GPU: its computations, and the bytes that a part of it moves."""
+"""Reads the text of an optimized HLO module of a TPU or GPU: its computations, and the bytes that a part moves."""
 
 import math
 import re

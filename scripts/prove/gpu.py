@@ -28,16 +28,17 @@ from jax.experimental import topologies
 from jaxspec.backend import command_buffer
 from jaxspec.core.sizes import BLOCK
 from jaxspec.testing import hlo, thunks
-from scripts.prove import loops
-from scripts.prove.loops import Case, Chip
+from scripts.prove import loops, tier
+from scripts.prove.loops import Case
+from scripts.prove.tier import Chip
 
 CHIPS = {  # NVIDIA's data sheets; bfloat16 without sparsity
     "h100": Chip("90", 3352e9, 989e12, 80e9),
     "h200": Chip("90", 4800e9, 989e12, 141e9),
     "a100": Chip("80", 2039e9, 312e12, 80e9),
 }
-# What XLA reads from a device and its driver (openxla/xla, xla/backends/gpu/target_config/specs): cores, units per core,
-# shared memory per core and per block, L2. Without the driver's version it captures neither loops nor conditionals.
+# What XLA reads from a device and its driver (openxla/xla, xla/backends/gpu/target_config/specs): cores, units per
+# core, shared memory per core and per block, L2, GHz. Without the driver's version it captures no loop.
 CORES = {"90": (132, 128, 233472, 232448, 52428800, 1.98), "80": (108, 64, 167936, 166912, 41943040, 1.41)}
 TARGET = """
 gpu_device_info {{
@@ -76,13 +77,13 @@ def look(case: Case) -> dict[str, Any]:
     """Compiles a case, and returns its line of the table."""
     with tempfile.TemporaryDirectory() as folder:
         options = {**command_buffer.options("gpu", layers_split=case.mesh), "xla_dump_to": folder}
-        program = loops.compiled(case, devices(case.chip, case.mesh), options)
+        program = loops.compiled(case, "gpu", devices(case.chip, case.mesh), options)
         before, *after = (
             thunks.read(path.read_text())
             for name in ("", "_after_thunk_passes")
             for path in pathlib.Path(folder).glob(f"*jit_run*thunk_sequence{name}.txt")
         )
-    row = loops.report(case, CHIPS[case.chip], program)
+    row = tier.report(case, CHIPS[case.chip], program)
     captured = thunks.of_a_round(after[0] if after else before, program.parts, lambda _: 1)[1]
     row["captured"] = captured
     for tokens in TEXTS:
@@ -90,6 +91,8 @@ def look(case: Case) -> dict[str, Any]:
         row |= {f"launches_{tokens}": cost.launches, f"waits_{tokens}": cost.waits}
     if not captured and not case.mesh:
         row["wrong"].append("the loop is not one command buffer, so every round waits for the host")
+    if row["launches_2000"] > row["launches_200"]:
+        row["wrong"].append("a loop over the text launches more for a longer one")
     return row
 
 
@@ -99,7 +102,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 FIGURES = ("captured", *(f"{what}_{tokens}" for what in ("launches", "waits") for tokens in TEXTS))
-TIER = loops.Tier("gpu", look, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
+TIER = tier.Tier("gpu", look, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
 
 
 def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
@@ -107,7 +110,9 @@ def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
     names = loops.drafters(loops.llama(layers), layers)
     few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
     if everything:
-        for chip, mesh, many, int8, name in itertools.product(chips, (False, True), (False, True), (False, True), names):
+        for chip, mesh, many, int8, name in itertools.product(
+            chips, (False, True), (False, True), (False, True), names
+        ):
             yield Case(chip, name, mesh, 16 if many else 1 + mesh, int8, layers)
         return
     first, *others = chips
@@ -123,7 +128,7 @@ def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
 
 
 def main() -> int:
-    parser = loops.parser(__doc__, CHIPS)
+    parser = tier.parser(__doc__, CHIPS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="every combination")
     arguments = parser.parse_args()

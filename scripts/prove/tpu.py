@@ -18,8 +18,9 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from scripts.prove import loops
-from scripts.prove.loops import Case, Chip
+from scripts.prove import loops, tier
+from scripts.prove.loops import Case
+from scripts.prove.tier import Chip
 
 CHIPS = {  # cloud.google.com/tpu/docs, system architecture
     "v5e": Chip("v5e:2x2", 819e9, 197e12, 16e9),
@@ -31,18 +32,18 @@ CHIPS = {  # cloud.google.com/tpu/docs, system architecture
 def look(case: Case) -> dict[str, Any]:
     """Compiles a case, and returns its line of the table."""
     chip = CHIPS[case.chip]
-    program = loops.compiled(case, topologies.get_topology_desc(chip.topology, "tpu").devices)
+    program = loops.compiled(case, "tpu", topologies.get_topology_desc(chip.topology, "tpu").devices, {})
     cost = program.done.cost_analysis()
     flops = (cost[0] if isinstance(cost, list) else cost).get("flops", 0.0)
-    row = loops.report(case, chip, program)
+    row = tier.report(case, chip, program)
     return row | {"gflop": flops / 1e9, "ms_by_flops": flops / chip.flops * 1e3}
 
 
-TIER = loops.Tier("tpu", look, lambda row: f"{row['gflop']:8.1f} GFLOP", (), ("libtpu",))
+TIER = tier.Tier("tpu", look, lambda row: f"{row['gflop']:8.1f} GFLOP", (), ("libtpu",))
 
 
 def main() -> int:
-    parser = loops.parser(__doc__, CHIPS)
+    parser = tier.parser(__doc__, CHIPS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=2048, help="slots of the cache; a small one is moved to VMEM")
     parser.add_argument("--int8", action="store_true", help="the target's matrices in int8")
