@@ -1,4 +1,4 @@
-"""Compiles functions so that a GPU runs all of their loops in one command buffer (CUDA graph).
+"""Compiles functions so that a GPU runs them, loops included, as one command buffer (CUDA graph).
 
 By default XLA:GPU leaves loops out of command buffers: the host reads each loop's condition in every turn, and waits.
 """

@@ -18,14 +18,14 @@ LARGE = 1_000_000  # bytes; what is smaller may be copied
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
-def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any) -> list[str]:
-    """What must not be in the program, and is. On a mesh a device holds a half or a quarter of what is large."""
+def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any, share: int = 1) -> list[str]:
+    """What must not be in the program, and is. Of caches a device holds its share, of a matrix at least the half."""
     wrong = []
     loops = sum(one.op == "while" for one in parts["ENTRY"])
     if loops != 1:
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
-    large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in (1, 2)}
-    large |= {leaf.size // part: "a whole cache" for leaf in jax.tree.leaves(caches) for part in (1, 2, 4)}
+    large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in {1, min(share, 2)}}
+    large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
     for name in hlo.reached(parts):
         for one in parts[name]:
             if one.op in HOST:
@@ -46,7 +46,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
     read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)
-    wrong = findings(program.parts, weights, [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5])
+    wrong = findings(program.parts, weights, [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5], share)
     if memory.alias_size_in_bytes < caches:
         wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
     loop = next(one for one in program.parts["ENTRY"] if one.op == "while")
