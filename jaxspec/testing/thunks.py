@@ -94,7 +94,9 @@ def of_a_round(
             return each([held for part in inside.values() for held in part], captured or one.kind == BUFFER)
         return Cost(0 if NO_LAUNCH.fullmatch(one.kind) else 1)
 
-    outer, captured = _first_loop(thunks, False)
+    outer, captured = next(_top_loops(thunks, False), (None, False))
+    if outer is None:
+        raise ValueError("the listing has no loop")
     next(order)
     found = each([*outer.parts.get("condition", []), *outer.parts["body"]], captured)
     if next(order, None) is not None:
@@ -102,10 +104,9 @@ def of_a_round(
     return found.plus(Cost(0, 0 if captured else 1)), captured
 
 
-def _first_loop(thunks: list[Thunk], captured: bool) -> tuple[Thunk, bool]:
+def _top_loops(thunks: list[Thunk], captured: bool) -> Iterator[tuple[Thunk, bool]]:
     for one in thunks:
         if one.kind == "kWhile":
-            return one, captured
+            yield one, captured
         if one.kind == BUFFER:
-            return _first_loop(one.parts[""], True)
-    raise ValueError("the listing has no loop")
+            yield from _top_loops(one.parts[""], True)
