@@ -1,6 +1,6 @@
 """Compiles the decoder for GPUs without one, and says what the compiled loop does: `make gpu`.
 
-    python -m scripts.prove.gpu                 # some 35 programs of three layers, one of 32
+    python -m scripts.prove.gpu                 # some 35 programs of two layers, one of 32
     python -m scripts.prove.gpu --all           # every drafter, GPU, mesh, batch and dtype: hours
     python -m scripts.prove.gpu --chips h100 --drafters medusa --layers 32
 
@@ -129,7 +129,7 @@ def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
 
 def main() -> int:
     parser = tier.parser(__doc__, CHIPS)
-    parser.add_argument("--layers", type=int, default=3, help="with two, scores of 64 nodes are as large as a cache")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="every combination")
     arguments = parser.parse_args()
     if not importlib.util.find_spec("nvidia.cuda_nvcc"):  # XLA would end with an error of nvlink, or at a null pointer

@@ -166,7 +166,7 @@ def compiler(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
-def wrong(drafter: str = "none", mesh: bool = False, layers: int = 3) -> str:
+def wrong(drafter: str = "none", mesh: bool = False, layers: int = 2) -> str:
     return "; ".join(gpu.look(Case("h100", drafter, mesh, 2, layers=layers))["wrong"])
 
 
