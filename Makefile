@@ -14,7 +14,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test slow tpu mutants sanitize test-all notebooks figures docs site lint format clean
+.PHONY: help demo quick test slow tpu gpu in-gpu-environment mutants sanitize test-all notebooks figures docs site lint format clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ quick test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/xla
 quick test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0.2
 quick test: export JAX_COMPILATION_CACHE_MAX_SIZE = 4000000000
 quick: $(VENV)/dev.stamp ## run what takes little: the exact laws, the formats, the house; no real weights, no mesh
-	$(RUN) -m pytest -m "quick and not (slow or tpu or smollm2)" $(JOBS) $(ARGS)
+	$(RUN) -m pytest -m "quick and not (slow or tpu or gpu or smollm2)" $(JOBS) $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to pytest, JOBS= for one process)
 	$(RUN) -m pytest --durations=15 $(JOBS) $(ARGS)
@@ -38,7 +38,15 @@ slow: $(VENV)/dev.stamp ## run the tests that take minutes
 tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does
 	$(INSTALL) '.[tpu]'
 	$(RUN) -m pytest -m tpu $(ARGS)
-	$(RUN) scripts/prove/tpu.py
+	$(RUN) -m scripts.prove.tpu
+
+gpu: ## compile for GPUs without one, in an environment of its own, and check what the loop does (ARGS=--all for all)
+	$(MAKE) VENV=.venv-gpu-$(VERSION) in-gpu-environment
+
+in-gpu-environment: $(VENV)/dev.stamp
+	$(INSTALL) '.[gpu]'
+	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py
+	$(RUN) -m scripts.prove.gpu $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each
 	$(RUN) scripts/prove/mutants.py $(ARGS)
@@ -46,7 +54,7 @@ mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time
 sanitize: $(VENV)/dev.stamp ## run the tests of the C++ kernels under AddressSanitizer and UBSan
 	$(RUN) -m scripts.prove.sanitize $(ARGS)
 
-test-all: test slow tpu mutants sanitize ## run all of these
+test-all: test slow tpu gpu mutants sanitize ## run all of these
 
 notebooks: $(VENV)/dev.stamp ## run the notebooks and save what they print and draw (ARGS= names some)
 	$(RUN) scripts/run_notebooks.py $(ARGS)

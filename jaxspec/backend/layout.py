@@ -1,5 +1,6 @@
-"""Memory layouts of arrays where XLA's own choice costs a copy."""
+"""Memory layouts of arrays where XLA's own choice costs a copy, and whether programs are for GPUs."""
 
+import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
@@ -26,6 +27,11 @@ def compact(values: Array) -> Array:
     *batch_axes, rows, columns = range(values.ndim)
     narrow = values.shape[-1] < LANES <= values.shape[-2]
     return _constrain(values, (*batch_axes, columns, rows)) if narrow else values
+
+
+def on_gpu() -> bool:
+    """Returns whether JAX's default platform is a GPU, where few large kernels are faster than many small ones."""
+    return jax.default_backend() == "gpu"
 
 
 def _constrain(values: Array, major_to_minor: tuple[int, ...]) -> Array:

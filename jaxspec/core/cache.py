@@ -1,7 +1,8 @@
 """Storage of a cache, and the only function that writes one.
 
 Bfloat16 values are stored as their bits, in uint16: XLA:CPU cannot slice bfloat16 arrays, and would convert the whole
-cache to float32 and back in every round.
+cache to float32 and back in every round. On a GPU they are stored as they are: XLA:GPU reads a layer of a cache in the
+kernel that multiplies it, but not through a change of types.
 """
 
 import jax
@@ -9,15 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.backend.layout import compact, row_major
+from jaxspec.backend.layout import compact, on_gpu, row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
 from jaxspec.core.sizes import whole_blocks
 
 
 def storage_dtype(dtype) -> jnp.dtype:
-    """Returns the dtype in which a cache stores values of `dtype`."""
-    return jnp.dtype(jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype)
+    """Returns the dtype in which a cache stores values of `dtype`, for JAX's default platform."""
+    as_bits = jnp.dtype(dtype) == jnp.bfloat16 and not on_gpu()
+    return jnp.dtype(jnp.uint16 if as_bits else dtype)
 
 
 def value_dtype(dtype) -> jnp.dtype:
@@ -43,16 +45,25 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
 
 
-def read(kv: KV, layer: int, block: Array | int) -> KV:
-    """Reads one block of one layer, `[B, H, BLOCK, K]`."""
+def read(kv: KV, layer: int, block: Array | int, size: int = BLOCK) -> KV:
+    """Reads one block of `size` slots of one layer, `[B, H, size, K]`."""
 
     def one(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
-        part = lax.dynamic_slice(slots, (layer, 0, 0, block * BLOCK, 0), (1, batch, heads, BLOCK, width))
-        part, dtype = compact(part)[0], value_dtype(part.dtype)
-        return part if part.dtype == dtype else lax.bitcast_convert_type(part, dtype)
+        part = lax.dynamic_slice(slots, (layer, 0, 0, block * size, 0), (1, batch, heads, size, width))
+        return _values(compact(part)[0])
 
     return KV(one(kv.keys), one(kv.values))
+
+
+def read_layer(kv: KV, layer: int) -> KV:
+    """Reads all slots of one layer, `[B, H, S, K]`."""
+    return KV(_values(kv.keys[layer]), _values(kv.values[layer]))
+
+
+def _values(stored: Array) -> Array:
+    dtype = value_dtype(stored.dtype)
+    return stored if stored.dtype == dtype else lax.bitcast_convert_type(stored, dtype)
 
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:

@@ -7,6 +7,7 @@ node.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
+from jaxspec.backend.layout import on_gpu
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
@@ -118,6 +120,8 @@ class Decoder:
 
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
+        if on_gpu():
+            calls = [functools.partial(_in_loop, call, jnp.minimum(needed, 1)) for call in calls]
         outcome = lax.switch((jnp.asarray(widths) < needed).sum(), calls) if len(calls) > 1 else calls[0]()
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
@@ -184,6 +188,18 @@ class Decoder:
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,
         )
+
+
+def _in_loop(function: Callable[[], Outcome], one: Array) -> Outcome:
+    """Returns the function's result, computed in a loop of one turn.
+
+    In the body of a loop XLA:GPU reads a layer of the cache in the kernel that multiplies it. In the branch of a
+    conditional it copies the layer first. A bound that is known to be 1 would undo the loop.
+    """
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function))
+    return lax.while_loop(
+        lambda carry: carry[0] < one, lambda carry: (carry[0] + 1, function()), (jnp.int32(0), empty)
+    )[1]
 
 
 @functools.lru_cache(maxsize=64)

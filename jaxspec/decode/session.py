@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.backend import command_buffer
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.core.mesh import groups, place, to_host
+from jaxspec.core.mesh import MODEL, groups, place, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import FOREVER, Decoder
@@ -176,6 +177,12 @@ class Session:
         init = functools.partial(_init, self.decoder, self.capacity)
         return lifecycle.row_axes(init, self.weights, self._request)
 
+    @property
+    def _options(self) -> Mapping[str, str]:
+        if self.mesh is None:
+            return command_buffer.options(jax.default_backend())
+        return command_buffer.options(self.mesh.devices.flat[0].platform, self.mesh.shape[MODEL] > 1)
+
     def _prefill(self, state: State) -> State:
         """Reads the text that is not read yet; counts the time as prefill."""
         compiled = self._compiled(Decoder.prefill, (self.decoder,), (self.weights, state), donate=(1,))
@@ -217,7 +224,7 @@ class Session:
 
             called = call if self._partition is None else self._partition.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
-            _EXECUTABLES[key] = lowered.compile()
+            _EXECUTABLES[key] = command_buffer.compile(lowered, self._options)
             seconds = time.perf_counter() - start
             self.timing.compile_s += seconds
             self.notice.took(seconds)

@@ -90,6 +90,8 @@ class DynamicTree:
         worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
         worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
         start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # overwrites the children of root padding
+        # XLA:GPU copies to a place that it knows by a call of the host, which no command buffer may hold.
+        start = lax.optimization_barrier(start)
 
         def put(old: Array, new: Array) -> Array:
             return lax.dynamic_update_slice(old, new.reshape(batch, -1).astype(old.dtype), (0, start))

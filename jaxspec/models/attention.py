@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.backend.layout import on_gpu
 from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import KV
 from jaxspec.kernels import calls
+from jaxspec.models.attention_once import attend_once, block_size
 
 
 def attend(
@@ -36,7 +38,8 @@ def attend(
 
     Without `paths`, sums over the prefix and over the window are added, which rounds differently as tokens move from
     the window to the cache. With `paths`, the last D + 1 tokens of each query's text are summed apart from the rest, so
-    that the bits of the result do not depend on which of them are cached, at the cost of one gather per query.
+    that the bits of the result do not depend on which of them are cached, at the cost of one gather per query. On a
+    GPU, and without `paths`, blocks are larger, and of a cache of moderate size all slots are read at once.
 
     Args:
         queries: queries of the T new tokens, with position embeddings applied.
@@ -56,14 +59,17 @@ def attend(
     Returns:
         The attention outputs, in float32.
     """
+    size = block_size(prefix) if on_gpu() and paths is None else BLOCK
+    if size == prefix.keys.shape[3] > BLOCK:
+        return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
     if not kernels or not prefix.keys.shape[3]:
-        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen)
+        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
 
     def kernel(queries, prefix, length, window, mask, paths, first_seen):
         return calls.attend(queries, prefix, layer, length, window, mask, scale, first_seen)
 
     def other(queries, prefix, length, window, mask, paths, first_seen):
-        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen)
+        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
 
     arrays = (queries, prefix, length, tuple(window), mask, paths, first_seen)
     return lax.platform_dependent(*arrays, cpu=kernel, default=other)
@@ -79,8 +85,9 @@ def _with_xla(
     paths: Array | None,
     scale: float,
     first_seen: Array | None,
+    size: int,
 ) -> Array:
-    """Computes `attend` with XLA's own operations."""
+    """Computes `attend` with XLA's own operations, in blocks of `size` slots."""
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
@@ -95,8 +102,8 @@ def _with_xla(
         return dot("bhqs,bhsk->bhqk", weights.astype(values.dtype), values)
 
     def block(i: Array | int) -> tuple[Array, Array]:
-        keys, values = caches.read(prefix, layer, i)
-        slots = i * BLOCK + jnp.arange(BLOCK)
+        keys, values = caches.read(prefix, layer, i, size)
+        slots = i * size + jnp.arange(size)
         seen = slots < border
         return scores(keys, seen if floor is None else seen & (slots >= floor)), values
 
@@ -116,7 +123,7 @@ def _with_xla(
     spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
     values = jnp.where(finite, values, 0)
     floor = None if first_seen is None else jnp.tile(first_seen, (1, groups))[:, None, :, None]
-    first_block = 0 if first_seen is None else jnp.maximum(first_seen.min(), 0) // BLOCK
+    first_block = 0 if first_seen is None else jnp.maximum(first_seen.min(), 0) // size
     if paths is None:
         border = length[:, None, None, None]
         own_score = scores(keys, seen)
@@ -137,7 +144,8 @@ def _with_xla(
     if first is not None:  # without slots there is no loop, which would have no reverse-mode gradient
         weight = jnp.exp(first[0] - top[..., None])
         state = (top, weight.sum(-1) + total, mix(weight, first[1]) + mixed)
-        _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + BLOCK - 1) // BLOCK, join, state)
+        with jax.named_scope("blocks"):
+            _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + size - 1) // size, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
 

@@ -38,8 +38,11 @@ def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> F
 
     XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies
     the table on every call. With the barrier the table depends on the tokens, and only the gathered rows are converted.
+    A gather of one row becomes a slice, for which XLA:GPU collects a table that devices share; so two are gathered.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
+    if tokens.size == 1 and not isinstance(table, Matrix):
+        return table[jnp.pad(tokens, ((0, 0), (0, 1)))][:, :1].astype(jnp.float32)
     return table[tokens].astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Reads the text of an optimized HLO module of a TPU: its computations, and the bytes of HBM a part of it moves."""
+"""Reads the text of an optimized HLO module of a TPU or GPU: its computations, and the bytes that a part moves."""
 
 import math
 import re
@@ -10,6 +10,9 @@ MOVE_NOTHING = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done", "slice-done",
     "partition-id", "replica-id",
 )  # fmt: skip
+IN_PLACE = ("dynamic-update-slice", "scatter")
+"""What writes a part of its first operand, if that is not read later."""
+HOLD_OTHERS = ("while", "conditional", "call", "fusion", "tuple", "optimization-barrier")
 
 
 class Instruction(NamedTuple):
@@ -47,7 +50,7 @@ def _instruction(line: str) -> Instruction:
             if depth == 0:
                 end += 1
                 break
-    type, call = rest[:end], rest[end + 1 :]
+    type, call = rest[:end], re.sub(r"/\*index=\d+\*/", "", rest[end + 1 :])
     op, rest = call.split("(", 1)
     operands = [part.split()[-1].lstrip("%") for part in rest.split(")", 1)[0].split(", ") if part]
     return Instruction(name.lstrip("%"), type, op, operands, rest, line.startswith("ROOT "))
@@ -62,11 +65,64 @@ def size(type: str, anywhere: bool = False) -> int:
     )
 
 
+def elements(type: str) -> int:
+    """Returns the number of elements of an array's type."""
+    dims = re.findall(ARRAY, type)[0][1]
+    return math.prod(map(int, filter(None, dims.split(","))))
+
+
 def called(instruction: Instruction, key: str) -> str:
     found = re.search(rf"\b{key}=%?([\w.\-]+)", instruction.rest)
     if not found:
         raise ValueError(f"{instruction.name}: {instruction.op} without {key}=")
     return found[1]
+
+
+def callees(one: Instruction) -> list[str]:
+    """Returns the computations of a loop, a call or a conditional."""
+    if one.op == "while":
+        return [called(one, "condition"), called(one, "body")]
+    if one.op == "call":
+        return [called(one, "to_apply")]
+    if one.op != "conditional":
+        return []
+    if listed := re.search(r"branch_computations=\{([^}]*)\}", one.rest):
+        return re.findall(r"[\w.\-]+", listed[1])
+    return [called(one, f"{which}_computation") for which in ("true", "false")]
+
+
+def reached(parts: dict[str, list[Instruction]], name: str = "ENTRY") -> list[str]:
+    """Returns the computations that a program runs, itself first; not those that are fused."""
+    found = dict.fromkeys([name])
+    for one in parts[name]:
+        for inner in callees(one):
+            found |= dict.fromkeys(reached(parts, inner))
+    return list(found)
+
+
+def written(parts: dict[str, list[Instruction]], one: Instruction) -> list[tuple[str, str]]:
+    """Returns operation and type of each array that an instruction writes as a whole, looking into a fusion.
+
+    An array that is updated in place or prefetched is not among them.
+    """
+    if one.op == "fusion":
+        inside = {each.name: each for each in parts[called(one, "calls")]}
+        return _results(parts, inside, next(each for each in inside.values() if each.root))
+    silent = (*MOVE_NOTHING, *IN_PLACE, *HOLD_OTHERS)
+    if one.op in silent or one.op.endswith("-start") or "ConcatBitcast" in one.rest:
+        return []
+    return [(one.op, array[0]) for array in re.finditer(ARRAY, one.type)]
+
+
+def _results(
+    parts: dict[str, list[Instruction]], inside: dict[str, Instruction], root: Instruction
+) -> list[tuple[str, str]]:
+    """Returns what a result of a fusion writes: each of a tuple, and nothing if it is a parameter."""
+    if root.op == "tuple":
+        return [pair for name in root.operands for pair in _results(parts, inside, inside[name])]
+    if root.op == "bitcast":
+        return _results(parts, inside, inside[root.operands[0]])
+    return written(parts, root)
 
 
 def moved(parts: dict[str, list[Instruction]], name: str) -> int:
@@ -84,16 +140,8 @@ def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Inst
         return 0
     if one.op == "while":
         return moved(parts, called(one, "body"))
-    if one.op == "call":
-        return moved(parts, called(one, "to_apply"))
-    if one.op == "conditional":
-        listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
-        names = (
-            re.findall(r"[\w.\-]+", listed[1])
-            if listed
-            else [called(one, f"{a}_computation") for a in ("true", "false")]
-        )
-        return max(moved(parts, branch) for branch in names)
+    if one.op in ("call", "conditional"):
+        return max(moved(parts, name) for name in callees(one))
     operands = [types.get(operand, "") for operand in one.operands]
     if one.op in ("dynamic-slice", "slice", "gather"):
         return 2 * size(one.type)

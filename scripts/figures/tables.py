@@ -245,6 +245,22 @@ def tpu(values: Values) -> str:
     return table(["drafter", *(f"{chip}, {mesh}" for chip, mesh in columns)], rows)
 
 
+def gpu(values: Values) -> str:
+    rows = [
+        [row["chip"], row["mesh"], str(row["batch"]), row["dtype"], str(row["layers"]),
+         f"`{row['drafter'].partition(',')[0]}`{row['drafter'][len(row['drafter'].partition(',')[0]) :]}",
+         *(["does not fit", *[""] * 5] if "moved_gb" not in row else [
+             f"{row['moved_gb']:.2f} ({row['weights_gb']:.2f})", f"{row['temporary_mb']:.0f}",
+             f"{row['launches_200']}, {row['launches_2000']}", f"{row['waits_200']}, {row['waits_2000']}",
+             "0" if row["captured"] else f"{row['waits_200']}, {row['waits_2000']}"])]
+        for row in values["rows"]
+    ]  # fmt: skip
+    headings = ["GPU", "devices", "rows", "matrices", "layers", "drafter", "GB a round (matrices alone)",
+                "temporaries, MB", "launches a round at 200 and 2000 tokens", "waits a round by XLA's default",
+                "waits a round"]  # fmt: skip
+    return table(headings, rows)
+
+
 def gtest(values: Values) -> str:
     return table(
         ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be found"],
@@ -316,7 +332,7 @@ def rollout(values: Values) -> str:
 RENDERERS: dict[str, Callable[[Values], str]] = {
     "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
-    "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gtest": gtest,
+    "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step,
 }  # fmt: skip

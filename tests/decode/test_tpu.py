@@ -1,4 +1,4 @@
-"""Tests the decode loop as XLA compiles it for TPUs, with `scripts/prove/tpu.py` on two layers, and its checks."""
+"""Tests the decode loop as XLA compiles it for TPUs, on two layers, and the checks of both tiers."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from helpers.paths import ROOT
 from jaxspec.backend import layout
 from jaxspec.testing import hlo
-from scripts.prove import tpu
+from scripts.prove import loops, tier
 
 pytestmark = pytest.mark.quick
 
@@ -28,6 +28,10 @@ ENTRY %main.9 (p: (s32[])) -> (s32[]) {
   %copy.2 = f32[4096]{0} copy(%p.1)
   %while.1 = (s32[]) while(%t.1), condition=%c, body=%body.1
   %while.2 = (s32[]) while(%t.2), condition=%c, body=%body.1
+}
+
+%c (p: (s32[])) -> pred[] {
+  %true = pred[] constant(true)
 }
 """
 
@@ -87,20 +91,20 @@ ROUND = """
 
 
 def test_what_must_not_be_there_is_found():
-    lm = tpu.llama(2)
+    lm = loops.llama(2)
     cache = jax.eval_shape(lambda: lm.init_cache(1, 2048))
     weights = {"qkv": jax.ShapeDtypeStruct((4096, 6144), "bfloat16"), "norm": jax.ShapeDtypeStruct((4096,), "float32")}
-    wrong = tpu.findings(hlo.computations(MODULE), weights, cache.kv)
+    wrong = tier.findings(hlo.computations(MODULE), weights, cache.kv)
     said = [
         "2 loops at the top",
+        "a copy of a matrix before",
         "a copy of a whole cache inside",
         "it speaks to the host: outfeed",
-        "a copy of a matrix",
     ]
     assert len(wrong) == 4
     assert all(line.startswith(start) for line, start in zip(wrong, said))
     fine = MODULE.replace(" copy(", " add(").replace(" outfeed(", " tuple(").replace(" while(%t.2)", " tuple(%t.2)")
-    assert tpu.findings(hlo.computations(fine), weights, cache.kv) == []
+    assert tier.findings(hlo.computations(fine), weights, cache.kv) == []
 
 
 def test_the_bytes_of_a_round_are_counted_by_hand():
@@ -109,6 +113,55 @@ def test_the_bytes_of_a_round_are_counted_by_hand():
     indices, update, branch = 2 * 4, 4 * 9 * 128 * 2, 1000 * 4
     counted = hlo.moved(hlo.computations(ROUND), "body")
     assert counted == rows + matrix + fetched + update + branch + indices
+
+
+WIDE = """
+HloModule m
+%in_place (p.1: u16[2,1,8,2048,128], p.2: u16[2,1,8,9,128], p.3: s32[]) -> (u16[2,1,8,2048,128], f32[]) {
+  %p.1 = u16[2,1,8,2048,128]{4,3,2,1,0} parameter(0)
+  %p.2 = u16[2,1,8,9,128]{4,3,2,1,0} parameter(1)
+  %p.3 = s32[] parameter(2)
+  %new = u16[2,1,8,2048,128]{4,3,2,1,0} dynamic-update-slice(%p.1, %p.2, %p.3, %p.3, %p.3, %p.3, %p.3)
+  %same = u16[2,1,8,2048,128]{4,3,2,1,0} bitcast(%new)
+  %none = f32[] constant(0)
+  ROOT %both = (u16[2,1,8,2048,128]{4,3,2,1,0}, /*index=1*/f32[]) tuple(%same, /*index=1*/%none)
+}
+
+%widened (p.4: bf16[4096,6144]) -> f32[4096,6144] {
+  %p.4 = bf16[4096,6144]{1,0} parameter(0)
+  ROOT %wide = f32[4096,6144]{1,0} convert(%p.4)
+}
+
+%body.1 (p: (s32[])) -> (s32[]) {
+  %cache = (u16[2,1,8,2048,128]{4,3,2,1,0}, f32[]) fusion(%p.0, %p.1, %p.2), kind=kLoop, calls=%in_place
+  %big = f32[4096,6144]{1,0} fusion(%p.3), kind=kLoop, calls=%widened
+  %start = (bf16[2048,6144]{1,0}, bf16[4096,6144]{1,0}) all-gather-start(%p.4), dimensions={0}
+  %whole = bf16[4096,6144]{1,0} all-gather-done(%start)
+}
+
+%unused (p: (s32[])) -> (s32[]) {
+  %copy.9 = bf16[4096,6144]{0,1} copy(%p.0)
+}
+
+%c (p: (s32[])) -> pred[] {
+  %true = pred[] constant(true)
+}
+
+ENTRY %main.9 (p: (s32[])) -> (s32[]) {
+  %while.1 = (s32[]) while(%t.1), condition=%c, body=%body.1
+}
+"""
+
+
+def test_what_writes_as_much_as_a_matrix_is_found():
+    """In a fusion or by a collective; not what is updated in place, and not what no one calls."""
+    cache = jax.eval_shape(lambda: loops.llama(2).init_cache(1, 2048))
+    weights = {"qkv": jax.ShapeDtypeStruct((4096, 6144), "bfloat16")}
+    wrong = tier.findings(hlo.computations(WIDE), weights, cache.kv)
+    assert wrong == [
+        "a convert of a matrix inside the loop: big = f32[4096,6144]{1,0}",
+        "a all-gather-done of a matrix inside the loop: whole = bf16[4096,6144]{1,0}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +182,7 @@ def test_layouts_are_asked_for_on_a_tpu_alone(name, shape, order):
 def test_the_loop_of_every_drafter(chip, tmp_path):
     """One loop, no host, no copy of a cache, caches updated in place; on one device and on 2 x 2."""
     pytest.importorskip("libtpu")
-    words = [sys.executable, "scripts/prove/tpu.py", "--chips", chip, "--json", str(tmp_path / "out.json")]
+    words = [sys.executable, "-m", "scripts.prove.tpu", "--chips", chip, "--json", str(tmp_path / "out.json")]
     words += ["--layers", "2", "--capacity", "32768"]  # few layers, but more cache than fits into VMEM
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # those of the CPU
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)

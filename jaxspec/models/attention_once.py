@@ -1,0 +1,65 @@
+"""Attention of a window's tokens in one pass, for GPUs: no loop, and no copy of a layer of the cache."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core.records import KV
+from jaxspec.core.sizes import BLOCK
+
+MOST = 2**25
+"""Elements of a layer's keys that are read at once: in 20 us on an H100, as long as ten kernels take to launch."""
+
+
+def block_size(prefix: KV) -> int:
+    """Returns the number of slots that a GPU reads in a turn: all, or of large caches a power of two times `BLOCK`."""
+    _, batch, heads, slots, width = prefix.keys.shape
+    at_once = MOST // (batch * heads * width)
+    if slots <= at_once:
+        return slots
+    size = BLOCK
+    while 8 * size <= at_once and slots % (2 * size) == 0:  # in a loop the blocks are copied
+        size *= 2
+    return size
+
+
+def attend_once(
+    queries: Float[Array, "B H G T K"],
+    prefix: KV,
+    layer: int,
+    length: Int[Array, "B"],
+    window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+    mask: Bool[Array, "B T W"],
+    scale: float,
+    first_seen: Int[Array, "B T"] | None,
+) -> Float[Array, "B H G T K"]:
+    """Computes `jaxspec.models.attention.attend`.
+
+    The window's scores and mixture are sums of products, which XLA fuses into the kernels before and after; as a second
+    matrix product each would be merged with the first one, and both operands copied to be adjacent.
+    """
+    batch, heads, groups, tokens, width = queries.shape
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
+    keys, values = caches.read_layer(prefix, layer)
+    own_keys, own_values = (a[:, :, None] for a in window)
+
+    def dot(equation: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    slots = jnp.arange(keys.shape[2])
+    cached = slots < length[:, None, None, None]
+    if first_seen is not None:
+        cached &= slots >= jnp.tile(first_seen, (1, groups))[:, None, :, None]
+    seen = jnp.broadcast_to(mask[:, None], (batch, groups, *mask.shape[1:])).reshape(batch, 1, groups * tokens, -1)
+    # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
+    finite = jnp.isfinite(own_values)
+    products = flat[:, :, :, None].astype(jnp.float32) * own_keys.astype(jnp.float32)
+    own = (products + jnp.where(finite, 0.0, jnp.nan)).sum(-1)
+    scores = jnp.where(cached, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
+    weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own, -jnp.inf)], -1), -1).astype(values.dtype)
+    near = weights[..., slots.size :, None].astype(jnp.float32) * jnp.where(finite, own_values, 0).astype(jnp.float32)
+    mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near.sum(3)
+    return mixed.reshape(batch, heads, groups, tokens, width)

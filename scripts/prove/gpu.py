@@ -1,0 +1,141 @@
+"""Compiles the decoder for GPUs without one, and says what the compiled loop does: `make gpu`.
+
+    python -m scripts.prove.gpu                 # some 35 programs of two layers, one of 32
+    python -m scripts.prove.gpu --all           # every drafter, GPU, mesh, batch and dtype: hours
+    python -m scripts.prove.gpu --chips h100 --drafters medusa --layers 32
+
+As `make tpu` for TPUs: shapes of Llama-3-8B, no weights, the compiler of real GPUs (packages jax-cuda12-pjrt and
+nvidia-cuda-nvcc-cu12), which is told what it would read from a driver. What holds for TPUs must hold, and on one device
+the whole of `run` must be one command buffer (CUDA graph), so that nothing of a round waits for the host. Beside the
+bytes that a round moves, it prints how many kernels and copies a round launches, and how often it would wait for the
+host without that command buffer, at texts of 200 and 2000 tokens: of two branches the costlier, one turn of every loop
+whose number of turns depends on anything but the text. The choice of kernels is not that of a real GPU, which times
+several. Nothing is run.
+"""
+
+import functools
+import importlib.util
+import itertools
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from jax.experimental import topologies
+
+from jaxspec.backend import command_buffer
+from jaxspec.core.sizes import BLOCK
+from jaxspec.testing import hlo, thunks
+from scripts.prove import loops, tier
+from scripts.prove.loops import Case
+from scripts.prove.tier import Chip
+
+CHIPS = {  # NVIDIA's data sheets; bfloat16 without sparsity
+    "h100": Chip("90", 3352e9, 989e12, 80e9),
+    "h200": Chip("90", 4800e9, 989e12, 141e9),
+    "a100": Chip("80", 2039e9, 312e12, 80e9),
+}
+# What XLA reads from a device and its driver (openxla/xla, xla/backends/gpu/target_config/specs): cores, units per
+# core, shared memory per core and per block, L2, GHz. Without the driver's version it captures no loop.
+CORES = {"90": (132, 128, 233472, 232448, 52428800, 1.98), "80": (108, 64, 167936, 166912, 41943040, 1.41)}
+TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
+  core_count: {0} fpus_per_core: {1} shared_memory_per_core: {2} shared_memory_per_block_optin: {3} l2_cache_size: {4}
+  clock_rate_ghz: {5} memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} feature_extension: {feature} }}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "12.9.0" dnn_version: "9.10.0" name: "{name}"
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
+"""
+TEXTS = (200, 2000)  # tokens
+
+
+@functools.cache
+def devices(chip: str, mesh: bool) -> Any:
+    """One device or four, as the compiler knows them."""
+    made = CHIPS[chip]
+    text = TARGET.format(
+        *CORES[made.topology], bandwidth=int(made.bandwidth), memory=int(made.memory), major=made.topology[0],
+        feature="ACCELERATED_FEATURES" if made.topology == "90" else "NONE", name=chip,
+    )  # fmt: skip
+    shape = "1x1x4" if mesh else "1x1x1"
+    return topologies.get_topology_desc(platform="cuda", target_config=text, topology=shape).devices
+
+
+def turns(tokens: int, loop: hlo.Instruction) -> int:
+    """The turns of a loop at a text of so many tokens; see the module."""
+    return -(-tokens // BLOCK) - 1 if re.search(r'op_name="[^"]*/blocks/', loop.rest) else 1
+
+
+def look(case: Case) -> dict[str, Any]:
+    """Compiles a case, and returns its line of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**command_buffer.options("gpu", layers_split=case.mesh), "xla_dump_to": folder}
+        program = loops.compiled(case, "gpu", devices(case.chip, case.mesh), options)
+        before, *after = (
+            thunks.read(path.read_text())
+            for name in ("", "_after_thunk_passes")
+            for path in pathlib.Path(folder).glob(f"*jit_run*thunk_sequence{name}.txt")
+        )
+    row = tier.report(case, CHIPS[case.chip], program)
+    captured = thunks.of_a_round(after[0] if after else before, program.parts, lambda _: 1)[1]
+    row["captured"] = captured
+    for tokens in TEXTS:
+        cost = thunks.of_a_round(before, program.parts, functools.partial(turns, tokens))[0]
+        row |= {f"launches_{tokens}": cost.launches, f"waits_{tokens}": cost.waits}
+    if not captured and not case.mesh:
+        row["wrong"].append("the loop is not one command buffer, so every round waits for the host")
+    if row["launches_2000"] > row["launches_200"]:
+        row["wrong"].append("a loop over the text launches more for a longer one")
+    return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    launches, waits = (" and ".join(str(row[f"{what}_{n}"]) for n in TEXTS) for what in ("launches", "waits"))
+    return f"{launches} launches, {waits} waits {'saved by' if row['captured'] else 'without'} a command buffer"
+
+
+FIGURES = ("captured", *(f"{what}_{tokens}" for what in ("launches", "waits") for tokens in TEXTS))
+TIER = tier.Tier("gpu", look, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
+
+
+def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
+    """The cases: all of them, or on one GPU every drafter on one device and on a mesh, and a few of the others."""
+    names = loops.drafters(loops.llama(layers), layers)
+    few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
+    if everything:
+        for chip, mesh, many, int8, name in itertools.product(
+            chips, (False, True), (False, True), (False, True), names
+        ):
+            yield Case(chip, name, mesh, 16 if many else 1 + mesh, int8, layers)
+        return
+    first, *others = chips
+    for mesh, name in itertools.product((False, True), names):
+        yield Case(first, name, mesh, 1 + mesh, layers=layers)
+    for name in few:
+        yield Case(first, name, batch=16, layers=layers)
+        yield Case(first, name, int8=True, layers=layers)
+    for chip, name in itertools.product(others, few):
+        yield Case(chip, name, layers=layers)
+    if layers < 32:
+        yield Case(first, "prompt-lookup, chain 8", layers=32)
+
+
+def main() -> int:
+    parser = tier.parser(__doc__, CHIPS)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--all", action="store_true", help="every combination")
+    arguments = parser.parse_args()
+    if not importlib.util.find_spec("nvidia.cuda_nvcc"):  # XLA would end with an error of nvlink, or at a null pointer
+        parser.error("the package nvidia-cuda-nvcc-cu12, which has ptxas, is not installed; run `make gpu`")
+    return TIER.run(cases(arguments.chips.split(","), arguments.layers, arguments.all), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

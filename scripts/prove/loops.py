@@ -1,0 +1,173 @@
+"""What `make tpu` and `make gpu` share: decoders with the shapes of Llama 3, compiled for devices that are not here.
+
+The target has the shapes of Llama-3-8B in bfloat16 or int8, with drafters and trees, on one device and on a mesh of
+2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. Nothing is run.
+"""
+
+import dataclasses
+import time
+import unittest.mock
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+import jaxspec
+from jaxspec.core.protocols import DrafterInputs
+from jaxspec.decode.lifecycle import row_axes
+from jaxspec.decode.partition import Partition
+from jaxspec.decode.state import Request, State, Weights
+from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.early_exit import EarlyExit
+from jaxspec.drafters.medusa import Medusa
+from jaxspec.drafters.model import BridgedDraft, ModelDraft
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import HeadsConfig, unflatten
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.quantized import quantize
+from jaxspec.models.sharding import param_shardings
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.coupled import Coupled
+from jaxspec.testing import hlo
+
+
+def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
+    """Shapes of Llama 3; of the 8B model unless told otherwise."""
+    config = ModelConfig(
+        vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=hidden // heads, tie_embeddings=False,
+    )  # fmt: skip
+    return TransformerLM(config, "bfloat16")
+
+
+def shapes(lm: TransformerLM, int8: bool = False) -> Any:
+    params = jax.eval_shape(lm.init_params, jax.random.key(0))
+    return jax.eval_shape(quantize, params) if int8 else params
+
+
+def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
+    """Returns each with the shapes of its parameters."""
+    small = llama(max(layers // 2, 1), 2048, 8192, 32, 8)
+    config = HeadsConfig(target.config.hidden_size, target.config.vocab_size, 4)
+    params = {
+        "blocks": {
+            i: {0: {"kernel": jax.ShapeDtypeStruct((4096, 4096), "bfloat16"),
+                    "bias": jax.ShapeDtypeStruct((4096,), "float32")}} for i in range(4)
+        }
+    }  # fmt: skip
+    tree = jaxspec.named_tree("mc_sim_7b_63")
+    model, exit = jaxspec.Model(target, shapes(target)), max(min(4, layers - 1), 1)
+    medusa = Medusa(config, target, tree)
+    early = DrafterInputs(model, tree=jaxspec.chain(2), options={"exit_layers": exit})
+    return {
+        "none": (NoDraft(), None),
+        "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
+        "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
+        "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
+        "model of another vocabulary, chain 4": across(target, small, jaxspec.chain(4)),
+        "early-exit of 4 layers, chain 2": EarlyExit.build(early),
+        "medusa, 64 nodes": (medusa, {"heads": params}),
+        "eagle (EAGLE-3), chain 4": eagle3(target, jaxspec.chain(4)),
+        "eagle (EAGLE-3), dynamic of 60 nodes": eagle3(target, jaxspec.dynamic(10, 8, 60)),
+    }  # fmt: skip
+
+
+def across(target: TransformerLM, small: TransformerLM, tree: Any) -> tuple[BridgedDraft, Any]:
+    """A draft of 49,152 tokens, of which 40,000 are the target's, too."""
+    small = TransformerLM(dataclasses.replace(small.config, vocab_size=49152), small.dtype)
+    tables = {"common": int32(40000), "as_target": int32(40000), "spelling": int32(400_000)}
+    params = {"model": shapes(small), "starts": int32(target.vocab + 1)} | tables
+    bridge: Any = None  # only the host reads it
+    return BridgedDraft(ModelDraft(small, tree), 0, 32, bridge), params
+
+
+def eagle3(target: TransformerLM, tree: Any) -> tuple[Eagle, Any]:
+    """The published EAGLE-3 head of Llama-3.1-8B-Instruct, and its tree: a layer like the target's, 32,000 tokens."""
+    layer = dataclasses.replace(target.config, num_layers=1)
+    config = EagleConfig(layer, draft_vocab_size=32000, own_projection=True)
+    dtypes = {1: "float32", 2: target.dtype}
+    named = {
+        name: jax.ShapeDtypeStruct(shape, "int32" if name == "tokens" else dtypes[len(shape)])
+        for name, shape in config.param_shapes().items()
+    }
+    return Eagle(config, target, tree), unflatten(named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled: one line of the table."""
+
+    chip: str
+    drafter: str
+    mesh: bool = False
+    batch: int = 1
+    int8: bool = False
+    layers: int = 32
+    capacity: int = 2048
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What tells it from other lines."""
+        kind, dtype = "2x2" if self.mesh else "one device", "int8" if self.int8 else "bfloat16"
+        own = {"chip": self.chip, "mesh": kind, "drafter": self.drafter, "batch": self.batch, "dtype": dtype}
+        return own | {"layers": self.layers}
+
+
+class Program(NamedTuple):
+    """A compiled loop, with the shapes of its weights and its state."""
+
+    done: jax.stages.Compiled
+    parts: dict[str, list[hlo.Instruction]]
+    weights: Weights
+    state: State
+    seconds: float
+
+
+def int32(*shape: int) -> Any:
+    """Stands for an array of integers of this shape."""
+    return jax.ShapeDtypeStruct(shape, "int32")
+
+
+def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
+    """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
+    target, batch = llama(case.layers), case.batch
+    drafter, params = drafters(target, case.layers)[case.drafter]
+    decoder, weights = jaxspec.Decoder(target, drafter, Coupled()), Weights(shapes(target, case.int8), params)
+    request = Request(
+        int32(batch, 64),
+        int32(batch),
+        int32(batch),
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
+        int32(batch, 8),
+        jax.eval_shape(lambda: jaxspec.Sampling(temperature=1.0).rows(batch, target.vocab)),
+    )
+    state = jax.eval_shape(lambda w, r: decoder.init(w, r, case.capacity), weights, request)
+    arguments = (weights, state, int32())
+    function = decoder.run
+    if case.mesh:
+        decoder = dataclasses.replace(decoder, target=dataclasses.replace(target, shards=2))
+        mesh = jaxspec.make_mesh(2, 2, devices)
+        partition = Partition(mesh, row_axes(lambda w, r: decoder.init(w, r, case.capacity), weights, request))
+        function = partition.over(decoder.run, arguments)
+        named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), partition.specs(arguments))
+        named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
+        cache = jax.NamedSharding(mesh, jax.P(None, "data", "model"))
+        kv = jax.tree.map(lambda _: cache, state.cache.kv)
+        named = (named[0], named[1]._replace(cache=named[1].cache._replace(kv=kv)), *named[2:])
+    else:
+        named = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
+    placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, named)
+    return function, placed
+
+
+def compiled(case: Case, platform: str, devices: Any, options: Mapping[str, str]) -> Program:
+    """Compiles the loop for these devices, with these options of the compiler."""
+    with unittest.mock.patch.object(jax, "default_backend", return_value=platform):  # it decides how caches are stored
+        function, arguments = prepared(case, devices)
+        start = time.perf_counter()
+        done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))
+    weights, state, _ = arguments
+    return Program(done, hlo.computations(done.as_text()), weights, state, time.perf_counter() - start)

@@ -1,0 +1,150 @@
+"""What `make tpu` and `make gpu` look for in a compiled loop, and the table that they print and record."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.testing import hlo
+from scripts.prove.loops import Case, Program
+
+LARGE = 1_000_000  # bytes; what is smaller may be copied
+COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts, which may be as large by chance
+HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
+
+
+def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any, share: int = 1) -> list[str]:
+    """What must not be in the program, and is. Of caches a device holds its share, of a matrix at least the half."""
+    wrong = []
+    loops = sum(one.op == "while" for one in parts["ENTRY"])
+    if loops != 1:
+        wrong.append(f"{loops} loops at the top, expected the one of the rounds")
+    large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in {1, min(share, 2)}}
+    large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
+    for name in hlo.reached(parts):
+        for one in parts[name]:
+            if one.op in HOST:
+                wrong.append(f"it speaks to the host: {one.op}")
+            if "custom_call_target" in one.rest and "host" in one.rest.lower():
+                wrong.append(f"it calls the host: {one.rest[:120]}")
+            for op, type in hlo.written(parts, one):
+                if op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE and (what := large.get(hlo.elements(type))):
+                    where = "before the loop" if name == "ENTRY" else "inside the loop"
+                    wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
+    return wrong
+
+
+def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
+    """What every tier says about a program."""
+    done, weights, state = program.done, program.weights, program.state
+    memory, share = done.memory_analysis(), 4 if case.mesh else 1
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
+    matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
+    read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)
+    wrong = findings(program.parts, weights, [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5], share)
+    if memory.alias_size_in_bytes < caches:
+        wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
+    loop = next(one for one in program.parts["ENTRY"] if one.op == "while")
+    moved = hlo.moved(program.parts, hlo.called(loop, "body"))
+    return case.named | {
+        "fits": True,
+        "wrong": wrong,
+        "compile_s": round(program.seconds, 1),
+        "weights_gb": read / 1e9,
+        "moved_gb": moved / 1e9,
+        "cache_mb": caches / 1e6,
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        "ms_by_bytes": moved / chip.bandwidth * 1e3,
+        "ms_weights_alone": read / chip.bandwidth * 1e3,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of one chip: bytes of memory per second, bfloat16 FLOPs per second, bytes of memory."""
+
+    topology: str
+    bandwidth: float
+    flops: float
+    memory: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """A kind of devices.
+
+    Attributes:
+        kind: of its records.
+        look: compiles a case, and returns its line of the table.
+        shown: what a line shows beside what both tiers do.
+        kept: what a record keeps of a line beside what both tiers do.
+        packages: those that compile, whose versions are recorded.
+    """
+
+    kind: str
+    look: Callable[[Case], dict[str, Any]]
+    shown: Callable[[dict[str, Any]], str]
+    kept: tuple[str, ...]
+    packages: tuple[str, ...]
+
+    def run(self, cases: Iterable[Case], arguments: argparse.Namespace) -> int:
+        """Compiles the cases, prints and writes the table, and returns the exit status."""
+        rows = []
+        for case in cases:
+            if arguments.drafters and arguments.drafters not in case.drafter:
+                continue
+            try:
+                row = self.look(case)
+            except jax.errors.JaxRuntimeError as error:
+                if "memory" not in str(error).lower():
+                    raise
+                row = case.named | {"fits": False, "why": " ".join(str(error).split())[:200]}
+            rows.append(row)
+            print(self.line(row), flush=True)
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump({"jax": jax.__version__, "rows": rows}, file, indent=1)
+        if arguments.record:
+            versions = {name: importlib.metadata.version(name) for name in self.packages}
+            words = ["python", "-m", f"scripts.prove.{self.kind}", *sys.argv[1:]]
+            print(f"written: {write(arguments.record, self.kind, words, self.recorded(rows), versions)}")
+        return int(any(row.get("wrong") for row in rows))
+
+    def line(self, row: dict[str, Any]) -> str:
+        head = " ".join((f"{row['chip']:4} {row['mesh']:10} {row['drafter']:36}", f"x{row['batch']:<2}", row["dtype"]))
+        if not row["fits"]:
+            return f"{head} does not fit: {row['why']}"
+        return (
+            f"{head} weights {row['weights_gb']:6.2f} GB, moved {row['moved_gb']:6.2f} GB, {self.shown(row)}, "
+            f"temporaries {row['temporary_mb']:6.1f} MB (cache {row['cache_mb']:.0f}), {row['ms_by_bytes']:.2f} ms by "
+            f"bytes, {row['ms_weights_alone']:.2f} for the weights alone, compiled in {row['compile_s']} s; "
+            f"{'; '.join(row['wrong']) or 'all as it should be'}"
+        )
+
+    def recorded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the figures of a record."""
+        names = ("chip", "mesh", "drafter", "batch", "dtype", "layers", "weights_gb", "moved_gb", "ms_by_bytes",
+                 "ms_weights_alone", "temporary_mb", *self.kept)  # fmt: skip
+        kept = [{name: row[name] for name in names if name in row} for row in rows]
+        return {
+            "sound": sum(row["fits"] and not row["wrong"] for row in rows),
+            "wrong": sum(row["fits"] and bool(row["wrong"]) for row in rows),
+            "rows": [{key: significant(v) if isinstance(v, float) else v for key, v in row.items()} for row in kept],
+        }
+
+
+def parser(about: str | None, chips: Iterable[str]) -> argparse.ArgumentParser:
+    """Returns a parser of what both tiers ask for."""
+    jax.config.update("jax_platforms", "cpu")  # a compiler needs no device
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--chips", default=",".join(chips))
+    made.add_argument("--drafters", help="only those whose name holds this")
+    made.add_argument("--json", metavar="FILE")
+    add_record(made.add_argument)
+    return made

@@ -1,0 +1,224 @@
+"""Tests what is of its own on GPUs, the decode loop as XLA compiles it for them, and that the tier finds defects."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.backend import command_buffer
+from jaxspec.core import cache as caches
+from jaxspec.core import laws
+from jaxspec.core.records import KV
+from jaxspec.decode.loop import Decoder
+from jaxspec.models import transformer
+from jaxspec.models.attention import attend
+from jaxspec.models.attention_once import MOST, attend_once, block_size
+from jaxspec.models.layers import look_up
+from jaxspec.testing import hlo, thunks
+from scripts.prove import gpu
+from scripts.prove.loops import Case
+
+pytestmark = pytest.mark.quick
+
+PROGRAM = """
+%known_body (p: (s32[])) -> (s32[]) {
+  %a = s32[] add(%x, %y)
+}
+%known_condition (p: (s32[])) -> pred[] {
+  %a = pred[] compare(%x, %y)
+}
+%left (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%known_condition, body=%known_body, backend_config={"known_trip_count":{"n":"5"}}
+}
+%right (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%known_condition, body=%known_body, metadata={op_name="jit(run)/blocks/while"}
+}
+%body (p: (s32[])) -> (s32[]) {
+  %c = (s32[]) conditional(%i, %q, %q), branch_computations={%left, %right}
+}
+%condition (p: (s32[])) -> pred[] {
+  %a = pred[] compare(%x, %y)
+}
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%condition, body=%body
+}
+"""
+LISTING = """
+001: kCopy  [source       | next=002 (1)] kCopy
+002: kWhile [prev=001 (1) | sink        ]
+condition:
+    003: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+  body:
+    004: kCustomKernel [source       | next=005 (1)] loop_add_fusion_30 grid: [16, 1, 1]
+    005: kConditional  [prev=010 (1) | next=284 (1)]
+      branch_0:
+        006: kWhile        [prev=031 (1)  | next=045 (1)]
+condition:
+            007: kCustomKernel [source | sink] wrapped_compare grid: [1, 1, 1]
+          body:
+            008: kCustomKernel [source       | next=035 (1)] loop_dynamic_slice_fusion grid: [2048, 1, 1]
+            009: kAllReduceDone [source      | next=035 (1)]
+        010: kCustomKernel [source       | next=035 (1)] loop_dynamic_slice_fusion grid: [2048, 1, 1]
+      branch_1:
+        011: kWhile        [prev=031 (1)  | next=045 (1)]
+condition:
+            012: kCustomKernel [source | sink] wrapped_compare grid: [1, 1, 1]
+          body:
+            013: kCustomKernel [source       | next=035 (1)] loop_dynamic_slice_fusion grid: [2048, 1, 1]
+            014: kCopy         [source       | next=038 (1)] kCopy
+    015: kCustomKernel [prev=037 (1) | next=039 (1)] loop_maximum_fusion grid: [1, 1, 1]
+"""
+
+
+def test_launches_and_waits_are_counted_by_hand():
+    """Two outside, one look at each condition of an unknown loop, the costlier branch; waits only where it is known."""
+    parts, listed = hlo.computations(PROGRAM), thunks.read(LISTING)
+    captured = thunks.read(
+        "000: kCommandBuffer [source | sink]\n" + "".join(f"    {a}\n" for a in LISTING.split("\n") if a)
+    )
+    for turns, launches, waits in ((0, 2 + 1 + 6, 2), (1, 2 + 1 + 6, 2), (3, 2 + 1 + 4 + 6, 2 + 4)):
+        cost, held = thunks.of_a_round(listed, parts, lambda _, turns=turns: turns)
+        assert (cost.launches, cost.waits, held) == (launches, waits, False)
+        cost, held = thunks.of_a_round(captured, parts, lambda _, turns=turns: turns)
+        assert (cost.launches, cost.waits, held) == (launches, 0, True)
+    with pytest.raises(ValueError, match="no loop"):
+        thunks.of_a_round(listed[:1], parts, lambda _: 0)
+    assert gpu.turns(2000, next(one for one in parts["right"])) == 7
+    assert gpu.turns(2000, next(one for one in parts["left"])) == 1
+
+
+def test_options_are_a_gpus_and_the_users_go_first(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert command_buffer.options("cpu") == command_buffer.options("tpu") == {}
+    assert command_buffer.options("gpu", layers_split=True) == {}
+    assert "WHILE" in command_buffer.options("gpu")["xla_gpu_enable_command_buffer"].split(",")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert command_buffer.options("gpu") == {}
+
+
+def test_options_that_xla_does_not_know_are_no_error():
+    """This XLA knows those of GPUs, whatever it compiles for."""
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    assert command_buffer.compile(lowered, command_buffer.OPTIONS)(1.0) == 2
+    assert command_buffer.compile(lowered, {"xla_gpu_nonsense": "1"})(1.0) == 2
+    broken = types.SimpleNamespace(compile=lambda *_: lowered.compile({"xla_gpu_other": "1"}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_other"):
+        command_buffer.compile(broken, {"xla_gpu_nonsense": "1"})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_attention_in_one_pass_equals_that_in_blocks(case):
+    """Prefixes and masks of any kind, sliding windows, and values that are no numbers."""
+    rng = np.random.default_rng(case)
+    batch, heads, groups, tokens, before = (
+        int(rng.integers(*ends)) for ends in ((1, 4), (1, 3), (1, 3), (1, 6), (0, 3))
+    )
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    kv = KV(*(normal(2, batch, heads, 512, 16) for _ in range(2)))
+    keys, values = (normal(batch, heads, before + tokens, 16) for _ in range(2))
+    values = values.at[0, 0, 0, 3].set(jnp.inf) if case % 3 == 0 else values
+    seen = np.broadcast_to(np.tri(tokens, dtype=bool), (batch, tokens, tokens))
+    mask = jnp.asarray(np.concatenate([rng.random((batch, tokens, before)) < 0.5, seen], -1))
+    first = jnp.asarray(rng.integers(-3, 300, (batch, tokens)), jnp.int32) if case % 2 else None
+    length = jnp.asarray(rng.integers(0, 512, batch), jnp.int32)
+    queries = normal(batch, heads, groups, tokens, 16)
+    blocks = attend(queries, kv, 1, length, (keys, values), mask, None, 0.3, first)
+    once = attend_once(queries, kv, 1, length, (keys, values), mask, 0.3, first)
+    np.testing.assert_allclose(once, blocks, atol=2e-6)
+    assert np.isnan(once).any() <= (case % 3 == 0)
+
+
+def test_a_gpu_reads_few_blocks():
+    def size(batch: int, slots: int) -> int:
+        array = jax.ShapeDtypeStruct((32, batch, 8, slots, 128), "bfloat16")
+        return block_size(KV(array, array))  # pyright: ignore[reportArgumentType]
+
+    assert size(1, 2048) == 2048
+    assert size(16, 2048) == 2048
+    assert size(1, 131072) == 8192
+    assert size(64, 8192) == 256
+    assert size(16, 2304 * 3) == 256
+    assert size(1, MOST // 1024) == MOST // 1024
+
+
+def test_digits_of_four_bits_find_the_same_scores(monkeypatch):
+    values = jax.random.normal(jax.random.key(0), (3, 4, 500)) * 10
+    values = values.at[0, 0].set(jnp.nan).at[1].set(jnp.round(values[1])).at[2, 0, :490].set(-jnp.inf)
+    k = jnp.asarray([[1], [7], [500]])
+    by_bits, first = laws.kth_highest(values, k), laws.first_highest(values)
+    monkeypatch.setattr(laws, "on_gpu", lambda: True)
+    by_digits = laws.kth_highest(values, k)
+    np.testing.assert_array_equal(np.asarray(by_bits).view(np.int32), np.asarray(by_digits).view(np.int32))
+    np.testing.assert_array_equal(first, laws.first_highest(values))
+
+
+def test_one_row_of_a_table_is_looked_up():
+    table = jnp.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(look_up(table, jnp.asarray([[2]])), [[[6, 7, 8]]])
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """What the tier needs, or the test is skipped."""
+    pytest.importorskip("nvidia.cuda_nvcc")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def wrong(drafter: str = "none", mesh: bool = False, layers: int = 2) -> str:
+    return "; ".join(gpu.look(Case("h100", drafter, mesh, 2, layers=layers))["wrong"])
+
+
+@pytest.mark.gpu
+def test_the_tier_finds_nothing_in_the_loop(compiler):
+    assert not wrong()
+    assert not wrong(mesh=True)
+
+
+@pytest.mark.gpu
+def test_it_finds_a_copied_cache(compiler, monkeypatch):
+    """A commit whose write does not wait for what reads the cache, and of all rows at once."""
+
+    def commit(cache, entries, count, after=0):
+        rows = jnp.arange(count.size)[:, None]
+        places = cache.length[:, None] + jnp.arange(entries.keys.shape[3])
+
+        def write(slots, new):
+            moved = jnp.moveaxis(slots, 3, 2)
+            return jnp.moveaxis(moved.at[:, rows, places].set(jnp.moveaxis(new, 3, 2).astype(slots.dtype)), 2, 3)
+
+        return caches.Cache(KV(*map(write, cache.kv, entries)), cache.length + count)
+
+    monkeypatch.setattr(caches, "commit", commit)
+    assert "of a whole cache inside the loop" in wrong()
+
+
+@pytest.mark.gpu
+def test_it_finds_a_callback(compiler, monkeypatch):
+    step = Decoder.step
+
+    def told(self, weights, state, max_depth=None):
+        jax.debug.callback(lambda length: None, state.length)
+        return step(self, weights, state, max_depth)
+
+    monkeypatch.setattr(Decoder, "step", told)
+    assert "calls the host" in wrong()
+
+
+@pytest.mark.gpu
+def test_it_finds_a_gathered_table(compiler, monkeypatch):
+    monkeypatch.setattr(transformer, "look_up", lambda table, tokens: table[tokens].astype(jnp.float32))
+    assert "of a matrix inside the loop" in wrong(mesh=True)
+
+
+@pytest.mark.gpu
+def test_it_finds_an_uncaptured_loop(compiler, monkeypatch):
+    monkeypatch.setattr(command_buffer, "OPTIONS", {})
+    assert "not one command buffer" in wrong()
+
+
+@pytest.mark.gpu
+def test_it_finds_a_loop_over_the_text(compiler, monkeypatch):
+    monkeypatch.setattr("jaxspec.models.attention.block_size", lambda prefix: 256)
+    assert "launches more for a longer one" in wrong()
