@@ -39,6 +39,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.drafters.recycling import Recycling
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import HeadsConfig, unflatten
 from jaxspec.models.config import ModelConfig
@@ -99,6 +100,8 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     return {
         "none": (NoDraft(), None),
         "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
+        "prompt-lookup": (PromptLookup(), None),
+        "recycling": (Recycling(), None),
         "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
         "early-exit of 4 layers, chain 2": EarlyExit.build(early),
