@@ -14,12 +14,13 @@ from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Seen
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.recycling import KEPT, Recycling
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import find
-from jaxspec.testing import TableLM
+from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
 
 V, SIZE = 24, 8
 LM = TableLM(V)
@@ -118,7 +119,7 @@ def test_an_empty_table_proposes_nothing():
 
 def test_another_token_in_the_slot_is_no_entry():
     state = tables(SMALL, 1)
-    seen = Seen(jnp.array([[3]]), jnp.arange(KEPT)[None, None] + 10, jnp.zeros((1, 1, KEPT)))
+    seen = Seen(jnp.array([[3]]), jnp.arange(KEPT)[None, None] + 10, -2.0 * jnp.arange(KEPT)[None, None])
     state = SMALL.absorb(None, state, after_a_round([1], seen))._replace(guesses=jnp.full((1, KEPT), -1))
     assert (proposed(SMALL, state, [[1, 3]], [2]).tokens[:, 1:4] >= 10).all()
     assert (proposed(SMALL, state, [[1, 3 + SIZE]], [2]).tokens[:, 1:] == -1).all()
@@ -198,3 +199,18 @@ def test_the_unlisted_share_lowers_the_worth():
 def test_trees_that_cannot_be_drafted_are_refused(tree, what):
     with pytest.raises(InvalidConfig, match=what):
         Recycling(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["deterministic", "rejection", "coupled"])
+def test_text_follows_its_law_though_the_tables_decide_the_rounds(rule, seed):
+    """A table of this text decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
+    lm, sampling, prompt = TableLM(8, order=2), Sampling(temperature=0.8), [3, 1, 3, 1]
+    params = lm.init_params(jax.random.key(7))
+    tree = branching(2, 1) if rule == "rejection" else dynamic(3, 3, 6)
+    config = Decoder(lm, Recycling(tree, 8), find("rule", rule)(), chunk=4)
+    found = sample_texts(config, Weights(params), prompt, 4, sampling, samples=100_000, seed=seed, stops=[2])
+    test = g_test(found.counts, joint_law(model_law(lm, params, prompt, sampling), 4, [2]), max_cells=256)
+    assert test.p > 1e-4
+    assert test.detectable(1e-4) < 0.024
+    assert found.accepted > 0.05
