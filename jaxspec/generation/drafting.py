@@ -287,7 +287,7 @@ def default_schedule(drafter: Drafter) -> Schedule:
     """
     nodes = drafter.shape.nodes
     if isinstance(drafter, ChoosingDrafter):
-        return Adaptive(costs=(1.0, CHOSEN_COST), widths=())
+        return Adaptive(costs=(1.0, CHOSEN_COST, CHOSEN_COST), widths=())  # at any depth
     if nodes == 1 or drafter.draws:
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)

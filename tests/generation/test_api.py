@@ -381,8 +381,8 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Adaptive((1.0, 1.2), widths=())),
-            ("prompt-lookup", 4, Adaptive((1.0, 1.2), widths=())),
+            ("prompt-lookup", None, Adaptive((1.0, 1.2, 1.2), widths=())),
+            ("prompt-lookup", 4, Adaptive((1.0, 1.2, 1.2), widths=())),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],
