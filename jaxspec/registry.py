@@ -52,6 +52,7 @@ DRAFTERS = Members(
     {
         "none": "jaxspec.drafters.none:NoDraft",
         "prompt-lookup": "jaxspec.drafters.prompt_lookup:PromptLookup",
+        "recycling": "jaxspec.drafters.recycling:Recycling",
         "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
         "model": "jaxspec.drafters.model:ModelDraft",
         "medusa": "jaxspec.drafters.medusa:Medusa",

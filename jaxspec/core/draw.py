@@ -8,6 +8,7 @@ top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
 import dataclasses
 import enum
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,13 @@ class Noise(enum.Enum):
     """Independent noise, so that the children are a sample of the drafter's law, which the rule reads."""
     NONE = "none"
     """No noise, so that the children are the most likely tokens, a point mass."""
+
+
+class Candidates(NamedTuple):
+    """The few tokens that a drafter considers after each node, in place of logits of its whole vocabulary."""
+
+    ids: Int[Array, "B n R"]  # distinct; -1 for none: its logit is that of all tokens that are not listed
+    logits: Float[Array, "B n R"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +132,28 @@ class Draw:
         worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
         worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
         return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), worth
+
+    def among(
+        self, candidates: Candidates, depth: Array | int, width: int
+    ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
+        """Draws children as `ranked` does, from the candidates of each node."""
+        ids, at = candidates.ids, jnp.maximum(candidates.ids, 0)
+
+        def entries(table: Float[Array, "B 1 V"]) -> Float[Array, "B n R"]:
+            return jnp.take_along_axis(table, at.reshape(len(at), 1, -1), -1).reshape(at.shape)
+
+        logits, bias = candidates.logits, self.sampling.logit_bias
+        if bias is not None:
+            logits = logits + jnp.where(ids >= 0, entries(bias[:, None]), 0.0)
+        score = tempered(logits, dataclasses.replace(self.sampling, logit_bias=None))
+        stopped = self.stop_after(jax.nn.log_softmax(score, -1))
+        if self.kind is Noise.SHARED:
+            score = score + jnp.where(self._greedy | (ids < 0), 0.0, entries(self.noise.target(depth)))
+        places, best = self._allowed(*_highest(jnp.where(ids >= 0, score, -jnp.inf), width), stopped, depth)
+        worth = best - jax.nn.logsumexp(score, -1, keepdims=True)
+        worth = jnp.where((places >= 0) & (worth <= 0), worth, -jnp.inf)
+        tokens = jnp.take_along_axis(ids, jnp.maximum(places, 0), -1)
+        return jnp.where(places >= 0, tokens, -1), worth
 
     @property
     def _greedy(self) -> Bool[Array, "B 1 1"]:

@@ -161,6 +161,30 @@ class SpellingDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class ObservingDrafter(Drafter, Protocol):
+    """A drafter that is shown the target's likeliest tokens after all nodes of a round, see `Advance.seen`.
+
+    Attributes:
+        observed: K, the number of tokens after each node.
+    """
+
+    @property
+    def observed(self) -> int: ...
+
+
+@runtime_checkable
+class ChoosingDrafter(Drafter, Protocol):
+    """A drafter that chooses in every round how many nodes a row drafts, by what it expects to be accepted.
+
+    Attributes:
+        widths: the numbers of nodes, root included; target calls of these widths are compiled.
+    """
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
 class Rule(Protocol):
     """Decides how much of a proposal is accepted. A pure function for one row, without a random key.
 

@@ -93,6 +93,14 @@ class RoundResult(NamedTuple):
     accepted: Int[Array, "B"]  # accepted tokens, before any cut
 
 
+class Seen(NamedTuple):
+    """The target's likeliest tokens after every node of a round, rejected ones included."""
+
+    tokens: Int[Array, "B N"]  # of the nodes; -1: nothing was drafted there, and the rest is undefined
+    ids: Int[Array, "B N K"]  # in the order of their logits
+    logits: Float[Array, "B N K"]  # raw
+
+
 class Advance(NamedTuple):
     """The tokens committed since the drafter last absorbed. The prompt is absorbed first, in chunks.
 
@@ -107,6 +115,7 @@ class Advance(NamedTuple):
     text: Int[Array, "B S"]  # the whole text, these tokens included, for drafters that have not read all of it
     start: Int[Array, "B"]  # the position of the first of these tokens
     params: Params = None  # the target's
+    seen: Seen | None = None  # for an `ObservingDrafter`; None for text that was not drafted
 
 
 class Context(NamedTuple):

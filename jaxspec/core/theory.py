@@ -30,6 +30,16 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
     return xp.where(tree.ancestors, share[..., None, :], 1.0).prod(-1)
 
 
+def assumed_cost(width: int, cpu: bool = True) -> float:
+    """Returns the time of a target call of so many tokens that is assumed before it is measured, in calls of one.
+
+    On a CPU a call of up to eight tokens mostly reads the weights; beyond, it takes as long as it has tokens. This is
+    the mean of what two cores take in float32, bfloat16 and int8 (`scripts/measure/speed.py widths`). On accelerators a
+    token more costs little.
+    """
+    return max(1 + 0.04 * (width - 1), width / 8) if cpu else 1 + 0.01 * (width - 1)
+
+
 def best_length(acceptance: float, cost: float, longest: int) -> int:
     """Returns the length of the chain that decodes fastest if every token has the same probability of acceptance.
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.protocols import Drafter, Schedule
-from jaxspec.core.records import KV, Advance, Proposal, RoundResult, Status
+from jaxspec.core.records import KV, Advance, Proposal, RoundResult, Seen, Status
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 
@@ -22,6 +22,7 @@ class Outcome(NamedTuple):
     entries: KV  # keys and values of the path, [L, B, H, D1, K]
     features: Float[Array, "B D1 E"]  # of the path
     logprobs: Logprobs | None  # of `tokens`; None if the state records none
+    seen: Seen | None  # after all nodes; None unless the drafter asks
 
 
 def commit(
@@ -74,7 +75,7 @@ def commit(
     cache = caches.commit(state.cache, outcome.entries, count, tokens[:, -1])
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
-    advance = Advance(tokens, outcome.features, count, nodes, text, state.length, weights.target)
+    advance = Advance(tokens, outcome.features, count, nodes, text, state.length, weights.target, outcome.seen)
     result = RoundResult(jnp.where(drafted, tree.depths, 0).max(-1), reached)
     learned = jax.tree.map(
         lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),

@@ -22,7 +22,7 @@ from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import Drafter, Rule, Schedule, TapDrafter
+from jaxspec.core.protocols import ChoosingDrafter, Drafter, ObservingDrafter, Rule, Schedule, TapDrafter
 from jaxspec.core.records import Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
@@ -30,7 +30,7 @@ from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
-from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, rooted
+from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, likeliest, rooted
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -46,8 +46,8 @@ class Decoder:
         schedule: decides how deep each row drafts.
         chunk: the number of prompt tokens read per call of the target.
         widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
-            the schedule. A round runs at the smallest width that holds every drafted node of every row; by default a
-            round without drafts runs at width 1.
+            the schedule and of a drafter that chooses. A round runs at the smallest width that holds every drafted node
+            of every row; by default a round without drafts runs at width 1.
         width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. The
             bits of the text then do not depend on the drafter.
         top_logprobs: the number of most likely tokens recorded with each emitted token, in rows that ask for
@@ -80,7 +80,8 @@ class Decoder:
     def call_widths(self) -> tuple[int, ...]:
         """The widths of target calls, in ascending order; the last is the number of nodes of the tree."""
         nodes = self.drafter.shape.nodes
-        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths}
+        chosen = self.drafter.widths if isinstance(self.drafter, ChoosingDrafter) else ()
+        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths, *chosen}
         return (*sorted(width for width in narrower if width < nodes), nodes)
 
     def slots(self, length: int) -> int:
@@ -177,9 +178,11 @@ class Decoder:
         if state.recorded is not None:
             asking = state.recorded & (state.status == Status.RUNNING)
             count = jnp.where(asking, (path >= 0).sum(-1), 0).max()
-            recorded = logprobs.along(
-                path, tokens, count, logits, state.sampling, self.top_logprobs, self.rule.lossless
-            )
+            settings = state.sampling, self.top_logprobs, self.rule.lossless
+            recorded = logprobs.along(path, tokens, count, logits, *settings)
+        seen = None
+        if isinstance(self.drafter, ObservingDrafter):
+            seen = likeliest(proposal.tokens, logits, self.drafter.observed, self.drafter.shape.nodes)
         return Outcome(
             path,
             tokens,
@@ -187,6 +190,7 @@ class Decoder:
             caches.take(entries, path),
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,
+            seen,
         )
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.laws import highest, log_law, scores, tempered
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
-from jaxspec.core.records import Proposal, Verdict
+from jaxspec.core.records import Proposal, Seen, Verdict
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Tree
 
@@ -85,6 +85,17 @@ def first_nodes(proposal: Proposal, width: int) -> Proposal:
         tree.paths[:, :width, :depths],
     )
     return Proposal(proposal.tokens[:, :width], kept, None if proposal.law is None else proposal.law[:, :width])
+
+
+def likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], count: int, nodes: int) -> Seen:
+    """Returns the `count` highest logits after each of the first W nodes, padded to `nodes` nodes.
+
+    The shapes do not depend on the width of the target call.
+    """
+    rest = (0, 0), (0, nodes - tokens.shape[1])
+    values, ids = highest(logits, count)
+    padded = [jnp.pad(a, (*rest, (0, 0))) for a in (ids, values.astype(jnp.float32))]
+    return Seen(jnp.pad(tokens, rest, constant_values=-1), *padded)
 
 
 def apply_rule(

@@ -5,6 +5,7 @@ values. So the ancestors of every node that is picked are picked, too.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Draw
+from jaxspec.core.draw import Candidates, Draw
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Dynamic, build
 from jaxspec.drafters._level import Level, count_slots
+
+Count = Callable[[Float[Array, "B N1"]], Int[Array, "B"]]
 
 
 class DynamicState(NamedTuple):
@@ -42,12 +45,14 @@ class DynamicTree:
         draw: draws the children.
         ids: the tokens of the logits; None for the whole vocabulary.
         first: depth of the first level that is read.
+        count: see `grow`.
     """
 
     topology: Dynamic
     draw: Draw
     ids: Int[Array, "R"] | None
     first: int
+    count: Count | None = None
 
     def start(self, root: Int[Array, "B"]) -> DynamicState:
         """Returns the tree with its root alone."""
@@ -82,10 +87,13 @@ class DynamicTree:
             state.beam_ancestors[:, :width],
         )
 
-    def add(self, state: DynamicState, level: Level, logits: Float[Array, "B n R"]) -> DynamicState:
+    def add(self, state: DynamicState, level: Level, logits: Float[Array, "B n R"] | Candidates) -> DynamicState:
         """Expands a level's nodes by their logits, or by the only ones, and picks the beam among their children."""
         nodes, depth, width, (batch, room) = level.nodes, level.depth, self.topology.beam, state.tokens.shape
-        ranked = self.draw.ranked(logits, depth, width, self.ids)
+        if isinstance(logits, Candidates):
+            ranked = self.draw.among(logits, depth, width)
+        else:
+            ranked = self.draw.ranked(logits, depth, width, self.ids)
         tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
         worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
         worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
@@ -112,12 +120,17 @@ class DynamicTree:
     def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
         """Returns the best candidates as a proposal, and the slot of every node; -1 for those that were not read."""
         topology, (batch, room) = self.topology, state.tokens.shape
-        best = lax.top_k(state.worth[:, 1 : topology.found], topology.nodes - 1)[1] + 1
-        kept = jnp.pad(jnp.sort(best, axis=1), ((0, 0), (1, 0)))  # in level order, with the root
+        worth, best = lax.top_k(state.worth[:, 1 : topology.found], topology.nodes - 1)
+        left = jnp.zeros(best.shape, bool)
+        if self.count is not None:
+            left = jnp.arange(topology.nodes - 1) >= self.count(worth)[:, None]
+        # In level order, with the root; what is left out comes last, so that a narrower call holds the others.
+        order = jnp.pad(jnp.sort(jnp.where(left, room, 0) + best + 1, axis=1), ((0, 0), (1, 0)))
+        kept, left = order % room, order >= room
         ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)
         new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(ids)
         above = jnp.take_along_axis(state.parents, kept, 1)
         parents = jnp.where(above >= 0, jnp.take_along_axis(new, jnp.maximum(above, 0), 1), -1)
         tree = jax.vmap(lambda parents: build(parents, topology.shape))(parents)
         tokens, slots = (jnp.take_along_axis(a, kept, 1) for a in (state.tokens, state.slots))
-        return Proposal(tokens, tree), slots
+        return Proposal(jnp.where(left, -1, tokens), tree), slots

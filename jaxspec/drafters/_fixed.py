@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Draw
+from jaxspec.core.draw import Candidates, Draw
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Topology
 from jaxspec.drafters._level import Level, count_slots
@@ -63,7 +63,7 @@ class FixedTree:
             jnp.broadcast_to(ancestors, (batch, *ancestors.shape)),
         )
 
-    def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"]) -> FixedState:
+    def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Candidates) -> FixedState:
         """Draws the children of a level's nodes from their logits, or from the only ones: then nodes share their
         children, unless the rule reads the law, which takes a draw for each."""
         nodes = level.nodes
@@ -72,10 +72,13 @@ class FixedTree:
             below = below[:, : int((below < self.topology.shape.nodes).sum(-1).max())]
         else:
             below = jnp.asarray(self._children)[nodes]
-        if state.law is not None:
-            logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
-        drawn = jnp.asarray(nodes[: logits.shape[1]])
-        tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids)
+        if isinstance(logits, Candidates):
+            tokens, law = self.draw.among(logits, level.depth, below.shape[1])[0], None
+        else:
+            if state.law is not None:
+                logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
+            drawn = jnp.asarray(nodes[: logits.shape[1]])
+            tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids)
         return FixedState(
             state.tokens.at[:, below].set(tokens),
             None if state.law is None or law is None else state.law.at[:, nodes].set(law),

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Draw
+from jaxspec.core.draw import Candidates, Draw
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Dynamic, Topology
-from jaxspec.drafters._beam import DynamicTree
+from jaxspec.drafters._beam import Count, DynamicTree
 from jaxspec.drafters._fixed import FixedTree
 from jaxspec.drafters._level import Level
 
 Carry = Any  # a pytree of arrays
-Read = Callable[[Level, Carry], tuple[Float[Array, "B n R"], Carry]]
+Read = Callable[[Level, Carry], tuple[Float[Array, "B n R"] | Candidates, Carry]]
 
 
 class Grown(NamedTuple):
@@ -37,6 +37,7 @@ def grow(
     root_logits: Callable[[], Float[Array, "B 1 R"]] | None = None,
     ids: Int[Array, "R"] | None = None,
     unroll: bool = False,
+    count: Count | None = None,
 ) -> Grown:
     """Drafts a tree level by level: reads the nodes of a level, and draws their children.
 
@@ -48,7 +49,8 @@ def grow(
         root: the last token of each row's text.
         draw: draws the children.
         read: `read(level, carry)` returns the logits after the nodes of a level, `[B, n, R]`, and the new carry.
-            Logits `[B, 1, R]` serve all nodes of the level.
+            Logits `[B, 1, R]` serve all nodes of the level. A drafter without a law of its own may return `Candidates`
+            instead, unless the rule reads laws.
         carry: what `read` needs beyond the level's tokens, of the drafter's own making: nothing, keys and values, the
             tokens of paths, hidden states. Arrays with one entry for each slot let a node read its parent's or its
             ancestors' entries, see `Level`. Every entry starts with the value that the first level reads.
@@ -57,10 +59,14 @@ def grow(
         ids: the tokens of the logits if they cover a part of the vocabulary, ascending.
         unroll: compile `read` once per level, for its exact number of nodes and with the depth as a Python integer,
             instead of once for all levels, padded to the widest.
+        count: returns how many nodes of a dynamic tree are proposed, by the worth of the best ones in descending order,
+            as logarithms; None for all of them.
     """
     first, depth = int(root_logits is not None), topology.shape.depth
-    kind = DynamicTree if isinstance(topology, Dynamic) else FixedTree
-    tree: Any = kind(topology, draw, ids, first)  # pyright: ignore[reportArgumentType]
+    if isinstance(topology, Dynamic):
+        tree: Any = DynamicTree(topology, draw, ids, first, count)
+    else:
+        tree = FixedTree(topology, draw, ids, first)
     state = tree.start(root)
     if root_logits is not None:
         state = lax.cond(

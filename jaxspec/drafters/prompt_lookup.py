@@ -1,7 +1,9 @@
-"""The drafter "prompt-lookup": copies tokens from an earlier place of the row's own text.
+"""The drafter "prompt-lookup": copies tokens from earlier places of the row's own text.
 
-This is prompt lookup decoding (Saxena 2023), computed on the device. It chooses the earlier place whose preceding
-tokens match the end of the text for longest, the latest of equal ones.
+This is prompt lookup decoding (Saxena 2023), computed on the device, for several places at once: those whose preceding
+tokens match the end of the text for longest, the latest of equal ones, each followed by another token. What followed a
+longer match is likelier to be right (`TRUST`), so the tokens likeliest to be accepted are proposed, of all places
+together, and no more of them than are expected to pay.
 """
 
 import dataclasses
@@ -9,42 +11,60 @@ from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Draw
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.schedule import check_widths
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, build, dynamic
+from jaxspec.drafters._match import TRUST, find_places
+from jaxspec.drafters._paying import count_paying
 from jaxspec.errors import InvalidConfig
+
+TREE = dynamic(beam=4, depth=15, nodes=16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Copies what followed the last place where the text ended in the same tokens: a chain.
+    """Copies what followed earlier places where the text ended in the same tokens: a branch for each place.
 
     Attributes:
-        tree: a chain.
-        min_match: least number of matching tokens; with fewer, nothing is drafted.
+        tree: the sizes: at most `beam` places, each copied to the depth, and the nodes of the largest round. A chain
+            copies from one place.
+        min_match: least number of matching tokens; a place with fewer is not copied.
         max_match: number of tokens that are compared.
+        widths: numbers of nodes among which a row chooses in each round, besides that of the tree, root included: that
+            with the most expected tokens for its assumed cost (`jaxspec.core.theory.assumed_cost`). One node is plain
+            decoding.
 
     Raises:
-        InvalidConfig: the tree is not a chain of at least one token, or the numbers are out of range.
+        InvalidConfig: the tree is neither a chain of at least one token nor dynamic, or the numbers are out of range.
     """
 
-    tree: Topology | Dynamic = chain(15)
-    min_match: int = 3
-    max_match: int = 8
+    tree: Topology | Dynamic = TREE
+    min_match: int = 1
+    max_match: int = 16
+    widths: tuple[int, ...] = (1, 4, 8)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
     draws = False
 
     def __post_init__(self):
-        if not self.tree.is_chain or self.tree.shape.depth < 1:
+        if not isinstance(self.tree, Dynamic) and (not self.tree.is_chain or self.tree.shape.depth < 1):
             raise InvalidConfig(
-                "prompt-lookup drafts a chain of at least one token; set a draft length instead of a tree"
+                "prompt-lookup drafts a chain of at least one token, or a dynamic tree; set a draft length, or "
+                "jaxspec.dynamic(places, depth, nodes), instead of a static tree"
+            )
+        if isinstance(self.tree, Dynamic) and self.tree.nodes > 1 + self.tree.beam * self.tree.depth:
+            raise InvalidConfig(
+                f"prompt-lookup copies {self.tree.depth} tokens from {self.tree.beam} places; nodes must be at most "
+                f"{1 + self.tree.beam * self.tree.depth}, got {self.tree.nodes}"
             )
         if not 1 <= self.min_match <= self.max_match:
             raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
+        check_widths(self.widths)
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -52,7 +72,8 @@ class PromptLookup:
 
     @property
     def shape(self) -> TreeShape:
-        return self.tree.shape
+        """Not a pruned one: copies are no sample of a law, so that every rule may choose among them."""
+        return dataclasses.replace(self.tree.shape, pruned=False)
 
     @property
     def calls(self) -> int:
@@ -65,23 +86,46 @@ class PromptLookup:
         return None
 
     def propose(self, params: Params, state: None, context: Context, draw: Draw) -> tuple[Proposal, None]:
-        drafts, match = jax.vmap(self._look_up)(context.tokens, context.length)
-        drafted = (match >= self.min_match) & draw.below(0)
-        tokens = jnp.where(drafted[:, None], drafts, -1)
-        return Proposal(jnp.pad(tokens, ((0, 0), (1, 0))), self.tree.tree), None
+        copies, match = jax.vmap(self._look_up)(context.tokens, context.length)
+        allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)
+        return self._best(copies, jnp.where(allowed[:, :, None], self._worth(match), -jnp.inf)), None
 
-    def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D"], Array]:
-        """Returns the draft of one row, and the number of tokens that match before it."""
-        places = jnp.arange(tokens.size)
-        padded = jnp.concatenate([jnp.full((self.max_match,), -1, tokens.dtype), tokens])
-        match = jnp.zeros_like(places)
-        equal = (places > 0) & (places < length)
-        for back in range(1, self.max_match + 1):
-            before = padded[self.max_match - back : self.max_match - back + tokens.size]
-            ending = jnp.where(length >= back, tokens[jnp.maximum(length - back, 0)], -2)
-            equal = equal & (before == ending)
-            match = match + equal
-        best = jnp.argmax(match * tokens.size + places * (match > 0))
+    @property
+    def _places(self) -> int:
+        return self.tree.beam if isinstance(self.tree, Dynamic) else 1
+
+    def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D J"], Int[Array, " J"]]:
+        """Returns what followed J places of one row, and the number of tokens that match before each; 0 for none."""
+        places, match = find_places(tokens, length, self._places, self.min_match, self.max_match)
         # A copy that reaches the end of the text repeats itself from there: the text is periodic.
-        period = jnp.maximum(length - best, 1)
-        return tokens[best + jnp.arange(self.shape.depth) % period], match[best]
+        steps = jnp.arange(self.shape.depth)[:, None] % jnp.maximum(length - places, 1)
+        return tokens[places + steps], match
+
+    def _worth(self, match: Int[Array, "B J"]) -> Float[Array, "B D J"]:
+        """Returns the logarithm of the probability that each copied token is accepted.
+
+        A place counts where those before it are wrong.
+        """
+        trust = jnp.asarray(TRUST)
+        steps = jnp.arange(self.shape.depth)[:, None]
+        right = jnp.where((match > 0)[:, None], trust[jnp.minimum(match[:, None] + steps, len(TRUST) - 1)], 0.0)
+        others = jnp.cumprod(1 - right[:, 0], -1)
+        right = right.at[:, 0, 1:].multiply(others[:, :-1])
+        return jnp.cumsum(jnp.log(right), 1)
+
+    def _best(self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"]) -> Proposal:
+        """Proposes the likeliest tokens, as many as pay: in level order, with those that do not pay behind them."""
+        nodes, places, batch = self.shape.nodes, self._places, len(copies)
+        highest, best = lax.top_k(worth.reshape(batch, -1), nodes - 1)
+        paying, last = count_paying(highest, self.widths), copies[0].size
+        kept = (jnp.arange(nodes - 1) < paying[:, None]) & (highest > -jnp.inf)
+        order = jnp.sort(jnp.where(kept, best, last + best), -1)
+        at = order % last
+        tokens = jnp.take_along_axis(copies.reshape(batch, -1), at, -1)
+        tokens = jnp.pad(jnp.where(order < last, tokens, -1), ((0, 0), (1, 0)))
+        if isinstance(self.tree, Topology):
+            return Proposal(tokens, self.tree.tree)
+        above = (at - places)[:, :, None] == at[:, None, :]
+        parents = jnp.where(at < places, 0, jnp.argmax(above, -1) + 1)
+        parents = jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1)
+        return Proposal(tokens, jax.vmap(lambda row: build(row, self.shape))(parents))

@@ -13,10 +13,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.core.protocols import Drafter, DrafterInputs, Rule, Schedule
+from jaxspec.core.protocols import ChoosingDrafter, Drafter, DrafterInputs, Rule, Schedule
 from jaxspec.core.records import Params
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Dynamic, Topology, as_topology, read_parents
+from jaxspec.core.theory import assumed_cost
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, as_topology, chain, read_parents
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
@@ -32,10 +33,10 @@ from jaxspec.storage.reading import check_path, read_json
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
-NODE_COST = 0.05
-"""Assumed cost of one drafted token in a target call, in units of a call with one token."""
-FIRST_NODES = 8
-"""Number of tokens in the first windows of prompt lookup, if the whole window is larger."""
+CHOSEN_COST = 1.2
+"""Assumed cost of the rounds of a drafter that chooses how much it drafts, in plain rounds."""
+COPIED_WIDTHS = (4, 8)
+"""Widths of target calls of other drafts that are copied, besides those of plain decoding and of the whole tree."""
 VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 _ADAPTIVE_BEFORE_3 = {
@@ -159,12 +160,11 @@ class Drafting:
         """
         drafter, draft_params = self.build_drafter(target)
         rule, schedule = make_rule(self.rule), self.schedule
+        if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
+            fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule of chains gets a chain
+            drafter, draft_params = fallback.build_drafter(target)
         check_law(rule, drafter, target.lm.vocab)
-        if schedule is None:
-            copies = drafter.shape.depth > 0 and not drafter.draws
-            schedule = default_lookup_schedule(drafter.shape.nodes) if copies else Constant()
-        else:
-            schedule = make_schedule(schedule)
+        schedule = default_schedule(drafter) if schedule is None else make_schedule(schedule)
         return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -267,16 +267,27 @@ def resolve_drafting(drafting: Any, keywords: Drafting) -> Drafting:
     return dataclasses.replace(drafting, rule=rule, draft=draft, heads=heads)
 
 
-def default_lookup_schedule(nodes: int) -> Adaptive:
-    """Returns the default schedule of prompt lookup, which drafts only while drafting pays.
+def _takes(rule: Rule, shape: TreeShape) -> bool:
+    """Returns whether a rule supports trees of this shape."""
+    try:
+        rule.check(shape)
+    except InvalidConfig:
+        return False
+    return True
 
-    A round reads one token, `FIRST_NODES` or a whole window: the first drafts are short, and longer ones follow
-    accepted ones. The loss budget allows at least two rejected whole windows.
 
-    Args:
-        nodes: tokens of a whole window.
+def default_schedule(drafter: Drafter) -> Schedule:
+    """Returns the schedule of a drafter for which none is given. Drafts that are copied are made only while that pays.
+
+    A drafter that chooses how much it drafts is left to choose, as long as that pays at all. Others draft a few tokens
+    first, and a whole window after accepted ones; the loss budget allows at least two rejected whole windows.
     """
-    widths = (FIRST_NODES,) if nodes > FIRST_NODES else ()
+    nodes = drafter.shape.nodes
+    if isinstance(drafter, ChoosingDrafter):
+        return Adaptive(costs=(1.0, CHOSEN_COST, CHOSEN_COST), widths=())  # at any depth
+    if nodes == 1 or drafter.draws:
+        return Constant()
+    widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    costs = (1.0, *(1 + NODE_COST * (width - 1) for width in compiled))
+    costs = (1.0, *map(assumed_cost, compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

@@ -329,10 +329,26 @@ def rollout(values: Values) -> str:
     return table([first, "drafter", "tokens/s", "times plain", "tokens per round", "same text as plain"], rows)
 
 
+def replay(values: Values) -> str:
+    tasks = {name: entry for name, entry in values.items() if name != "costs"}
+    parts = []
+    for task, entry in tasks.items():
+        rows = [[("warm" if row["warm"] else "cold") + ", " + row["fill"],
+                 *(" / ".join(f"{share:.2f}" for share in row[key]) for key in ("one", "two"))]
+                for row in entry["shares"]]  # fmt: skip
+        parts.append(table([f"{task}: table filled from", "next token among the first 1, 2, 4, 8", "next two"], rows))
+        rows = [[row["drafter"], str(row["nodes"]), "warm" if row["warm"] else "cold", f"{row['tokens_per_round']:.2f}",
+                 *(f"{row[kind]['median']:.2f} ({row[kind]['least']:.2f})" for kind in values["costs"])]
+                for row in entry["trees"]]  # fmt: skip
+        speeds = [f"predicted speed, {kind} (least)" for kind in values["costs"]]
+        parts.append(table([f"{task}: drafter", "nodes", "table", "tokens per round", *speeds], rows))
+    return "\n".join(parts)
+
+
 RENDERERS: dict[str, Callable[[Values], str]] = {
     "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "bridges": bridges, "torch-step": torch_step,
+    "bridges": bridges, "torch-step": torch_step, "replay": replay,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from jaxspec.bench import tasks
 
 MODEL = "smollm2-135m-instruct"
 DRAFTERS = {
-    "prompt-lookup, chain 15": {"drafter": "prompt-lookup"},
+    "prompt-lookup": {"drafter": "prompt-lookup"},
     "early-exit of 10 layers, tree 2x2": {
         "drafter": "early-exit", "tree": jaxspec.branching(2, 2), "drafter_options": {"exit_layers": 10}
     },

@@ -24,6 +24,7 @@ from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import BridgedDraft, ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.drafters.recycling import Recycling
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import HeadsConfig, unflatten
 from jaxspec.models.config import ModelConfig
@@ -65,6 +66,8 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     return {
         "none": (NoDraft(), None),
         "prompt-lookup, chain 8": (PromptLookup(jaxspec.chain(8)), None),
+        "prompt-lookup": (PromptLookup(), None),
+        "recycling": (Recycling(), None),
         "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
         "model of another vocabulary, chain 4": across(target, small, jaxspec.chain(4)),

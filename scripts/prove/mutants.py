@@ -482,6 +482,28 @@ MUTANTS = (
         "if i not in self.tokenizer.special_ids]",
         "]",
         ("tests/text/test_bridge.py::test_control_tokens_are_never_compared_by_name",),
+        "recycling-keeps-the-first-of-equal-nodes",
+        "of nodes with one token the entry that a scatter happens to write last is kept (Token Recycling)",
+        "drafters/recycling.py",
+        "later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)",
+        "later = jnp.tril(slot[:, :, None] == slot[:, None, :], -1).any(-1)",
+        ("tests/drafters/test_recycling.py::test_a_round_replaces_the_entries_of_its_nodes",),
+    ),
+    Mutant(
+        "recycling-writes-for-finished-rows",
+        "a row that has finished goes on to learn from the nodes it is computed on",
+        "drafters/recycling.py",
+        "on = (seen.tokens >= 0) & running & ",
+        "on = (seen.tokens >= 0) & ",
+        ("tests/drafters/test_recycling.py::test_a_round_replaces_the_entries_of_its_nodes",),
+    ),
+    Mutant(
+        "lookup-leaves-holes",
+        "tokens that a row may not draft are proposed behind others, and make the target's call wider",
+        "drafters/prompt_lookup.py",
+        " & (highest > -jnp.inf)",
+        "",
+        ("tests/drafters/test_prompt_lookup.py::test_the_likeliest_copies_are_proposed[default-2]",),
     ),
 )
 

@@ -34,7 +34,8 @@ def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any,
             if "custom_call_target" in one.rest and "host" in one.rest.lower():
                 wrong.append(f"it calls the host: {one.rest[:120]}")
             for op, type in hlo.written(parts, one):
-                if op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE and (what := large.get(hlo.elements(type))):
+                big = op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE
+                if big and (what := large.get(hlo.elements(type))):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
     return wrong

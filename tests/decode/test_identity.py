@@ -33,6 +33,7 @@ from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.drafters.recycling import Recycling
 from jaxspec.generation import drafting
 from jaxspec.models.functional import FunctionLM, from_flax
 from jaxspec.testing import ScriptedDrafter, TableLM
@@ -56,10 +57,11 @@ DRAFTERS = {
     "wide-none": (NoDraft(chain(4)), {"widths": ()}, [None]),
     "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
     "lookup-while-it-pays": (
-        PromptLookup(chain(3), min_match=2),
-        {"chunk": 64, "schedule": drafting.default_lookup_schedule(4)},
+        PromptLookup(dynamic(3, 5, 9), widths=(1, 4)),
+        {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup())},
         [None],
     ),
+    "recycling": (Recycling(dynamic(3, 3, 8), size=8), {}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }

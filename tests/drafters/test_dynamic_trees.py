@@ -16,7 +16,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import TreeShape, chain, dynamic
+from jaxspec.core.tree import TreeShape, branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
@@ -184,8 +184,8 @@ def test_sizes_that_do_not_go_together_are_refused(sizes):
 
 
 def test_drafters_that_have_no_law_refuse_it():
-    with pytest.raises(InvalidConfig, match="chain"):
-        PromptLookup(dynamic(2, 2, 4))
+    with pytest.raises(InvalidConfig, match="static tree"):
+        PromptLookup(branching(2, 2))
     with pytest.raises(InvalidConfig, match="9 children"):
         ModelDraft(LM, dynamic(9, 2, 4))
 

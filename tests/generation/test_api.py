@@ -379,8 +379,8 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Adaptive((1.0, *[1.35] * 7, *[1.75] * 8), widths=(8,))),
-            ("prompt-lookup", 4, Adaptive((1.0, *[1.2] * 4), widths=())),
+            ("prompt-lookup", None, Adaptive((1.0, 1.2, 1.2), widths=())),
+            ("prompt-lookup", 4, Adaptive((1.0, 1.2, 1.2), widths=())),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],
@@ -545,7 +545,7 @@ ERRORS = {
     "lookup of a tree": (
         InvalidConfig,
         {"drafter": "prompt-lookup", "tree": branching(2, 1)},
-        ["a chain", "instead of a tree"],
+        ["a chain", "instead of a static tree"],
     ),
     "tree for an object": (
         InvalidConfig,

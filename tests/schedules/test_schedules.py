@@ -35,7 +35,7 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.generation.drafting import default_lookup_schedule
+from jaxspec.generation.drafting import default_schedule
 from jaxspec.models.functional import FunctionLM
 from jaxspec.registry import find
 from jaxspec.rules.rejection import Rejection
@@ -373,12 +373,12 @@ def test_one_bad_guess_does_not_keep_drafts_short(prior_rounds, deep):
 
 @pytest.mark.parametrize(("nodes", "accepted", "limits"), [
     (4, [0, 0, 0], [3, 3, 3]),
-    (16, [0] * 8, [7, 7, 7, 7, 7, 0, 0, 7]),
-    (16, [3, 2, 7, 7, 0, 1], [7, 7, 7, 7, 15, 15]),
+    (16, [0] * 19, [7, *[3] * 16, 0, 0]),
+    (16, [3, 7, 7, 7, 15], [7, 7, 7, 7, 15]),
 ])  # fmt: skip
 def test_copied_drafts_start_short_and_grow(nodes, accepted, limits):
-    """The loss budget allows five rejected windows at first; whole windows follow where all of a window was right."""
-    schedule = default_lookup_schedule(nodes)
+    """The loss budget allows 17 rejected windows at first; whole windows follow where all of a window was right."""
+    schedule = default_schedule(ScriptedDrafter(chain(nodes - 1)))
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
     tried = []
     for kept in accepted:

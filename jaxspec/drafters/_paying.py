@@ -1,0 +1,25 @@
+"""How many nodes a round should have, for drafters that choose."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.theory import assumed_cost
+
+
+def count_paying(worth: Float[Array, "B N1"], widths: tuple[int, ...]) -> Int[Array, "B"]:
+    """Returns how many nodes have the most expected tokens for their assumed cost, without the root.
+
+    Args:
+        worth: the logarithm of the probability that each node is accepted, in descending order.
+        widths: numbers of nodes to choose among, root included, besides that of all nodes; see `ChoosingDrafter`.
+    """
+    nodes = worth.shape[1] + 1
+    choices = np.array([*(width for width in widths if width < nodes), nodes])
+    tokens = 1 + jnp.pad(jnp.cumsum(jnp.exp(worth), -1), ((0, 0), (1, 0)))[:, choices - 1]
+    on_cpu, elsewhere = (np.array([assumed_cost(w, cpu) for w in choices], np.float32) for cpu in (True, False))
+    speed = lax.platform_dependent(
+        tokens, cpu=lambda tokens: tokens / on_cpu, default=lambda tokens: tokens / elsewhere
+    )
+    return jnp.asarray(choices - 1)[jnp.argmax(speed, -1)]

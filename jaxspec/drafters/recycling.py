@@ -1,0 +1,231 @@
+"""The drafter "recycling": what followed the same tokens before, in the text or among the target's likely tokens.
+
+Token recycling (Luo et al. 2024, arXiv:2408.08696) keeps the target's likeliest tokens after every node that it has
+verified, rejected ones included, by the node's token. Here each row keeps them with their probabilities, and one tree
+has three sources: what followed the longest endings of the text that have occurred before, as prompt lookup; the tokens
+kept for the last one; and, for the root's children, the other likely tokens of the law that gave the root, as in
+LogitSpec (arXiv:2507.01449). A later source has the share of the probability that earlier ones leave.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.draw import Candidates, Draw, Noise
+from jaxspec.core.protocols import DrafterInputs
+from jaxspec.core.records import Advance, Context, Params, Proposal, Seen
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, dynamic
+from jaxspec.drafters._grow import grow
+from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._match import TRUST, find_places
+from jaxspec.drafters._paying import count_paying
+from jaxspec.errors import InvalidConfig
+
+KEPT = 8
+"""Tokens kept after each token."""
+
+GUESSES = tuple(0.3 / (rank + 1) for rank in range(KEPT))
+"""Shares of the other likely tokens of the law that gave the root (`scripts/measure/replay.py`)."""
+
+TREE = dynamic(beam=8, depth=4, nodes=32)
+
+
+class Tables(NamedTuple):
+    """What is kept for each row. The entry of a token is in slot `token % M`; a later token replaces an earlier one."""
+
+    token: Int[Array, "B M"]  # whose entry it is; -1: empty
+    ids: Int[Array, "B M K"]  # what may follow it; -1 for none
+    probs: Float[Array, "B M K"]
+    guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
+
+
+class Paths(NamedTuple):
+    """Where nodes of a draft are in the text, for each place where it is copied from."""
+
+    places: Int[Array, "B S J"]  # of the token that would be next; -1: the path has left it
+    match: Int[Array, "B J"]  # tokens that match before the root's next one
+    period: Int[Array, "B J"]  # a copy that reaches the end of the text goes on from so many tokens before
+
+
+@dataclasses.dataclass(frozen=True)
+class Recycling:
+    """Draws from what followed the same tokens before, in the text and among the target's likely tokens.
+
+    Its tables take 68 bytes for each slot and row.
+
+    Attributes:
+        tree: the topology, or the sizes of a dynamic tree, which suits it better.
+        size: M, slots of a table.
+        places: the number of places that are copied from.
+        share: the share of the probability that the kept tokens get, of what the copies leave.
+        widths: see `ChoosingDrafter`; for dynamic trees.
+
+    Raises:
+        InvalidConfig: the tree has only its root, or nodes with more children than there are kept tokens.
+    """
+
+    tree: Topology | Dynamic = TREE
+    size: int = 1 << 13
+    places: int = 4
+    share: float = 0.5
+    widths: tuple[int, ...] = (1, 8)
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree"})
+    draws = True
+    observed = KEPT
+
+    def __post_init__(self):
+        shape = self.tree.shape
+        if shape.depth < 1:
+            raise InvalidConfig("recycling drafts a tree of at least one token; got the root alone")
+        width = self.tree.beam if isinstance(self.tree, Dynamic) else shape.width
+        if width > KEPT:
+            raise InvalidConfig(f"recycling keeps {KEPT} tokens after each, got a tree of {width} children of a node")
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        size = min(cls.size, inputs.target.lm.vocab)
+        return (cls(size=size) if inputs.tree is None else cls(inputs.tree, size)), None
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        """Zero calls of a draft model; the cost of tables is measured as a part of the round."""
+        return 0
+
+    def init(self, params: Params, batch: int, capacity: int) -> Tables:
+        entries = jnp.full((batch, self.size, KEPT), -1, jnp.int32)
+        return Tables(entries[..., 0], entries, jnp.zeros(entries.shape, jnp.float32), entries[:, 0])
+
+    def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
+        if advance.seen is None:
+            return self._absorb_text(state, advance)
+        return self._absorb_round(state, advance, advance.seen)
+
+    def _absorb_text(self, state: Tables, advance: Advance) -> Tables:
+        """Puts each token of the prompt in front of the entry of the token before it, with half of the weight."""
+        before = jnp.take_along_axis(advance.text, jnp.maximum(advance.start - 1, 0)[:, None], 1)
+        pairs = jnp.concatenate([before, advance.tokens[:, :-1]], 1), advance.tokens
+        steps = jnp.arange(advance.tokens.shape[1])
+        on = (steps < advance.count[:, None]) & (steps + advance.start[:, None] > 0)
+
+        def put(state: Tables, pair: tuple[Array, Array, Array]) -> tuple[Tables, None]:
+            token, follower, on = pair
+            ids, probs = self._entries(state, token[:, None])
+            ids, probs = ids[:, 0], probs[:, 0] / 2
+            again = ids == follower[:, None]
+            first = 0.5 + jnp.where(again, probs, 0.0).sum(-1)
+            # The tokens before its own place, or all of them, move back by one.
+            place = jnp.where(again.any(-1), jnp.argmax(again, -1), KEPT)
+            back = jnp.arange(KEPT - 1) < place[:, None]
+            ids = jnp.concatenate([follower[:, None], jnp.where(back, ids[:, :-1], ids[:, 1:])], 1)
+            probs = jnp.concatenate([first[:, None], jnp.where(back, probs[:, :-1], probs[:, 1:])], 1)
+            slot = jnp.where(on, token % self.size, self.size)
+            return _put(state, slot[:, None], token[:, None], ids[:, None], probs[:, None]), None
+
+        state = lax.scan(put, state, (*(a.T for a in pairs), on.T))[0]
+        return state._replace(guesses=jnp.where((advance.count > 0)[:, None], -1, state.guesses))
+
+    def _absorb_round(self, state: Tables, advance: Advance, seen: Seen) -> Tables:
+        """Replaces the entries of a round's nodes. Of equal slots the last node's is kept: it has the longest path."""
+        running, nodes = (advance.count > 0)[:, None], seen.tokens.shape[1]
+        probs = jax.nn.softmax(seen.logits, -1)
+        on = (seen.tokens >= 0) & running & jnp.isfinite(probs).all(-1)
+        slot = jnp.where(on, seen.tokens % self.size, -1)
+        later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)
+        # What is not kept goes to places of its own beyond the table, where it is dropped.
+        slot = jnp.where(on & ~later, slot, self.size + jnp.arange(nodes))
+        # The last token was drawn after the node of the token before it, the root if there is none.
+        path = advance.nodes if advance.nodes is not None else jnp.full(advance.tokens.shape, -1)
+        end = jnp.take_along_axis(path, jnp.maximum(advance.count - 2, 0)[:, None], 1)
+        end = jnp.where((advance.count > 1)[:, None], jnp.maximum(end, 0), 0)
+        guesses = jnp.take_along_axis(seen.ids, end[..., None], 1)[:, 0]
+        state = _put(state, slot, seen.tokens, seen.ids, probs, unique=True)
+        return state._replace(guesses=jnp.where(running, guesses, state.guesses))
+
+    def _entries(self, state: Tables, tokens: Int[Array, "B n"]) -> tuple[Int[Array, "B n K"], Float[Array, "B n K"]]:
+        """Returns what followed each token; -1 and 0 where nothing is known."""
+        slot = tokens % self.size
+        hit = (jnp.take_along_axis(state.token, slot, 1) == tokens)[..., None]
+        ids, probs = (jnp.take_along_axis(a, slot[..., None], 1) for a in (state.ids, state.probs))
+        return jnp.where(hit, ids, -1), jnp.where(hit, probs, 0.0)
+
+    def propose(self, params: Params, state: Tables, context: Context, draw: Draw) -> tuple[Proposal, Tables]:
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        if draw.kind is Noise.FRESH:
+            draw = dataclasses.replace(draw, kind=Noise.NONE)  # no sample of a law: point masses, for every rule
+        paths = self._find(context, count_slots(self.tree))
+
+        def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:
+            return self._read(state, context, level, paths)
+
+        count = functools.partial(count_paying, widths=self.widths)
+        return grow(self.tree, root, draw, read, paths, unroll=True, count=count).proposal, state
+
+    def _find(self, context: Context, slots: int) -> Paths:
+        """Returns the places where the longest endings of each text occurred before, followed by different tokens."""
+
+        find = functools.partial(find_places, count=self.places, least=1, most=len(TRUST) - 1)
+        places, match = jax.vmap(find)(context.tokens, context.length)
+        period = context.length[:, None] - places
+        places = jnp.where(match > 0, places, -1)
+        return Paths(jnp.broadcast_to(places[:, None], (len(places), slots, self.places)), match, period)
+
+    def _read(self, state: Tables, context: Context, level: Level, paths: Paths) -> tuple[Candidates, Paths]:
+        """Returns what may follow the nodes of a level."""
+        places = level.of_parents(paths.places)
+        if not (isinstance(level.depth, int) and level.depth == 0):
+            follows = self._next(context, places) == level.tokens[..., None]
+            further = places + 1
+            further = jnp.where(further < context.length[:, None, None], further, further - paths.period[:, None])
+            places = jnp.where((places >= 0) & follows, further, -1)
+        copied = self._next(context, places)
+        match = jnp.minimum(paths.match + level.depth, len(TRUST) - 1)
+        trust = jnp.where(copied >= 0, jnp.asarray(TRUST)[match][:, None], 0.0)
+        rest = jnp.cumprod(1 - trust, -1)
+        before = jnp.concatenate([jnp.ones_like(rest[..., :1]), rest[..., :-1]], -1)
+        kept, probs = self._entries(state, level.tokens)
+        ids, shares = [copied, kept], [before * trust, rest[..., -1:] * self.share * probs]
+        if isinstance(level.depth, int) and level.depth == 0:
+            others = jnp.where(state.guesses == level.tokens, -1, state.guesses)[:, None]
+            ids.append(others)
+            shares.append(rest[..., -1:] * jnp.asarray(GUESSES, jnp.float32))
+        candidates = _merge(jnp.concatenate(ids, -1), jnp.concatenate(shares, -1))
+        return candidates, paths._replace(places=level.put(paths.places, places))
+
+    def _next(self, context: Context, places: Int[Array, "B n J"]) -> Int[Array, "B n J"]:
+        """Returns the token at each place; -1 for none."""
+        flat = jnp.maximum(places, 0).reshape(len(places), -1)
+        return jnp.where(places >= 0, jnp.take_along_axis(context.tokens, flat, 1).reshape(places.shape), -1)
+
+
+def _put(
+    state: Tables,
+    slot: Int[Array, "B n"],
+    token: Int[Array, "B n"],
+    ids: Int[Array, "B n K"],
+    probs: Float[Array, "B n K"],
+    unique: bool = False,
+) -> Tables:
+    """Writes entries; those of slots beyond the table are dropped."""
+    at = jnp.arange(len(slot))[:, None], slot
+    new = (a.at[at].set(b, mode="drop", unique_indices=unique) for a, b in zip(state, (token, ids, probs)))
+    return Tables(*new, state.guesses)
+
+
+def _merge(ids: Int[Array, "B n R"], shares: Float[Array, "B n R"]) -> Candidates:
+    """Returns each token once, with the sum of its shares; what is left of 1 is that of the tokens not listed."""
+    same = (ids[..., :, None] == ids[..., None, :]) & (ids >= 0)[..., None]
+    first = (ids >= 0) & ~jnp.tril(same, -1).any(-1)
+    shares = jnp.where(first, (same * shares[..., None, :]).sum(-1), 0.0)
+    left = jnp.maximum(1 - shares.sum(-1, keepdims=True), 1e-3)
+    ids = jnp.concatenate([jnp.where(first, ids, -1), jnp.full_like(ids[..., :1], -1)], -1)
+    return Candidates(ids, jnp.log(jnp.concatenate([shares, left], -1)))

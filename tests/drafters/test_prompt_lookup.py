@@ -1,0 +1,86 @@
+"""Tests prompt lookup against its definition in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.noise import RoundNoise
+from jaxspec.core.records import Context
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.theory import assumed_cost
+from jaxspec.core.tree import branching, build, chain, dynamic
+from jaxspec.drafters._match import TRUST
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.errors import InvalidConfig
+
+ROWS, SLOTS, LENGTHS = 24, 64, np.random.default_rng(0).integers(1, 64, 24)
+
+
+def paths_by_hand(drafter, text, limit):
+    """The paths of the tokens that are proposed."""
+    places = []
+    for place in range(1, len(text)):
+        match = 0
+        while match < min(drafter.max_match, place) and text[place - 1 - match] == text[-1 - match]:
+            match += 1
+        if match >= drafter.min_match:
+            places.append((-match, -place))
+    found, rest, seen = {}, 1.0, set()
+    for match, place in ((-m, -p) for m, p in sorted(places)):
+        if text[place] in seen or len(seen) == getattr(drafter.tree, "beam", 1):
+            continue
+        seen.add(text[place])
+        worth, path = rest, ()
+        for step in range(min(drafter.shape.depth, limit)):
+            worth *= TRUST[min(match + step, len(TRUST) - 1)]
+            path = (*path, text[place + step % (len(text) - place)])
+            found[path] = worth
+        rest *= 1 - TRUST[match]
+    best = sorted(found, key=lambda path: -found[path])[: drafter.shape.nodes - 1]
+    widths = [*(w for w in drafter.widths if w < drafter.shape.nodes), drafter.shape.nodes]
+    speed = [(1 + sum(found[path] for path in best[: width - 1])) / assumed_cost(width) for width in widths]
+    return set(best[: widths[int(np.argmax(speed))] - 1])
+
+
+@pytest.mark.parametrize("letters", [2, 5, 12])
+@pytest.mark.parametrize("drafter", [
+    PromptLookup(),
+    PromptLookup(chain(5), min_match=2, max_match=3),
+    PromptLookup(dynamic(3, 2, 6), widths=(1,)),
+], ids=["default", "chain", "small"])  # fmt: skip
+def test_the_likeliest_copies_are_proposed(drafter, letters):
+    rng = np.random.default_rng(letters)
+    text = rng.integers(0, letters, (ROWS, SLOTS))
+    text[:4] = np.arange(SLOTS) % 7  # periodic
+    limits = rng.integers(0, drafter.shape.depth + 1, ROWS)
+    noise = RoundNoise(jax.random.split(jax.random.key(0), ROWS), jnp.asarray(LENGTHS), jnp.asarray(False), letters)
+    draw = Draw(Noise.NONE, noise, Sampling().rows(ROWS, letters), jnp.asarray(limits))
+    context = Context(jnp.asarray(text), jnp.asarray(LENGTHS), None, None)  # pyright: ignore[reportArgumentType]
+    proposal = jax.device_get(jax.jit(lambda: drafter.propose(None, None, context, draw)[0])())
+    sizes = set()
+    for row in range(ROWS):
+        tree = type(proposal.tree)(*(a[row] if len(proposal.tokens) == len(a) else a for a in proposal.tree))
+        expected = build(tree.parents, drafter.shape, np)
+        assert all(np.array_equal(a, b) for a, b in zip(tree, expected))
+        drafted = np.flatnonzero(proposal.tokens[row, 1:] >= 0) + 1
+        assert (drafted == np.arange(1, len(drafted) + 1)).all(), "what is not proposed comes last"
+        paths = [tuple(proposal.tokens[row, node] for node in tree.paths[n][1:] if node >= 0) for n in drafted]
+        assert len(set(paths)) == len(paths)
+        assert set(paths) == paths_by_hand(drafter, text[row, : LENGTHS[row]].tolist(), limits[row]), row
+        sizes.add(len(paths))
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize(("given", "what"), [
+    ({"tree": branching(2, 1)}, "static tree"),
+    ({"tree": chain(0)}, "at least one token"),
+    ({"tree": dynamic(3, 2, 8)}, "at most 7"),
+    ({"min_match": 0}, "min_match"),
+    ({"min_match": 17}, "min_match"),
+    ({"widths": (0,)}, "widths"),
+])  # fmt: skip
+def test_what_cannot_be_looked_up_is_refused(given, what):
+    with pytest.raises(InvalidConfig, match=what):
+        PromptLookup(**given)

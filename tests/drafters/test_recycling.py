@@ -1,0 +1,216 @@
+"""Tests the tables of recycled tokens against dictionaries, and what is drafted from them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.narrow import not_none
+from helpers.toys import decoder, generate, request, texts
+from jaxspec.core.draw import Candidates, Draw, Noise
+from jaxspec.core.noise import RoundNoise
+from jaxspec.core.records import Advance, Context, Seen
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Weights
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.recycling import KEPT, Recycling
+from jaxspec.errors import InvalidConfig
+from jaxspec.registry import find
+from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
+
+V, SIZE = 24, 8
+LM = TableLM(V)
+PARAMS = LM.init_params(jax.random.key(0), 3.0)
+SMALL = Recycling(dynamic(3, 3, 6), SIZE)
+NOTHING = (-1,) * KEPT
+
+
+def tables(drafter, batch):
+    return drafter.init(None, batch, 0)
+
+
+def read(state, row) -> dict[int, dict[int, float]]:
+    """The entries of a row, as dictionaries."""
+    token, ids, probs = (np.asarray(a[row]) for a in state[:3])
+    return {
+        int(t): {int(i): pytest.approx(float(p), abs=1e-6) for i, p in zip(some, weights) if i >= 0}
+        for t, some, weights in zip(token, ids, probs)
+        if t >= 0
+    }
+
+
+def put(entries: dict, token: int, entry: dict) -> None:
+    """A token's entry takes the slot of any other token there."""
+    for other in [other for other in entries if other % SIZE == token % SIZE]:
+        del entries[other]
+    entries[token] = entry
+
+
+def advance(tokens, count, start, text, seen=None):
+    features = jnp.zeros((*tokens.shape, 1))
+    text, start = jnp.asarray(text), jnp.asarray(start)
+    return Advance(jnp.asarray(tokens), features, jnp.asarray(count), None, text, start, None, seen)
+
+
+def after_a_round(count, seen):
+    none = np.zeros((len(count), 4), int)
+    return advance(none, count, np.zeros(len(count), int), none, seen)
+
+
+def test_a_round_replaces_the_entries_of_its_nodes():
+    """Tokens that meet in a slot, tokens that occur twice, nodes without a token, a finished row, logits not finite."""
+    rng, rows, nodes = np.random.default_rng(0), 3, 12
+    absorb = jax.jit(lambda state, advance: SMALL.absorb(None, state, advance))
+    state, entries = tables(SMALL, rows), [{} for _ in range(rows)]
+    for _ in range(6):
+        tokens = rng.integers(-1, V, (rows, nodes))
+        ids = np.stack([[rng.permutation(V)[:KEPT] for _ in range(nodes)] for _ in range(rows)])
+        logits = -np.sort(rng.normal(size=ids.shape))
+        logits[:, 3] = np.nan
+        count = rng.integers(0, 3, rows) * (np.arange(rows) > 0)
+        seen = Seen(jnp.asarray(tokens), jnp.asarray(ids), jnp.asarray(logits, jnp.float32))
+        state = absorb(state, after_a_round(count, seen))
+        for row in np.flatnonzero(count):
+            for node in range(nodes):
+                if tokens[row, node] >= 0 and node != 3:
+                    law = np.exp(logits[row, node]) / np.exp(logits[row, node]).sum()
+                    put(entries[row], int(tokens[row, node]), dict(zip(ids[row, node].tolist(), law)))
+        assert [read(state, row) for row in range(rows)] == entries
+    assert not entries[0]
+    assert len(entries[1]) == SIZE
+
+
+def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
+    rng, rows, chunk = np.random.default_rng(1), 3, 5
+    text = rng.integers(0, 12, (rows, 40))
+    absorb = jax.jit(lambda state, advance: SMALL.absorb(None, state, advance))
+    state, entries, start = tables(SMALL, rows), [{} for _ in range(rows)], np.zeros(rows, int)
+    while start.max() < 30:
+        count = rng.integers(0, chunk + 1, rows)
+        tokens = np.take_along_axis(text, start[:, None] + np.arange(chunk), 1)
+        state = absorb(state, advance(tokens, count, start, text))
+        for row in range(rows):
+            for at in range(max(start[row], 1), start[row] + count[row]):
+                token, follower = int(text[row, at - 1]), int(text[row, at])
+                old = {i: p / 2 for i, p in entries[row].get(token, {}).items()}
+                entry = {follower: 0.5 + old.pop(follower, 0.0), **old}
+                put(entries[row], token, dict(list(entry.items())[:KEPT]))
+        start = start + count
+        assert [read(state, row) for row in range(rows)] == entries
+
+
+def proposed(drafter, state, text, length, kind=Noise.NONE, temperature=0.0, limit=None):
+    batch = len(length)
+    noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), jnp.asarray(temperature > 0), V)
+    draw = Draw(kind, noise, Sampling(temperature=temperature).rows(batch, V), limit)
+    context = Context(jnp.asarray(text), jnp.asarray(length), None, None)  # pyright: ignore[reportArgumentType]
+    return jax.device_get(jax.jit(lambda state: drafter.propose(None, state, context, draw)[0])(state))
+
+
+def test_an_empty_table_proposes_nothing():
+    text = np.arange(20)[None].repeat(2, 0)
+    for drafter in (SMALL, Recycling(branching(2, 1), SIZE)):
+        assert (proposed(drafter, tables(drafter, 2), text, [9, 20]).tokens[:, 1:] == -1).all()
+
+
+def test_another_token_in_the_slot_is_no_entry():
+    state = tables(SMALL, 1)
+    seen = Seen(jnp.array([[3]]), jnp.arange(KEPT)[None, None] + 10, -2.0 * jnp.arange(KEPT)[None, None])
+    state = SMALL.absorb(None, state, after_a_round([1], seen))._replace(guesses=jnp.full((1, KEPT), -1))
+    assert (proposed(SMALL, state, [[1, 3]], [2]).tokens[:, 1:4] >= 10).all()
+    assert (proposed(SMALL, state, [[1, 3 + SIZE]], [2]).tokens[:, 1:] == -1).all()
+
+
+def test_the_root_has_the_other_likely_tokens_of_its_law():
+    """Those after the node that the last token was drawn after, without the root itself."""
+    nodes = jnp.array([[2, -1, -1, -1], [1, 2, -1, -1], [-1] * 4])
+    seen = Seen(jnp.full((3, 3), 20), jnp.arange(3 * 3 * KEPT).reshape(3, 3, KEPT) % V, jnp.zeros((3, 3, KEPT)))
+    advance = after_a_round([2, 1, 0], seen)._replace(nodes=nodes)
+    state = tables(SMALL, 3)._replace(guesses=jnp.full((3, KEPT), 5))
+    state = SMALL.absorb(None, state, advance)
+    assert state.guesses.tolist() == [seen.ids[0, 2].tolist(), seen.ids[1, 0].tolist(), [5] * KEPT]
+    drafter = dataclasses.replace(SMALL, tree=branching(3))
+    state = state._replace(token=jnp.full_like(state.token, -1))
+    root = int(seen.ids[0, 2, 1])
+    text = jnp.array([[21, root], [21, 23], [21, 22]])
+    found = proposed(drafter, state, text, [2, 2, 2]).tokens[:, 1:]
+    assert found[0].tolist() == [t for t in seen.ids[0, 2].tolist() if t != root][:3]
+    assert found[1].tolist() == seen.ids[1, 0, :3].tolist()
+
+
+def test_a_long_match_is_copied():
+    text = np.array([[*range(10), 0, 1, 2, 3, 0, 0, 0]])
+    drafter = Recycling(chain(5), SIZE)
+    assert proposed(drafter, tables(drafter, 1), text, [14]).tokens[0, 1:].tolist() == [4, 5, 6, 7, 8]
+    periodic = np.array([[7, 1, 2, 3, 1, 2, 3, 1, 2, 0, 0]])  # the copy reaches the end of the text
+    assert proposed(drafter, tables(drafter, 1), periodic, [9]).tokens[0, 1:].tolist() == [3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "deterministic", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_does_not_depend_on_other_rows(rule, temperature):
+    """Not its text, and not its rounds, which decide the text of a rule that is not coupled."""
+    tree = dynamic(3, 3, 6) if rule != "rejection" else branching(2, 1)
+    config = dataclasses.replace(decoder(LM, Recycling(tree, SIZE)), rule=find("rule", rule)())
+    prompts = [[1, 2, 3, 1, 2, 3], [4, 5], [1, 2, 9]]
+    asked = request(prompts, [40, 12, 30], vocab=V, temperature=temperature, stops=[[], [7], []])
+    result = generate(config, Weights(PARAMS), asked, 64)
+    for row in range(3):
+        one = jax.tree.map(lambda a, row=row: a[row : row + 1], asked)
+        alone = generate(config, Weights(PARAMS), one, 64)
+        assert texts(alone)[0] == texts(result)[row]
+        assert np.array_equal(alone.log.emitted[0], result.log.emitted[row])
+    assert int(not_none(result).log.accepted.sum()) > 5
+    if rule == "coupled" or temperature == 0:
+        assert texts(generate(decoder(LM, NoDraft()), Weights(PARAMS), asked, 64)) == texts(result)
+
+
+@pytest.mark.parametrize("kind", [Noise.NONE, Noise.SHARED])
+def test_all_tokens_as_candidates_are_a_law(kind):
+    """With every token listed, the children are those that logits of the whole vocabulary give."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(3, 4, V)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=V), jnp.float32)
+    sampling = Sampling(temperature=jnp.array([0.0, 0.7, 1.3]), logit_bias=bias).rows(3, V)
+    noise = RoundNoise(jax.random.split(jax.random.key(0), 3), jnp.array([5, 6, 7]), jnp.asarray(True), V)
+    draw = Draw(kind, noise, sampling, jnp.array([2, 2, 0]))
+    order = np.stack([[rng.permutation(V) for _ in range(4)] for _ in range(3)])
+    among = draw.among(Candidates(jnp.asarray(order), jnp.take_along_axis(logits, order, 2)), 1, 3)
+    ranked = draw.ranked(logits, 1, 3)
+    assert np.array_equal(among[0], ranked[0])
+    np.testing.assert_allclose(among[1], ranked[1], rtol=1e-5)
+
+
+def test_the_unlisted_share_lowers_the_worth():
+    noise = RoundNoise(jax.random.split(jax.random.key(0), 1), jnp.array([5]), jnp.asarray(False), V)
+    draw = Draw(Noise.NONE, noise, Sampling().rows(1, V))
+    tokens, worth = draw.among(Candidates(jnp.array([[[4, -1, 7]]]), jnp.log(jnp.array([[[0.25, 0.5, 0.25]]]))), 0, 3)
+    assert tokens.tolist() == [[[4, 7, -1]]]
+    np.testing.assert_allclose(np.exp(worth), [[[0.25, 0.25, 0.0]]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tree", "what"), [(chain(0), "at least one token"), (dynamic(9, 2, 9), "9 children"), (branching(9), "9 children")]
+)
+def test_trees_that_cannot_be_drafted_are_refused(tree, what):
+    with pytest.raises(InvalidConfig, match=what):
+        Recycling(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["deterministic", "rejection", "coupled"])
+def test_text_follows_its_law_though_the_tables_decide_the_rounds(rule, seed):
+    """A table of this text decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
+    lm, sampling, prompt = TableLM(8, order=2), Sampling(temperature=0.8), [3, 1, 3, 1]
+    params = lm.init_params(jax.random.key(7))
+    tree = branching(2, 1) if rule == "rejection" else dynamic(3, 3, 6)
+    config = Decoder(lm, Recycling(tree, 8), find("rule", rule)(), chunk=4)
+    found = sample_texts(config, Weights(params), prompt, 4, sampling, samples=100_000, seed=seed, stops=[2])
+    test = g_test(found.counts, joint_law(model_law(lm, params, prompt, sampling), 4, [2]), max_cells=256)
+    assert test.p > 1e-4
+    assert test.detectable(1e-4) < 0.024
+    assert found.accepted > 0.05
