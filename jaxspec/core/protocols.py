@@ -162,11 +162,7 @@ class SpellingDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class ObservingDrafter(Drafter, Protocol):
-    """A drafter that is shown the target's likeliest tokens after all nodes of a round, see `Advance.seen`.
-
-    Attributes:
-        observed: K, the number of tokens after each node.
-    """
+    """A drafter that is shown the target's `observed` likeliest tokens after every node of a round (`Advance.seen`)."""
 
     @property
     def observed(self) -> int: ...
@@ -174,14 +170,12 @@ class ObservingDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class ChoosingDrafter(Drafter, Protocol):
-    """A drafter that chooses in every round how many nodes a row drafts, by what it expects to be accepted.
-
-    Attributes:
-        widths: the numbers of nodes, root included; target calls of these widths are compiled.
-    """
+    """A drafter that chooses in every round how many nodes a row drafts, by what it expects to be accepted."""
 
     @property
-    def widths(self) -> tuple[int, ...]: ...
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of nodes, root included; target calls of these widths are compiled."""
+        ...
 
 
 @runtime_checkable

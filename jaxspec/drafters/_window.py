@@ -1,5 +1,7 @@
 """Reading a drafted tree with a language model, whose cache ends before the tree: what drafters with keys share."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -7,7 +9,6 @@ from jaxspec.core.cache import value_dtype
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.core.tree import Dynamic, Topology
-from jaxspec.drafters._grow import Read
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig
 
@@ -50,7 +51,10 @@ def put_entries(entries: KV, level: Level, new: KV) -> KV:
     return KV(*(level.put(a, b, axis=3) for a, b in zip(entries, finite)))
 
 
-def model_reader(model: LanguageModel, params: Params, cache: Cache, start: Int[Array, "B"]) -> Read:
+ModelRead = Callable[[Level, KV], tuple[Array, KV]]
+
+
+def model_reader(model: LanguageModel, params: Params, cache: Cache, start: Int[Array, "B"]) -> ModelRead:
     """Returns the `read` of a language model; the carry is the entries of the nodes (`empty_entries`)."""
 
     def read(level: Level, entries: KV) -> tuple[Array, KV]:

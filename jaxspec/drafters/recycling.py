@@ -113,7 +113,7 @@ class Recycling:
     def _absorb_text(self, state: Tables, advance: Advance) -> Tables:
         """Puts each token of the prompt in front of the entry of the token before it, with half of the weight."""
         before = jnp.take_along_axis(advance.text, jnp.maximum(advance.start - 1, 0)[:, None], 1)
-        pairs = jnp.concatenate([before, advance.tokens[:, :-1]], 1), advance.tokens
+        before = jnp.concatenate([before, advance.tokens[:, :-1]], 1)
         steps = jnp.arange(advance.tokens.shape[1])
         on = (steps < advance.count[:, None]) & (steps + advance.start[:, None] > 0)
 
@@ -131,7 +131,7 @@ class Recycling:
             slot = jnp.where(on, token % self.size, self.size)
             return _put(state, slot[:, None], token[:, None], ids[:, None], probs[:, None]), None
 
-        state = lax.scan(put, state, (*(a.T for a in pairs), on.T))[0]
+        state = lax.scan(put, state, (before.T, advance.tokens.T, on.T))[0]
         return state._replace(guesses=jnp.where((advance.count > 0)[:, None], -1, state.guesses))
 
     def _absorb_round(self, state: Tables, advance: Advance, seen: Seen) -> Tables:
@@ -217,8 +217,11 @@ def _put(
 ) -> Tables:
     """Writes entries; those of slots beyond the table are dropped."""
     at = jnp.arange(len(slot))[:, None], slot
-    new = (a.at[at].set(b, mode="drop", unique_indices=unique) for a, b in zip(state, (token, ids, probs)))
-    return Tables(*new, state.guesses)
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[at].set(new, mode="drop", unique_indices=unique)
+
+    return Tables(put(state.token, token), put(state.ids, ids), put(state.probs, probs), state.guesses)
 
 
 def _merge(ids: Int[Array, "B n R"], shares: Float[Array, "B n R"]) -> Candidates:

@@ -128,7 +128,7 @@ def torch_stepper(parameters: list, compute: Any, settings: Settings):
 
     def step() -> float:
         adam.zero_grad()
-        total = sum((settings.decay**i * loss for i, loss in enumerate(compute())), torch.zeros(()))
+        total = torch.stack([settings.decay**i * loss for i, loss in enumerate(compute())]).sum()
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
         adam.step()
@@ -211,10 +211,10 @@ def main() -> int:
         with open(args.json, "w") as file:
             json.dump({"seconds": seconds, "losses": values, "ratio": ratio}, file)
     if args.record:
-        values = {"kind": args.kind, "ms": {k: significant(statistics.median(v) * 1e3) for k, v in seconds.items()}}
-        values |= {"ratio": significant(ratio), "losses_apart": apart} | {name: getattr(args, name) for name in sizes}
+        record = {"kind": args.kind, "ms": {k: significant(statistics.median(v) * 1e3) for k, v in seconds.items()}}
+        record |= {"ratio": significant(ratio), "losses_apart": apart} | {name: getattr(args, name) for name in sizes}
         versions = {"torch": torch.__version__}
-        print(f"written: {write(args.record, 'torch-step', sys.argv, values, versions)}")
+        print(f"written: {write(args.record, 'torch-step', sys.argv, record, versions)}")
     return 0 if apart < 1e-4 else 1
 
 

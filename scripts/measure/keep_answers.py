@@ -8,6 +8,7 @@ token of these texts the 8 likeliest ones after a chat's beginning and that toke
 """
 
 import argparse
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
     model = jaxspec.load(arguments.target, dtype=arguments.dtype)
-    kept: dict[str, np.ndarray] = {}
+    kept: dict[str, Any] = {}
     for task in ("mt-bench", "humaneval"):
         questions = tasks.load(task, limit=arguments.limit).questions
         prompts = [model.encode_chat([{"role": "user", "content": str(q.turns[0])}]) for q in questions]

@@ -156,7 +156,7 @@ def load(path: str) -> tuple[dict[str, list[Text]], dict[int, dict[int, float]]]
 
 def costs_of(path: str | None) -> dict[str, dict[int, float]]:
     """Returns the cost of a round by width, in plain rounds, for each dtype of a record and for free widths."""
-    costs = {"free": dict.fromkeys(WIDTHS, 1.0)}
+    costs: dict[str, dict[int, float]] = {"free": dict.fromkeys(WIDTHS, 1.0)}
     if path:
         for dtype, measured in json.loads(pathlib.Path(path).read_text())["values"].items():
             known = {

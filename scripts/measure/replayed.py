@@ -134,7 +134,8 @@ def rounds(drafter: Drafter, nodes: int, texts: list[Text], bigrams: dict, warm:
         if index == 0 or not warm:
             table = Table(bigrams if drafter.bigrams else None)
         table.read_prompt(text, ("pairs",))
-        place, counts = text.start - 1, collections.Counter(tokens=len(text.tokens) - text.start)
+        place = text.start - 1
+        counts: collections.Counter = collections.Counter({"tokens": len(text.tokens) - text.start})
         while place < len(text.tokens) - 1:
             paths = set(draft(drafter, nodes, text, place, table))
             counts[len(paths) + 1] += 1

@@ -444,6 +444,8 @@ MUTANTS = (
         "_aligned(features, rollout.start - 1, within.shape[1])",
         "_aligned(features, rollout.start, within.shape[1])",
         (f"{ROLLOUT}::test_log_probs_are_those_of_each_rows_law",),
+    ),
+    Mutant(
         "bridge-reads-the-targets-ids",
         "a draft of another vocabulary reads its drafted tokens by the target's ids",
         "drafters/model.py",
@@ -482,6 +484,8 @@ MUTANTS = (
         "if i not in self.tokenizer.special_ids]",
         "]",
         ("tests/text/test_bridge.py::test_control_tokens_are_never_compared_by_name",),
+    ),
+    Mutant(
         "recycling-keeps-the-first-of-equal-nodes",
         "of nodes with one token the entry that a scatter happens to write last is kept (Token Recycling)",
         "drafters/recycling.py",

@@ -33,7 +33,7 @@ def tables(drafter, batch):
     return drafter.init(None, batch, 0)
 
 
-def read(state, row) -> dict[int, dict[int, float]]:
+def read(state, row) -> dict[int, dict]:
     """The entries of a row, as dictionaries."""
     token, ids, probs = (np.asarray(a[row]) for a in state[:3])
     return {

@@ -98,7 +98,7 @@ def test_without_noise_it_is_greedy_verification():
     for wrong in range(1, N + 1):
         tokens = np.concatenate([[0], right[:-1]])
         tokens[wrong:] = (tokens[wrong:] + 1) % V
-        found = one(scores, 9 * rng.gumbel(size=(N, V)), Proposal(tokens, chain(N - 1).tree))
+        found = one(scores, 9 * rng.gumbel(size=(N, V)), Proposal(jnp.asarray(tokens), chain(N - 1).tree))
         assert found == (wrong - 1, right[wrong - 1])
 
 
