@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks
-from jaxspec.core.laws import log_prob, scores
+from jaxspec.core.laws import log_prob, scores, tempered
 from jaxspec.core.mesh import DATA, MODEL, check, groups
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
@@ -127,8 +127,9 @@ def rollout(
 def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logprobs:
     """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
 
-    With the parameters that drew the texts they are `rollout.logprobs`, up to rounding. A token that the sampled law no
-    longer keeps has -inf.
+    With the parameters that drew the texts they are `rollout.logprobs`, up to rounding. With others, a token that
+    truncation would drop counts as kept, and so do all likelier ones: every log-probability is finite, as long as no
+    bias bans a token.
 
     Args:
         target: the model, such as the policy after an update, or a reference.
@@ -183,7 +184,9 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
     logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
-    sampled = log_prob(scores(logits, sampling), token, sampling, drawn=True)
+    score, whole = scores(logits, sampling), tempered(logits, sampling)
+    own = jnp.take_along_axis(whole, token[..., None], -1)
+    sampled = log_prob(jnp.where(whole >= own, whole, score), token, sampling, drawn=True)  # kept by top-k, too
     none = jnp.zeros((*token.shape, 0))
     return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
 

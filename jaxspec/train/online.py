@@ -55,7 +55,8 @@ class OnlineHeads:
 
     def init(self, policy: Model) -> TrainState:
         """Returns the state of new heads, which guess what the policy's own projection does."""
-        return start(self.settings, self.trainee, Trainable(self.trainee.init_params(policy, None)))
+        params = jax.tree.map(jnp.copy, self.trainee.init_params(policy, None))  # some are the policy's own arrays
+        return start(self.settings, self.trainee, Trainable(params))
 
     def heads(self, state: TrainState) -> DraftHeads:
         """Returns the heads of a state, for `jaxspec.Drafting(..., heads=...)`; the state may be traced."""

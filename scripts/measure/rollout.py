@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.bench.texts import COPIES
+from jaxspec.generation.inputs import pad_prompts
 
 MODEL = "smollm2-135m-instruct"
 PROMPTS = {
@@ -29,11 +29,8 @@ PROMPTS = {
 WAYS: tuple[str, ...] = ("none", "prompt-lookup", "medusa")
 
 
-def drawer(model: jaxspec.Model, drafting: jaxspec.Drafting, prompts: list[list[int]], arguments: Any) -> Callable:
-    """Returns a jitted function from parameters and a key to a rollout."""
-    size = max(map(len, prompts))
-    tokens = jnp.asarray([ids + [0] * (size - len(ids)) for ids in prompts])
-    count = jnp.asarray([len(ids) for ids in prompts])
+def drawer(model: jaxspec.Model, drafting: jaxspec.Drafting, arguments: Any) -> Callable:
+    """Returns a jitted function from parameters, prompts and a key to a rollout."""
     sampling = jaxspec.Sampling(arguments.temperature)
 
     @jax.jit
@@ -41,41 +38,56 @@ def drawer(model: jaxspec.Model, drafting: jaxspec.Drafting, prompts: list[list[
         policy = dataclasses.replace(model, params=params)
         return jaxspec.rollout(
             policy, tokens, count, key=key, sampling=sampling, max_new_tokens=arguments.tokens,
-            samples=arguments.rows // len(prompts), drafting=drafting, ignore_eos=True,
+            samples=arguments.rows // len(tokens), drafting=drafting, ignore_eos=True,
         )  # fmt: skip
 
-    return lambda params, key: draw(params, tokens, count, key)
+    return draw
 
 
-def measure(model: jaxspec.Model, prompts: list[list[int]], arguments: Any) -> dict[str, Any]:
-    """Returns tokens per second and tokens per round of each drafter, and how many texts equal plain decoding's."""
+def padded(model: jaxspec.Model) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns the prompts of each kind, all of one shape, so that they share a compilation, and their lengths."""
+    ids = {
+        name: [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        for name, texts in PROMPTS.items()
+    }
+    size = max(len(prompt) for prompts in ids.values() for prompt in prompts)
+    return {name: pad_prompts(prompts, size) for name, prompts in ids.items()}
+
+
+def measure(model: jaxspec.Model, arguments: Any) -> dict[str, Any]:
+    """Returns, by kind of prompt, the figures of each drafter, and how many texts equal plain decoding's."""
     heads = jaxspec.load_heads(MODEL, target=model)
     settings = {"none": jaxspec.Drafting("none"), "prompt-lookup": jaxspec.Drafting("prompt-lookup", tree=7)}
     settings["medusa"] = jaxspec.Drafting("medusa", heads=heads, tree=3)
-    draws = {way: drawer(model, settings[way], prompts, arguments) for way in WAYS}
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    rounds, same, texts = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), 0
-    for repeat in range(arguments.repeats + 1):
-        params = model.params | {"norm": model.params["norm"] * (1 + 1e-3 * repeat)}
-        plain = None
-        for way, draw in draws.items():
-            start = time.perf_counter()
-            rollout = jax.block_until_ready(draw(params, jax.random.key(repeat)))
-            seconds = time.perf_counter() - start
-            tokens = np.asarray(rollout.tokens)
-            plain = tokens if plain is None else plain
-            if repeat:
-                rates[way].append(float(rollout.drawn.sum()) / seconds)
-                rounds[way] += int(rollout.rounds.sum())
-                same[way] += int((tokens == plain).all(1).sum())
-        texts += arguments.rows * bool(repeat)
-    found: dict[str, Any] = {"texts": texts, "ways": {}}
-    for way in WAYS:
-        ratio = np.median(np.array(rates[way]) / np.array(rates["none"]))
-        found["ways"][way] = {
-            "tokens_per_s": quartiles(rates[way]), "times_plain": significant(ratio),
-            "tokens_per_round": significant(texts * arguments.tokens / rounds[way]), "same_texts": same[way],
-        }  # fmt: skip
+    draws = {way: drawer(model, settings[way], arguments) for way in WAYS}
+    score = jax.jit(lambda params, rollout: jaxspec.log_probs(dataclasses.replace(model, params=params), rollout))
+    found: dict[str, Any] = {}
+    for name, prompts in padded(model).items():
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        rounds, same, texts, gap = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), 0, 0.0
+        for repeat in range(arguments.repeats + 1):
+            params = model.params | {"norm": model.params["norm"] * (1 + 1e-3 * repeat)}
+            plain = None
+            for way, draw in draws.items():
+                start = time.perf_counter()
+                rollout = jax.block_until_ready(draw(params, *prompts, jax.random.key(repeat)))
+                seconds = time.perf_counter() - start
+                tokens = np.asarray(rollout.tokens)
+                plain = tokens if plain is None else plain
+                if repeat:
+                    rates[way].append(float(rollout.drawn.sum()) / seconds)
+                    rounds[way] += int(rollout.rounds.sum())
+                    same[way] += int((tokens == plain).all(1).sum())
+                if repeat == 1:
+                    gap = max(gap, float(abs(score(params, rollout).sampled - rollout.logprobs.sampled).max()))
+            texts += arguments.rows * bool(repeat)
+        found[name] = {"texts": texts, "largest_gap": significant(gap, 2), "ways": {}}
+        for way in WAYS:
+            ratio = np.median(np.array(rates[way]) / np.array(rates["none"]))
+            found[name]["ways"][way] = {
+                "tokens_per_s": quartiles(rates[way]), "times_plain": significant(ratio),
+                "tokens_per_round": significant(texts * arguments.tokens / rounds[way]), "same_texts": same[way],
+            }  # fmt: skip
     return found
 
 
@@ -85,21 +97,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of a text")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--form", choices=("both", "kernels", "xla"), default="both", help="of the model's matrices")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     values: dict[str, Any] = {"rows": arguments.rows, "temperature": arguments.temperature, "runs": []}
-    for kernels in (True, False):
+    for kernels in {"both": (True, False), "kernels": (True,), "xla": (False,)}[arguments.form]:
         model = jaxspec.load(MODEL, kernels=kernels)
-        for name, prompts in PROMPTS.items():
-            ids = [model.encode_chat([{"role": "user", "content": text}]) for text in prompts]
-            found = measure(model, ids, arguments)
+        for name, found in measure(model, arguments).items():
             values["runs"].append({"kernels": kernels, "prompts": name} | found)
             for way, entry in found["ways"].items():
                 low, middle, high = entry["tokens_per_s"]
                 form = "CPU kernels" if kernels else "XLA"
                 print(f"{form:11} {name:9} {way:14} {middle:7.1f} tokens/s ({low:.1f} to {high:.1f}), "
                       f"{entry['times_plain']:.2f} x plain, {entry['tokens_per_round']:.2f} tokens per round, "
-                      f"{entry['same_texts']} of {found['texts']} texts", flush=True)  # fmt: skip
+                      f"{entry['same_texts']} of {found['texts']} texts, log-probabilities within "
+                      f"{found['largest_gap']:g}", flush=True)  # fmt: skip
     if arguments.record:
         print(f"written: {write(arguments.record, 'rollout', sys.argv, values)}")
     return 0

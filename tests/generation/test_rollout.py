@@ -130,7 +130,7 @@ def test_rows_are_those_of_generate(drawn):
         assert not drawn.tokens[row, end:].any()
         assert (start, end - start) == (len(PROMPTS[row // SAMPLES]), size)
         assert (drawn.status[row] == jaxspec.Status.STOP) == (text.finish_reason == "stop")
-        for name, given in (("raw", text.logprobs.raw), ("sampled", text.logprobs.sampled)):
+        for name, given in (("raw", text.logprobs), ("sampled", text.sampled_logprobs)):
             own = getattr(drawn.logprobs, name)[row]
             np.testing.assert_allclose(own[:size], given, atol=1e-6)
             assert not own[size:].any()
@@ -156,17 +156,17 @@ def test_other_parameters_and_settings_compile_nothing(drawn):
     assert texts(first) == texts(drawn)
 
 
-def law(logits, row) -> np.ndarray:
-    """The log-law that a row samples, in float64."""
+def law(logits, row, token) -> np.ndarray:
+    """The log-law that a row samples, in float64; `token` and likelier ones are always kept."""
     names = "temperature", "top_k", "top_p", "min_p"
     temperature, top_k, top_p, min_p = (np.asarray(getattr(MIXED, name))[row].item() for name in names)
-    kept = allowed(logits, temperature, top_k, top_p, min_p)
+    kept = allowed(logits, temperature, top_k, top_p, min_p) | (logits >= logits[token])
     return log_softmax(np.where(kept, logits.astype(np.float64) / temperature, -np.inf))
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_log_probs_are_those_of_each_rows_law(drawn, changed):
-    """Raw and sampled, by the definition; under other parameters a token that is no longer kept has -inf."""
+    """Raw and sampled, by the definition; under other parameters a token that is no longer kept counts as kept."""
     params = noisy(PARAMS, 2, 0.3) if changed else PARAMS
     found = jax.tree.map(np.asarray, jaxspec.log_probs(with_params(params), drawn))
     gone = 0
@@ -175,9 +175,11 @@ def test_log_probs_are_those_of_each_rows_law(drawn, changed):
         for at, token in enumerate(text):
             logits = np.asarray(LM.logits(params, whole[: len(whole) - len(text) + at]))
             assert found.raw[row, at] == pytest.approx(log_softmax(logits)[token], abs=1e-5)
-            wanted = 0.0 if MIXED.temperature[row] == 0 else law(logits, row)[token]
-            assert found.sampled[row, at] == pytest.approx(wanted, abs=1e-5)
-            gone += wanted == -np.inf
+            if MIXED.temperature[row] > 0:
+                assert found.sampled[row, at] == pytest.approx(law(logits, row, token)[token], abs=1e-5)
+                gone += law(logits, row, logits.argmax())[token] == -np.inf
+            else:
+                assert found.sampled[row, at] == 0
         assert not found.raw[row, len(text) :].any()
     assert (gone > 0) == changed
     if not changed:
@@ -196,7 +198,8 @@ def test_gradients_are_those_of_the_law(drawn):
                 logits = LM.logits(params, whole[: len(whole) - len(text) + at])
                 total += jax.nn.log_softmax(logits)[token]
                 if MIXED.temperature[row] > 0:
-                    kept = law(np.asarray(LM.logits(PARAMS, whole[: len(whole) - len(text) + at])), row) > -np.inf
+                    now = np.asarray(LM.logits(PARAMS, whole[: len(whole) - len(text) + at]))
+                    kept = law(now, row, token) > -np.inf
                     total += jax.nn.log_softmax(jnp.where(kept, logits / MIXED.temperature[row], -jnp.inf))[token]
         return total
 

@@ -40,7 +40,7 @@ def example(steps: int, mesh: str | None = None) -> dict:
     assert own in loop
     names: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        jaxspec.save(jaxspec.Model(LM, lively(LM.init_params(jax.random.key(0)))), "TARGET")
+        jaxspec.save(jaxspec.Model(LM, lively(LM.init_params(jax.random.key(0)), 3.0)), "TARGET")
         exec(loop.replace(own, mesh or own), names)
         exec(start.partition("\nfor ")[0], names)
     draw, train, with_params, tokens, count = (
