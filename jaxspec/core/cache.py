@@ -69,7 +69,7 @@ def _values(stored: Array) -> Array:
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
     """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
     index = jnp.maximum(nodes, 0)[None, :, None, :, None]
-    return KV(*(jnp.take_along_axis(a, index, axis=3) for a in kv))
+    return KV(*(jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds") for a in kv))
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:

@@ -32,7 +32,7 @@ KEPT = 8
 GUESSES = tuple(0.3 / (rank + 1) for rank in range(KEPT))
 """Shares of the other likely tokens of the law that gave the root (`scripts/measure/replay.py`)."""
 
-TREE = dynamic(beam=8, depth=4, nodes=32)
+TREE = dynamic(beam=8, depth=7, nodes=32)
 
 
 class Tables(NamedTuple):
@@ -73,7 +73,7 @@ class Recycling:
     size: int = 1 << 13
     places: int = 4
     share: float = 0.5
-    widths: tuple[int, ...] = (1, 8)
+    widths: tuple[int, ...] = (1, 4, 8)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
     draws = True
