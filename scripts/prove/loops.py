@@ -160,4 +160,4 @@ def compiled(case: Case, platform: str, devices: Any, options: Mapping[str, str]
         start = time.perf_counter()
         done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))
     weights, state, _ = arguments
-    return Program(done, hlo.computations(done.as_text()), weights, state, time.perf_counter() - start)
+    return Program(done, hlo.computations(done.as_text() or ""), weights, state, time.perf_counter() - start)

@@ -34,7 +34,11 @@ def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any,
             if "custom_call_target" in one.rest and "host" in one.rest.lower():
                 wrong.append(f"it calls the host: {one.rest[:120]}")
             for op, type in hlo.written(parts, one):
-                if op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE and (what := large.get(hlo.elements(type))):
+                if (
+                    op not in COMPUTED
+                    and hlo.size(type, anywhere=True) >= LARGE
+                    and (what := large.get(hlo.elements(type)))
+                ):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
     return wrong
@@ -44,6 +48,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     """What every tier says about a program."""
     done, weights, state = program.done, program.weights, program.state
     memory, share = done.memory_analysis(), 4 if case.mesh else 1
+    assert memory is not None
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
     read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)

@@ -34,7 +34,7 @@ def look(case: Case) -> dict[str, Any]:
     chip = CHIPS[case.chip]
     program = loops.compiled(case, "tpu", topologies.get_topology_desc(chip.topology, "tpu").devices, {})
     cost = program.done.cost_analysis()
-    flops = (cost[0] if isinstance(cost, list) else cost).get("flops", 0.0)
+    flops = ((cost[0] if isinstance(cost, list) else cost) or {}).get("flops", 0.0)
     row = tier.report(case, chip, program)
     return row | {"gflop": flops / 1e9, "ms_by_flops": flops / chip.flops * 1e3}
 
