@@ -40,11 +40,12 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 	$(RUN) -m pytest -m tpu $(ARGS)
 	$(RUN) -m scripts.prove.tpu
 
-gpu: ## compile for GPUs without one, in an environment of its own, and check what the loop does (ARGS=--all for all)
+# In an environment of its own: its compiler and JAX are of one release.
+gpu: ## compile for GPUs without one, and check what the loop does (ARGS=--all for every combination)
 	$(MAKE) VENV=.venv-gpu-$(VERSION) in-gpu-environment
 
-in-gpu-environment: $(VENV)/dev.stamp
-	$(INSTALL) '.[gpu]'
+in-gpu-environment: $(VENV)/core.stamp
+	$(INSTALL) '.[test,gpu]'
 	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py
 	$(RUN) -m scripts.prove.gpu $(ARGS)
 

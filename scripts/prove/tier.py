@@ -44,8 +44,8 @@ def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any,
 def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     """What every tier says about a program."""
     done, weights, state = program.done, program.weights, program.state
-    memory: Any = done.memory_analysis()
-    share = 4 if case.mesh else 1
+    memory, share = done.memory_analysis(), 4 if case.mesh else 1
+    assert memory is not None
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
     read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)

@@ -33,8 +33,8 @@ def look(case: Case) -> dict[str, Any]:
     """Compiles a case, and returns its line of the table."""
     chip = CHIPS[case.chip]
     program = loops.compiled(case, "tpu", topologies.get_topology_desc(chip.topology, "tpu").devices, {})
-    cost: Any = program.done.cost_analysis()
-    flops = (cost[0] if isinstance(cost, list) else cost).get("flops", 0.0)
+    cost = program.done.cost_analysis()
+    flops = ((cost[0] if isinstance(cost, list) else cost) or {}).get("flops", 0.0)
     row = tier.report(case, chip, program)
     return row | {"gflop": flops / 1e9, "ms_by_flops": flops / chip.flops * 1e3}
 

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.toys import decoder, lively, request, texts
+from helpers.toys import transformer as toy
 from jaxspec.backend import command_buffer
 from jaxspec.core import cache as caches
 from jaxspec.core import laws
 from jaxspec.core.records import KV
+from jaxspec.core.tree import chain
 from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Weights
+from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models import transformer
 from jaxspec.models.attention import attend
 from jaxspec.models.attention_once import MOST, attend_once, block_size
@@ -157,6 +163,24 @@ def test_digits_of_four_bits_find_the_same_scores(monkeypatch):
 def test_one_row_of_a_table_is_looked_up():
     table = jnp.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(look_up(table, jnp.asarray([[2]])), [[[6, 7, 8]]])
+
+
+def test_what_is_compiled_for_a_gpu_writes_the_same_text(monkeypatch):
+    """The forms of its own, run on a CPU: plain decoding and drafts, a width of one and of five, every setting."""
+    target = toy()
+    weights = Weights(lively(target.init_params(jax.random.key(0))))
+    asked = request(
+        [[1, 2, 3, 1, 2], [4], [5, 6] * 4], 24, vocab=target.vocab, temperature=[0.0, 1.0, 0.7], top_k=[0, 9, 0],
+        top_p=[1.0, 1.0, 0.8], min_p=[0.0, 0.02, 0.0],
+    )  # fmt: skip
+
+    def written(drafter, capacity=512):
+        return texts(jax.jit(lambda w, r: decoder(target, drafter).generate(w, r, capacity))(weights, asked))
+
+    plain = written(NoDraft())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert written(NoDraft(), 768) == plain  # another capacity, so that nothing traced is used again
+    assert written(PromptLookup(chain(4), min_match=1)) == plain
 
 
 @pytest.fixture
