@@ -190,8 +190,8 @@ MUTANTS = (
         "top-p-missing-in-verification",
         "the verifier ignores top-p (mlc-llm #2940, abyo-speculate)",
         "decode/verify.py",
-        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), rows)",
-        "law = log_law(jnp.where(finite[..., None], tempered, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
+        "law = log_law(jnp.where(finite[..., None], score, 0.0), rows)",
+        "law = log_law(jnp.where(finite[..., None], score, 0.0), dataclasses.replace(rows, top_p=jnp.ones_like(rows.top_p)))",
         sampled("rejection-8-near"),
     ),
     Mutant(
@@ -329,8 +329,8 @@ MUTANTS = (
         "offset-of-the-first-half",
         "the offset of the second sixteen inputs of a block is taken of the first",
         "kernels/src/blocks.h",
-        "start ? block.sum - block.first : block.first",
-        "block.first",
+        "start ? block.less_second : block.less_first",
+        "block.less_first",
         ("tests/kernels/test_blocks.py::test_products_are_exact_where_sums_are",),
     ),
     Mutant(
@@ -345,8 +345,8 @@ MUTANTS = (
         "blocks-by-the-number-of-rows",
         "from five rows on, a block's sum is rounded before it is added: other bits than one row alone",
         "kernels/src/blocks.h",
-        "total[r] = fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);",
-        "total[r] = R > 4 ? to_float(sum[r]) * (Kind::of_output ? one : one * step) + total[r] : fma(to_float(sum[r]), Kind::of_output ? one : one * step, total[r]);",
+        "total[b][r] = fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
+        "total[b][r] = R > 4 ? to_float(sum[b][r]) * (Kind::of_output ? one : one * step) + total[b][r] : fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
         ("tests/kernels/test_blocks.py::test_rows_are_rounded_by_32_and_none_depends_on_another",),
     ),
     Mutant(

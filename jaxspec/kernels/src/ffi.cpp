@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "table.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,6 +32,13 @@ const Kernels* kernels() {
   return found;
 }
 
+// Lets the other threads of a core run, in a loop that waits.
+void rest() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Tasks that threads claim one after another. A thread that comes late finds none left, so the caller never waits for a
 // thread that has not begun.
 struct Tasks {
@@ -54,11 +60,7 @@ void in_parallel(ffi::ThreadPool& pool, long count, std::function<void(long)> ru
   auto tasks = std::make_shared<Tasks>(std::move(run), count);
   for (long thread = 1; thread < threads; thread++) pool.Schedule([tasks] { tasks->work(); });
   tasks->work();
-  while (tasks->done.load(std::memory_order_acquire) < count) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
+  while (tasks->done.load(std::memory_order_acquire) < count) rest();
 }
 
 constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
@@ -79,24 +81,29 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
     return ffi::Error::InvalidArgument("the weights do not have the size that packing gives them");
   if (type == Type::kInt8 && (long)scale.element_count() != outputs)
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
-  std::vector<char> values;
-  const long parts = integers ? padded / 32 : 0;
-  std::vector<Rounded> parts_of_rows(rows * parts);
   const float* first = x.typed_data();
-  const void* rounded = first;
-  if (type != Type::kFloat32) {
-    values.resize(rows * padded * bytes);
-    for (long row = 0; row < rows; row++)
-      kernels()->round(type, first + row * width, width, padded, values.data() + row * padded * bytes,
-                       parts_of_rows.data() + row * parts);
-    rounded = values.data();
-  }
-  const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded, rounded,
-                        parts_of_rows.data()};
   const long tasks = blocks * stride < kLeast ? 1 : kTasks * pool.num_threads();
   const long share = std::max<long>(2, up((blocks + tasks - 1) / tasks, 2));
-  in_parallel(pool, (blocks + share - 1) / share,
-              [&](long task) { kernels()->multiply(type, product, task * share, std::min(blocks, (task + 1) * share)); });
+  // Float32 rows are read as they are; others are rounded first, in as many groups as there are threads.
+  const long groups = type == Type::kFloat32 ? 0 : tasks == 1 ? 1 : std::min<long>(rows, pool.num_threads());
+  const long parts = integers ? padded / 32 : 0;
+  const std::unique_ptr<char[]> values(new char[groups ? rows * padded * bytes : 0]);
+  const std::unique_ptr<Rounded[]> parts_of_rows(new Rounded[rows * parts]);
+  const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded,
+                        groups ? (const void*)values.get() : first, parts_of_rows.get()};
+  std::atomic<long> left{groups};
+  in_parallel(pool, groups + (blocks + share - 1) / share, [&](long task) {
+    if (task < groups) {
+      for (long row = task * rows / groups; row < (task + 1) * rows / groups; row++)
+        kernels()->round(type, first + row * width, width, padded, values.get() + row * padded * bytes,
+                         parts_of_rows.get() + row * parts);
+      left.fetch_sub(1, std::memory_order_release);
+      return;
+    }
+    while (left.load(std::memory_order_acquire)) rest();  // of threads that have begun
+    const long from = (task - groups) * share;
+    kernels()->multiply(type, product, from, std::min(blocks, from + share));
+  });
   return ffi::Error::Success();
 }
 

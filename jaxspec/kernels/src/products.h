@@ -151,10 +151,10 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
         const bool several = block + kBlocks <= std::min(to, outer + group);
         const long blocks = several ? kBlocks : 1;
         const long output = block * kLanes, last = std::min(kLanes, outputs - (block + blocks - 1) * kLanes);
-        for (long row = start; row < end;) {
+        for (long row = start, pass = start ? 2 : 0; row < end; pass++) {
           // Groups of nearly equal size: ten rows are five and five.
           const long left = end - row, parts = (left + kRows - 1) / kRows, size = (left + parts - 1) / parts;
-          const int fetch = block + blocks >= to ? 0 : row == 0 ? (size == count ? 3 : 1) : row == size ? 2 : 0;
+          const int fetch = block + blocks >= to || pass > 1 ? 0 : size == count ? 3 : 1 << pass;
           const float* factors = scale ? scale + output : nullptr;
           if (!several)
             tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
