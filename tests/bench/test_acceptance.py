@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -137,7 +138,7 @@ def test_tokens_that_heads_cannot_draft_have_no_probability():
     ids = np.array([1, 4, 5, 9, 15], np.int32)
     heads = jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(1), tokens=ids))
     draft, params = head_laws(WRITER, heads)
-    rows = np.arange(10.0, dtype=np.float32).reshape(2, 1, 5)
+    rows = jnp.arange(10.0).reshape(2, 1, 5)
     whole = np.asarray(draft.head(params, rows))
     assert whole.shape == (2, 1, 16)
     np.testing.assert_array_equal(whole[..., ids], rows)
