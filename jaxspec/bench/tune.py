@@ -100,7 +100,7 @@ def tune(
     longest = as_topology(tree)
     if longest is None:
         depth = asked.build_drafter(target)[0].shape.depth
-        longest = chain(max(depth, DEPTH) if asked.heads is None else int(min(DEPTH, asked.heads.config.max_depth)))
+        longest = chain(max(depth, DEPTH) if own.heads is None else int(min(DEPTH, own.heads.config.max_depth)))
     if not isinstance(longest, Topology):
         raise InvalidConfig("only chains and static trees can be tuned; a dynamic tree changes every round")
     ids = inputs.encode_prompts(target, prompts, chat)

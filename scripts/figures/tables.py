@@ -262,8 +262,8 @@ def heads(values: Values) -> str:
     rows = []
     for label, entry in values["accuracy"].items():
         for name, key in (("top-1", "top1"), ("top-5", "top5"), ("accepted", "accepted")):
-            cells = [f"{value:.3f}" for value in entry[key]]
-            rows.append([f"{label}, {name}", *cells, *[""] * (longest - len(cells))])
+            shares = [f"{value:.3f}" for value in entry[key]]
+            rows.append([f"{label}, {name}", *shares, *[""] * (longest - len(shares))])
     parts = table(["", *(f"token {i + 1}" for i in range(longest))], rows)
     columns = list(dict.fromkeys((row["tokens"], row["temperature"], row["rule"]) for row in values["rounds"]))
     cells: dict[tuple, dict[tuple, str]] = {}

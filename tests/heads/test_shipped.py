@@ -137,7 +137,7 @@ def test_evaluation_of_heads(tmp_path, capsys, monkeypatch):
     assert evaluate.main() == 0
     record, shown = recorded("toy")
     chain, dynamic = record.values["rounds"]
-    prompts = [target.encode_chat([{"role": "user", "content": q.turns[0]}]) for q in questions]
+    prompts = [target.encode_chat([{"role": "user", "content": str(q.turns[0])}]) for q in questions]
     for row, tree in ((chain, 2), (dynamic, jaxspec.dynamic(2, 2, 4))):
         stats = jaxspec.generate(
             target, prompts, drafter="eagle", heads=tiny_eagle(), tree=tree, max_new_tokens=8
