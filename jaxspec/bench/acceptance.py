@@ -26,7 +26,7 @@ from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.laws import log_law, scores, tempered
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import ModelDrafter
+from jaxspec.core.protocols import Drafter, ModelDrafter
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.drafters.eagle import Eagle
@@ -90,6 +90,11 @@ class Figure:
     def gap(self) -> float:
         """The optimum less the acceptance."""
         return self.optimum - self.acceptance
+
+
+def has_laws(drafter: Drafter) -> bool:
+    """Returns whether `drafting_model` gives the laws that a drafter samples from."""
+    return isinstance(drafter, ModelDrafter | Eagle | Medusa)
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | HeadLaws, Params]:

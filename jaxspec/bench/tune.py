@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
-from jaxspec.core.protocols import Drafter, ModelDrafter
+from jaxspec.core.protocols import Drafter
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Dynamic, Topology, as_topology, chain
@@ -30,8 +30,6 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.decode.stats import Stats
-from jaxspec.drafters.eagle import Eagle
-from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, TuningError
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
@@ -120,7 +118,7 @@ def tune(
     tuned, rounds, drafts = measured(longest)
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(longest, rounds) if longest.is_chain else None
-    if costs and rule in RANKED and isinstance(drafts, ModelDrafter | Eagle | Medusa):
+    if costs and rule in RANKED and acceptance.has_laws(drafts):
         kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
         network, params = acceptance.drafting_model(target, asked)

@@ -158,7 +158,7 @@ def acceptance(values: Values) -> str:
             interval = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
             where = [f"{run['sampling'][name]:g}" for name in ("temperature", "top_p")]
             shares = f"{row['acceptance']:.3f}{interval}", f"{row['optimum']:.3f}"
-            token = [str(row["token"])] * several
+            token = [str(row["token"])] if several else []
             rows.append([*where, *token, str(row["children"]), f"`{row['rule']}`", *shares])
     headings = [
         "temperature",

@@ -65,6 +65,7 @@ def pack(kind: str, run: pathlib.Path, out: pathlib.Path | None) -> pathlib.Path
     if (size := sum(path.stat().st_size for path in part.iterdir())) > LARGEST:
         raise ValueError(f"{part}: {size / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: draft fewer tokens")
     place = out or SHIPPED / TARGET / str(heads.config.drafter)
+    place.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     shutil.move(part, place)
     print(f"{place}: {size / 1e6:.1f} MB")

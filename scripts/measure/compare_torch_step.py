@@ -128,7 +128,9 @@ def torch_stepper(parameters: list, compute: Any, settings: Settings):
 
     def step() -> float:
         adam.zero_grad()
-        total = torch.stack([settings.decay**i * loss for i, loss in enumerate(compute())]).sum()
+        total = torch.zeros(())
+        for i, loss in enumerate(compute()):
+            total = total + settings.decay**i * loss
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
         adam.step()
@@ -201,9 +203,9 @@ def main() -> int:
     print(
         f"jax {jax.__version__}, torch {torch.__version__}, {jax.default_backend()}, {torch.get_num_threads()} threads"
     )
-    for name, took in seconds.items():
-        median = statistics.median(took)
-        print(f"{name}: {median * 1e3:.0f} ms a step ({min(took) * 1e3:.0f} to {max(took) * 1e3:.0f}), "
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        print(f"{name}: {median * 1e3:.0f} ms a step ({min(each) * 1e3:.0f} to {max(each) * 1e3:.0f}), "
               f"{positions / median:.0f} tokens/s")  # fmt: skip
     ratio = statistics.median(b / a for a, b in zip(*seconds.values()))
     print(f"torch / jaxspec: {ratio:.2f}; losses differ by {apart:.1e} at most in {args.repeats + 1} steps")
@@ -211,10 +213,10 @@ def main() -> int:
         with open(args.json, "w") as file:
             json.dump({"seconds": seconds, "losses": values, "ratio": ratio}, file)
     if args.record:
-        record = {"kind": args.kind, "ms": {k: significant(statistics.median(v) * 1e3) for k, v in seconds.items()}}
-        record |= {"ratio": significant(ratio), "losses_apart": apart} | {name: getattr(args, name) for name in sizes}
-        versions = {"torch": torch.__version__}
-        print(f"written: {write(args.record, 'torch-step', sys.argv, record, versions)}")
+        took = {name: significant(statistics.median(each) * 1e3) for name, each in seconds.items()}
+        found = {"kind": args.kind, "ms": took, "ratio": significant(ratio), "losses_apart": apart}
+        found |= {name: getattr(args, name) for name in sizes}
+        print(f"written: {write(args.record, 'torch-step', sys.argv, found, {'torch': torch.__version__})}")
     return 0 if apart < 1e-4 else 1
 
 
