@@ -128,6 +128,8 @@ class TapDrafter(Drafter, Protocol):
 class ObservingDrafter(Drafter, Protocol):
     """A drafter that is shown the target's likeliest tokens after all nodes of a round, see `Advance.seen`.
 
+    It has no law of its own: its proposals are point masses under every rule.
+
     Attributes:
         observed: K, the number of tokens after each node.
     """
