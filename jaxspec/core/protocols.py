@@ -129,6 +129,8 @@ class TapDrafter(Drafter, Protocol):
 class SpellingDrafter(Drafter, Protocol):
     """A drafter that reads the text in tokens of its own, and takes the prompts in them, too.
 
+    It has no law of its own: its proposals are point masses under every rule.
+
     Attributes:
         room: the most tokens of its own that it reads of a text, for each slot of the target's cache.
     """

@@ -97,7 +97,7 @@ class Seen(NamedTuple):
     """The target's likeliest tokens after every node of a round, rejected ones included."""
 
     tokens: Int[Array, "B N"]  # of the nodes; -1: nothing was drafted there, and the rest is undefined
-    ids: Int[Array, "B N K"]  # in the order of their logits
+    ids: Int[Array, "B N K"]  # in the order of their logits; -1 where the vocabulary has no more
     logits: Float[Array, "B N K"]  # raw
 
 

@@ -90,12 +90,16 @@ def first_nodes(proposal: Proposal, width: int) -> Proposal:
 def likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], count: int, nodes: int) -> Seen:
     """Returns the `count` highest logits after each of the first W nodes, padded to `nodes` nodes.
 
-    The shapes do not depend on the width of the target call.
+    The shapes depend neither on the width of the target call nor on the vocabulary, which may have fewer tokens.
     """
+    values, ids = highest(logits, min(count, logits.shape[-1]))
     rest = (0, 0), (0, nodes - tokens.shape[1])
-    values, ids = highest(logits, count)
-    padded = [jnp.pad(a, (*rest, (0, 0))) for a in (ids, values.astype(jnp.float32))]
-    return Seen(jnp.pad(tokens, rest, constant_values=-1), *padded)
+    more = (*rest, (0, count - ids.shape[-1]))
+    return Seen(
+        jnp.pad(tokens, rest, constant_values=-1),
+        jnp.pad(ids, more, constant_values=-1),
+        jnp.pad(values.astype(jnp.float32), more, constant_values=-jnp.inf),
+    )
 
 
 def apply_rule(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Drafter, Rule, Schedule
+from jaxspec.core.protocols import Drafter, ObservingDrafter, Rule, Schedule
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import chain
 from jaxspec.errors import InvalidConfig, shown
@@ -77,7 +77,8 @@ def check_law(rule: Any, drafter: Drafter, vocab: int) -> None:
         InvalidConfig: the rule needs the law of the drafted tokens.
     """
     depth = drafter.shape.depth
-    if drafter.draws or depth == 0 or rule.noise is not Noise.FRESH:
+    law = drafter.draws and not isinstance(drafter, ObservingDrafter)
+    if law or depth == 0 or rule.noise is not Noise.FRESH:
         return
     proposal = Proposal(jnp.zeros(depth + 1, jnp.int32), chain(depth).tree)
     jax.eval_shape(lambda law: rule(law, proposal).node_probs, jax.ShapeDtypeStruct((depth + 1, vocab), jnp.float32))
