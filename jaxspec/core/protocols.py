@@ -127,16 +127,12 @@ class TapDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class SpellingDrafter(Drafter, Protocol):
-    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too.
-
-    It has no law of its own: its proposals are point masses under every rule.
-
-    Attributes:
-        room: the most tokens of its own that it reads of a text, for each slot of the target's cache.
-    """
+    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too."""
 
     @property
-    def room(self) -> int: ...
+    def room(self) -> int:
+        """The most tokens of its own that it reads of a text, for each slot of the target's cache."""
+        ...
 
     def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
         """Returns a prompt in the drafter's tokens; runs on the host.
@@ -154,7 +150,6 @@ class SpellingDrafter(Drafter, Protocol):
         """Returns the state with `count` tokens of its own appended to each row, before the prompt is absorbed.
 
         Args:
-            state: the drafter's.
             tokens: prompts in the drafter's tokens.
             count: their lengths; if more than P, only the first P tokens are given.
             covered: the length of the target's text that the drafter's text then spells; 0 for rows without a prompt.
@@ -164,7 +159,10 @@ class SpellingDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class ObservingDrafter(Drafter, Protocol):
-    """A drafter that is shown the target's `observed` likeliest tokens after every node of a round (`Advance.seen`)."""
+    """A drafter that is shown the target's `observed` likeliest tokens after every node of a round (`Advance.seen`).
+
+    It has no law of its own: its proposals are point masses under every rule.
+    """
 
     @property
     def observed(self) -> int: ...
