@@ -55,7 +55,7 @@ def example(steps: int, mesh: str | None = None) -> dict:
             slow, before = plain(params, tokens, count, key), jax.tree.map(jnp.copy, params)
             params, state, rollout, reward = train(params, state, tokens, count, key)
             scored = score(before, rollout)
-            gaps = [abs(a - b).max() for a, b in zip(scored[:2], rollout.logprobs[:2])]
+            gaps = [(abs(a - b) / jnp.maximum(1, abs(b))).max() for a, b in zip(scored[:2], rollout.logprobs[:2])]
             found.append(
                 {
                     "texts": rollout.tokens.tolist() if step == 0 else None,
