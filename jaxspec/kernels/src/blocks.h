@@ -143,7 +143,7 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
           if (fetches(fetch, line)) _mm_prefetch(codes + 64 * line + (b + B) * stride, _MM_HINT_T1);
-          if (fetch & 1) _mm_prefetch(codes + 64 * line + b * stride + 512, _MM_HINT_T0);
+          if (fetch & 1) _mm_prefetch(codes + 64 * line + b * stride + 2048, _MM_HINT_T0);
         }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {

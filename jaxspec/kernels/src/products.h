@@ -154,7 +154,7 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
         for (long row = start, pass = start ? 2 : 0; row < end; pass++) {
           // Groups of nearly equal size: ten rows are five and five.
           const long left = end - row, parts = (left + kRows - 1) / kRows, size = (left + parts - 1) / parts;
-          const int fetch = block + blocks >= to || pass > 1 ? 0 : size == count ? 3 : 1 << pass;
+          const int fetch = pass > 1 ? 0 : size == count ? 3 : 1 << pass;
           const float* factors = scale ? scale + output : nullptr;
           if (!several)
             tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
