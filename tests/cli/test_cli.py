@@ -347,9 +347,9 @@ def test_an_interrupt_that_python_drops_comes_again(capsys, monkeypatch):
 
     def load(*_, **__):
         gc.callbacks.append(interrupted)  # not before: a collection outside the command would take the only interrupt
+        gc.collect()
         end = time.monotonic() + 20
         while time.monotonic() < end:
-            gc.collect()
             time.sleep(0.01)
 
     monkeypatch.setattr(show, "load", load)
