@@ -409,7 +409,7 @@ def test_a_prompt_that_is_too_long_is_named_and_left_out():
 def test_what_can_be_built():
     without = [method.label for method in run.buildable(TARGET, None)]
     assert without == ["prompt-lookup", "recycling"]  # a table has no layers
-    assert [method.label for method in run.buildable(TARGET, DRAFT)] == ["prompt-lookup", "model"]
+    assert [method.label for method in run.buildable(TARGET, DRAFT)] == ["prompt-lookup", "recycling", "model"]
 
 
 @pytest.mark.parametrize(
