@@ -193,10 +193,11 @@ def attend_to_rows_and_chain(
     scores = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
     if len(seen) == 1:
         return dot("bhgtj,bhjk->bhgtk", jax.nn.softmax(scores, -1).astype(queries.dtype), first.values)
-    chain = KV(*(jnp.stack(each, axis=3) for each in zip(*seen[1:])))
+    # In float32, which is exact: XLA:CPU has no bfloat16 product of so few columns.
+    chain = KV(*(jnp.stack(each, axis=3).astype(jnp.float32) for each in zip(*seen[1:])))
     own = dot("bhgtk,bhtsk->bhgts", queries, chain.keys) * scale
-    weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1).astype(queries.dtype)
-    mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size], first.values)
+    weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1)
+    mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size].astype(queries.dtype), first.values)
     return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)
 
 

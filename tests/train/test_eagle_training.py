@@ -22,7 +22,7 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.rope import Rope
 from jaxspec.train import losses
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
-from jaxspec.train.eagle import EagleTrainee
+from jaxspec.train.eagle import EagleTrainee, attend_to_rows_and_chain
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.packing import Text, pack
@@ -126,6 +126,21 @@ def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert float(jnp.abs(other).max()) > 1e-6
         np.testing.assert_allclose(leaf, other, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_attention_in_bfloat16_is_that_in_float32(steps):
+    """In sizes at which XLA:CPU has no bfloat16 product of the chain's columns."""
+    shape, rng = (2, 3, 16, 64), np.random.default_rng(3)
+    queries = rng.normal(size=(2, 3, 3, 16, 64)).astype(np.float32)
+    seen = [KV(*rng.normal(size=(2, *shape)).astype(np.float32)) for _ in range(steps)]
+    sees = jnp.broadcast_to(jnp.tri(16, dtype=bool), (2, 16, 16))
+    attend = jax.jit(functools.partial(attend_to_rows_and_chain, scale=0.125))
+    halves = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (queries, seen))
+    expected = attend(*jax.tree.map(lambda a: a.astype(jnp.float32), halves), sees)
+    found = attend(*halves, sees)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, atol=0.02)  # weights of 8 bits, values of some 3
 
 
 @functools.partial(jax.jit, static_argnums=0)
