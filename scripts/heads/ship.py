@@ -27,9 +27,9 @@ TARGET = "smollm2-135m-instruct"
 PROMPTS = "--own 2500"
 COMMON = (
     "--dtype bfloat16 --precision bfloat16 --draft-vocab 6144 --answer-tokens 192 --answer-batch 64 --batch 4 "
-    "--steps 1600 --learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4 --fit-dtype float32"
+    "--learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4 --fit-dtype float32"
 )
-SETTINGS = {"medusa": "--heads 4 --inputs recurrent --loss kl", "eagle3": "--depth 5"}
+SETTINGS = {"medusa": "--heads 4 --inputs recurrent --loss kl --steps 1600", "eagle3": "--depth 3 --steps 1400"}
 """The options of `jaxspec train` beside `COMMON`, by the kind of heads."""
 LARGEST = 16e6
 """The most bytes of a folder that is shipped."""
