@@ -68,11 +68,11 @@ class RoundNoise:
             return gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.any_sampled)
         return jax.lax.dynamic_index_in_dim(self.shared, depth, axis=1)
 
-    def target_at(self, depths: Int[Array, "B"]) -> Float[Array, "B V"]:
-        """Returns the target's noise for the token after a node of one depth per row."""
+    def target_at(self, depths: Int[Array, "B n"]) -> Float[Array, "B n V"]:
+        """Returns the target's noise for the tokens after nodes of these depths."""
         if self.shared is None:
-            return gumbel(self.keys, (self.roots + depths)[:, None], self.vocab, self.any_sampled)[:, 0]
-        return jnp.take_along_axis(self.shared, depths[:, None, None], 1)[:, 0]
+            return gumbel(self.keys, self.roots[:, None] + depths, self.vocab, self.any_sampled)
+        return jnp.take_along_axis(self.shared, depths[..., None], 1)
 
     def fresh(self, nodes: Int[Array, "n"], vocab: int) -> Float[Array, "B n V"]:
         """Returns independent noise for the children of each node.

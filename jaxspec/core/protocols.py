@@ -227,16 +227,16 @@ class CoupledRule(Rule, Protocol):
 
     def __call__(
         self,
-        scores: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
-        noise: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
+        scores: Callable[[Int[Array, "B n"]], Float[Array, "B n V"]],
+        noise: Callable[[Int[Array, "B n"]], Float[Array, "B n V"]],
         sampling: Sampling,
         proposal: Proposal,
     ) -> Verdict:
         """Returns the deepest accepted node of every row, and the token after it.
 
         Args:
-            scores: returns the target's tempered log-scores after one node of each row.
-            noise: returns the Gumbel noise of the token after a node of one depth per row.
+            scores: returns the target's tempered log-scores after nodes of each row.
+            noise: returns the Gumbel noise of the tokens after nodes of these depths.
             sampling: the rows' settings, without bias.
             proposal: with one tree per row.
         """

@@ -118,7 +118,7 @@ def apply_rule(
     if rule.noise is Noise.SHARED:
 
         def after(nodes: Array) -> Array:
-            return scores(jnp.take_along_axis(logits, nodes[:, None, None], 1), sampling)[:, 0]
+            return scores(jnp.take_along_axis(logits, nodes[..., None], 1), sampling)
 
         def drawn_are_finite(path: Array, tokens: Array) -> Array:
             # A token drawn from scores among which one is not finite is such a one.
@@ -136,7 +136,7 @@ def apply_rule(
     stop = functools.partial(_stop, cast(WeighingRule, rule))
     node, weights = jax.vmap(stop)(law, distinct(proposal), number)
     # The token's noise is that of its position, as without a draft: no drafter of such a rule reads it.
-    extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1)[:, 0])
+    extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1))[:, 0]
     extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)
     verdict = Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
     return verdict, lambda path, tokens: jnp.take_along_axis(finite, path, 1)

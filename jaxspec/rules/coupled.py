@@ -4,6 +4,9 @@ The walk descends while the target's token is among the children. Every emitted 
 text equals that of plain decoding with the same key, for any draft. Greedy verification is the case without noise.
 For one child this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3; with several, the children are the
 draft's highest perturbed scores under the shared noise.
+
+A walk of one node after the other draws at few of them. Where a kernel's launch costs more than its work, on a GPU, the
+target draws after all nodes at once. Both give the same verdict.
 """
 
 import dataclasses
@@ -12,13 +15,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.backend.layout import on_gpu
 from jaxspec.core.draw import Noise
 from jaxspec.core.laws import choose
 from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape
+
+Read = Callable[[Int[Array, "B n"]], Float[Array, "B n V"]]
+"""Returns the scores after nodes, or the noise after nodes of these depths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,34 +38,48 @@ class Coupled:
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""
 
-    def __call__(
-        self,
-        scores: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
-        noise: Callable[[Int[Array, "B"]], Float[Array, "B V"]],
-        sampling: Sampling,
-        proposal: Proposal,
-    ) -> Verdict:
-        tree, tokens = proposal.tree, proposal.tokens
-        nodes = jnp.arange(tokens.shape[1])
+    def __call__(self, scores: Read, noise: Read, sampling: Sampling, proposal: Proposal) -> Verdict:
+        draws = _at_once if on_gpu() else _one_by_one
+        accepted, drawn = draws(scores, noise, sampling, proposal)
+        node = jnp.argmax(jnp.where(accepted, proposal.tree.depths, -1), -1).astype(jnp.int32)
+        return Verdict(node, jnp.take_along_axis(drawn, node[:, None], 1)[:, 0])
 
-        def at(values: Array, node: Array) -> Array:
-            return jnp.take_along_axis(values, node[:, None], 1)[:, 0]
 
-        def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            # A node at a time, as most of a tree is not reached. Children come after their parents.
-            node, accepted, drawn = state
-            read = jnp.minimum(node, nodes.size - 1)  # a row may have ended before others
-            own = jax.vmap(choose)(scores(read)[:, None], noise(at(tree.depths, read))[:, None], sampling)
-            accepted |= (tree.parents == node[:, None]) & (tokens == own)
-            drawn = jnp.where(nodes == node[:, None], own, drawn)
-            ahead = accepted & (nodes > node[:, None])
-            return jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32), accepted, drawn
+def _one_by_one(
+    scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
+) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
+    """Returns the accepted nodes, and the token drawn after each of them."""
+    tree, tokens = proposal.tree, proposal.tokens
+    nodes = jnp.arange(tokens.shape[1])
 
-        start = (
-            jnp.zeros(len(tokens), jnp.int32),
-            jnp.zeros_like(tokens, bool).at[:, 0].set(True),
-            jnp.zeros_like(tokens),
-        )
-        _, accepted, drawn = lax.while_loop(lambda state: (state[0] < nodes.size).any(), draw, start)
-        node = jnp.argmax(jnp.where(accepted, tree.depths, -1), -1).astype(jnp.int32)
-        return Verdict(node, at(drawn, node))
+    def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # Most of a tree is not reached. Children come after their parents.
+        node, accepted, drawn = state
+        read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before others
+        own = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
+        accepted |= (tree.parents == node[:, None]) & (tokens == own)
+        drawn = jnp.where(nodes == node[:, None], own, drawn)
+        ahead = accepted & (nodes > node[:, None])
+        return jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32), accepted, drawn
+
+    start = (
+        jnp.zeros(len(tokens), jnp.int32),
+        jnp.zeros_like(tokens, bool).at[:, 0].set(True),
+        jnp.zeros_like(tokens),
+    )
+    return lax.while_loop(lambda state: (state[0] < nodes.size).any(), draw, start)[1:]
+
+
+def _at_once(
+    scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
+) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
+    """Returns the accepted nodes, and the token drawn after every node, from one draw of noise per depth."""
+    tree, tokens = proposal.tree, proposal.tokens
+
+    def every(count: int) -> Array:
+        return jnp.broadcast_to(jnp.arange(count), (len(tokens), count))
+
+    extra = jnp.take_along_axis(noise(every(tree.paths.shape[-1])), tree.depths[..., None], 1)
+    drawn = jax.vmap(choose)(scores(every(tokens.shape[1])), extra, sampling)
+    agrees = (tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), 1)).at[:, 0].set(True)
+    return (agrees[:, None] | ~tree.ancestors).all(-1), drawn

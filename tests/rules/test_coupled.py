@@ -1,5 +1,7 @@
 """Tests the coupled rule: the walk against one in Python, its match probability, and the law of emitted tokens."""
 
+import functools
+import unittest.mock
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape, branching, build, chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
+from jaxspec.rules import coupled as rule
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import ScriptedDrafter, TableLM, g_test
 
@@ -21,20 +24,26 @@ N, V = 8, 4
 SHAPE = TreeShape(N, N - 1, N - 1)
 
 
-@jax.jit
 def coupled(scores, noise, rows, proposal):
-    """The verdict on proposals `[B, ...]`, given all scores `[B, N, V]` and all noise `[B, D1, V]`."""
+    """The verdict on proposals `[B, ...]`, given all scores `[B, N, V]` and all noise `[B, D1, V]`, in both forms."""
+    walked, at_once = (_coupled(gpu, scores, noise, rows, proposal) for gpu in (False, True))
+    np.testing.assert_array_equal(walked, at_once)
+    return walked
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _coupled(gpu, scores, noise, rows, proposal):
     def of(values):
-        return lambda index: jnp.take_along_axis(values, index[:, None, None], 1)[:, 0]
+        return lambda index: jnp.take_along_axis(values, index[..., None], 1)
 
-    return Coupled()(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
+    with unittest.mock.patch.object(rule, "on_gpu", return_value=gpu):
+        return Coupled()(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
 
 
 def one(scores, noise, proposal):
     """The verdict on one greedy row."""
-    inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (scores, noise, proposal))
-    verdict = coupled(*inputs[:2], Sampling().rows(1, V), inputs[2])
+    scores, noise, proposal = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (scores, noise, proposal))
+    verdict = coupled(scores, noise, Sampling().rows(1, V), proposal)
     return int(verdict.node[0]), int(verdict.token[0])
 
 
@@ -102,6 +111,23 @@ def test_without_noise_it_is_greedy_verification():
         assert found == (wrong - 1, right[wrong - 1])
 
 
+def test_a_gpu_draws_after_all_nodes_at_once(monkeypatch):
+    """Other devices draw after one node in a turn, as a launch costs them less than a node."""
+    tree = branching(2, 2).tree
+    rows, proposal = Sampling().rows(3, V), Proposal(jnp.zeros(7, int), tree)
+    proposal = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (3, *leaf.shape)), proposal)
+    for gpu, nodes, depths in ((False, 1, 1), (True, 7, 3)):
+        asked = []
+
+        def read(places, asked=asked):
+            asked.append(places.shape)
+            return jnp.zeros((*places.shape, V))
+
+        monkeypatch.setattr(rule, "on_gpu", lambda gpu=gpu: gpu)
+        jax.eval_shape(lambda read=read: Coupled()(read, read, rows, proposal))
+        assert set(asked) == {(3, nodes), (3, depths)}
+
+
 def test_match_probability_of_one_child():
     """Both draw with one noise: they agree with probability sum_x 1 / sum_y max(p_y / p_x, q_y / q_x).
 
@@ -123,8 +149,8 @@ def test_match_probability_of_one_child():
             child = draw(jnp.broadcast_to(draft, (count, 1, vocab)), jnp.zeros((1,), int), 0, 1)[0][:, 0, 0]
             tokens = jnp.stack([jnp.zeros_like(child), child], 1)
             trees = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), chain(1).tree)
-            scores = jnp.broadcast_to(target, (count, vocab))
-            return Coupled()(lambda _: scores, lambda _: noise, rows, Proposal(tokens, trees)).node.mean()
+            scores = jnp.broadcast_to(target, (count, 1, vocab))
+            return Coupled()(lambda _: scores, lambda _: noise[:, None], rows, Proposal(tokens, trees)).node.mean()
 
         error = abs(float(agree(noise)) - expected)
         assert error < 4 * np.sqrt(expected * (1 - expected) / count) + 1e-6
