@@ -33,11 +33,11 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
 def assumed_cost(width: int, cpu: bool = True) -> float:
     """Returns the time of a target call of so many tokens that is assumed before it is measured, in calls of one.
 
-    On a CPU a call of up to eight tokens mostly reads the weights; beyond, it takes as long as it has tokens. This is
-    the mean of what two cores take in float32, bfloat16 and int8 (`scripts/measure/speed.py widths`). On accelerators a
-    token more costs little.
+    On a CPU a call of up to sixteen tokens mostly reads the weights; from some twenty on, it takes as long as it has
+    tokens. This is the mean of what two cores take in float32, bfloat16 and int8 (`scripts/measure/speed.py widths` and
+    `scripts/measure/first_token.py`). On accelerators a token more costs little.
     """
-    return max(1 + 0.04 * (width - 1), width / 8) if cpu else 1 + 0.01 * (width - 1)
+    return max(1 + 0.025 * (width - 1), width / 14) if cpu else 1 + 0.01 * (width - 1)
 
 
 def best_length(acceptance: float, cost: float, longest: int) -> int:
