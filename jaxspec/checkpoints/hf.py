@@ -59,6 +59,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
         architecture=str(settings["model_type"]),
         stored=stored,
+        pard_token=settings.get("pard_token"),
     )
 
 
