@@ -268,11 +268,10 @@ def test_commands_draft_with_a_folder_of_pard(folders, capsys):
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["stats"]["drafted"] > 0
     assert drafted["stats"]["draft_calls"] <= drafted["stats"]["rounds"]
-    for words, expected in (
-        (["generate", "x", "--drafter", "pard"], "--drafter pard needs --draft-model SOURCE"),
-        (["bench", "--drafters", "pard"], "the drafter pard needs --draft-model SOURCE"),
-        (["generate", "x", "--target", str(folders[0]), "--drafter", "pard", "--draft-model", str(folders[0])],
-         "does not say which token"),
-    ):  # fmt: skip
-        assert main(words) == 2
+    for call, status, expected in (
+        (["generate", "x", "--drafter", "pard"], 2, "--drafter pard needs --draft-model SOURCE"),
+        (["bench", "--drafters", "pard"], 2, "the drafter pard needs --draft-model SOURCE"),
+        ([*words, "--drafter", "pard", "--draft-model", str(folders[0])], 1, "does not say which token"),
+    ):
+        assert main(call) == status
         assert expected in capsys.readouterr().err
