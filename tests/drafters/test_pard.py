@@ -258,6 +258,16 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(token, tmp_path):
         jaxspec.load(folder)
 
 
+def test_a_folder_of_pard_2_is_loaded_as_pard(tmp_path):
+    config = tiny_config()
+    settings = {"pard_token": 5, "pard2": True, "pard2_target_layers": [-1, -8], "pard2_target_dim": 128}
+    more = {"target_proj.weight": np.zeros((64, 128), np.float32)}
+    params = random_params(config)
+    loaded = jaxspec.load(write_hf(tmp_path / "draft", config, params, settings=settings, tensors=more))
+    assert loaded.pard_token == 5
+    assert "target_proj" not in loaded.params
+
+
 def test_commands_draft_with_a_folder_of_pard(folders, capsys):
     words = ["generate", "abcabc", "--target", str(folders[0]), "--no-chat", "--max-new-tokens", "16", "--json"]
     words += ["--temperature", "0.8", "--ignore-eos"]
