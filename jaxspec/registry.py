@@ -55,6 +55,7 @@ DRAFTERS = Members(
         "recycling": "jaxspec.drafters.recycling:Recycling",
         "early-exit": "jaxspec.drafters.early_exit:EarlyExit",
         "model": "jaxspec.drafters.model:ModelDraft",
+        "pard": "jaxspec.drafters.pard:Pard",
         "medusa": "jaxspec.drafters.medusa:Medusa",
         "eagle": "jaxspec.drafters.eagle:Eagle",
     },

@@ -91,6 +91,7 @@ class Checkpoint:
         special_tokens: spelling of `bos_token`, `eos_token`, ..., as used by chat templates.
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
+        pard_token: the mask token of a draft model trained by PARD, or None.
     """
 
     config: ModelConfig
@@ -105,13 +106,16 @@ class Checkpoint:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
+    pard_token: int | None = None
 
     def __post_init__(self):
-        ids = self.stop_ids if self.bos_id is None else (*self.stop_ids, self.bos_id)
-        for token in ids:
+        ids = [("special token id", token) for token in self.stop_ids]
+        ids += [("special token id", self.bos_id)] if self.bos_id is not None else []
+        ids += [("pard_token", self.pard_token)] if self.pard_token is not None else []
+        for name, token in ids:
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
                 last = self.config.vocab_size - 1
-                raise CheckpointError(f"{self.source}: special token id {token!r:.80}, expected 0 .. {last}")
+                raise CheckpointError(f"{self.source}: {name} {token!r:.80}, expected 0 .. {last}")
         template = self.chat_template
         if template is not None and not isinstance(template, str):
             raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a string")

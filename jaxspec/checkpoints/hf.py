@@ -59,6 +59,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
         architecture=str(settings["model_type"]),
         stored=stored,
+        pard_token=settings.get("pard_token"),
     )
 
 
@@ -84,9 +85,10 @@ def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tu
         array = common.check_finite(tensor.where, name, tensor.read().astype(np.float32, copy=False))
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
-    # Ignore the rotary frequencies in some old files, which follow from rope_theta, and Medusa heads (`jaxspec.heads`).
+    # Ignore the rotary frequencies in some old files, which follow from rope_theta, Medusa heads (`jaxspec.heads`), and
+    # the projection of a PARD-2 model (arXiv:2605.08632), which drafts as a PARD model without it.
     stored = {key: tensor.stored for key, tensor in tensors.items()}
-    ignored = re.compile(r"medusa_head\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
+    ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: one.shape for key, one in stored.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
     readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)

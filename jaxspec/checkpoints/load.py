@@ -121,6 +121,7 @@ def load(
         stop_ids=checkpoint.stop_ids,
         name=name,
         preset=source if isinstance(source, str) and source in PRESETS else None,
+        pard_token=checkpoint.pard_token,
     )
 
 

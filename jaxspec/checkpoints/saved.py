@@ -80,6 +80,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         "stop_ids": list(model.stop_ids),
         "chat_template": None if template is None else template.source,
         "special_tokens": {} if template is None else template.special_tokens,
+        "pard_token": model.pard_token,
     }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         special_tokens=special,
         architecture="jaxspec",
         stored=stored,
+        pard_token=manifest.get("pard_token"),
     )
 
 

@@ -17,6 +17,7 @@ from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.drafting import (
     TREE_GRAMMAR,
+    WITH_DRAFT,
     WITH_HEADS,
     add_drafter_options,
     add_heads,
@@ -262,17 +263,17 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         methods.append(Method("tuned", Drafting.load(args.tuned)))
     names = [str(method.drafting.drafter) for method in methods]
     takes = set().union(*(find("drafter", name).takes for name in names))
-    for option, field, users in (("draft_model", "draft", ("model",)), ("heads", "heads", WITH_HEADS)):
+    for option, field, users in (("draft_model", "draft", WITH_DRAFT), ("heads", "heads", WITH_HEADS)):
         if getattr(args, option) is not None and field not in takes:
             raise UsageError(f"--{option.replace('_', '-')} is for the drafter {' or '.join(users)}, not in --drafters")
     for name, _ in args.drafter_option:
         if name not in takes:
             raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
-    if "draft" in takes:
+    if "model" in names:
         args.draft_model = args.draft_model or own_draft(args.target)
-    if "draft" in takes and args.draft_model is None:
-        raise UsageError("the drafter model needs --draft-model SOURCE")
     for name in names:
+        if name in WITH_DRAFT and args.draft_model is None:
+            raise UsageError(f"the drafter {name} needs --draft-model SOURCE")
         if name in WITH_HEADS and args.heads is None and own_heads(args.target, name) is None:
             raise UsageError(f"the drafter {name} needs --heads SOURCE")
     return methods

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
+WITH_DRAFT = ("model", "pard")
+"""The drafters that take `--draft-model`."""
 WITH_HEADS = ("medusa", "eagle")
 """The drafters that take `--heads`."""
 TREE_GRAMMAR = (
@@ -104,13 +106,13 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         args.draft_model = args.draft_model or own_draft(args.target)
     if args.drafter in WITH_HEADS:
         args.heads = args.heads or own_heads(args.target, args.drafter)
-    for option, drafters in (("draft_model", ("model",)), ("heads", WITH_HEADS)):
+    for option, drafters in (("draft_model", WITH_DRAFT), ("heads", WITH_HEADS)):
         if getattr(args, option) is not None and args.drafter not in drafters:
             name, users = option.replace("_", "-"), " or ".join(drafters)
             raise UsageError(f"--{name} is for --drafter {users}, not {args.drafter}")
     check_drafter_options(args)
-    if args.drafter == "model" and args.draft_model is None:
-        raise UsageError("--drafter model needs --draft-model SOURCE")
+    if args.drafter in WITH_DRAFT and args.draft_model is None:
+        raise UsageError(f"--drafter {args.drafter} needs --draft-model SOURCE")
     if args.drafter in WITH_HEADS and args.heads is None:
         raise UsageError(f"--drafter {args.drafter} needs --heads SOURCE")
     if tuned is not None:
@@ -169,7 +171,7 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
         UsageError: if `--draft-dtype` is used without a draft model.
     """
     if args.draft_dtype is not None and args.draft_model is None:
-        raise UsageError("--draft-dtype is for the draft model of --drafter model, and there is none")
+        raise UsageError("--draft-dtype is for the draft model of --drafter model or pard, and there is none")
     from jaxspec.cli import show
 
     target = show.load(args.target, args.dtype, args.context)

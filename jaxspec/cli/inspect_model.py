@@ -40,6 +40,7 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         config = checkpoint.config
         length = args.length or min(LENGTH, config.max_position)
         report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
+        report |= {} if checkpoint.pard_token is None else {"pard_token": checkpoint.pard_token}
         report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
         if args.dtype == FILE:

@@ -112,7 +112,7 @@ def add_models(parser: Parser) -> Callable:
     """Adds the options of target and draft model; returns the group's `add_argument`, for further options."""
     add = parser.add_argument_group("models").add_argument
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
-    add("--draft-model", metavar="SOURCE", help="the same for the drafter 'model' (default: the preset's own draft)")
+    add("--draft-model", metavar="SOURCE", help="of the drafters 'model' (default: the preset's own) and 'pard'")
     add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
     add("--draft-dtype", **DTYPE, help="of the draft model's weights (default: that of --dtype)")

@@ -66,7 +66,7 @@ def precompile(
         rule: name of a registered rule, or a rule object.
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
-        draft: draft model of the drafter "model", of any vocabulary; None for that of the target's preset, if any.
+        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
         draft_params: parameters of a drafter object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.

@@ -26,6 +26,7 @@ class Model:
         stop_ids: token ids that end a text.
         name: the name in tables and messages.
         preset: name of the preset it was loaded from, whose draft model and heads are then the default; None otherwise.
+        pard_token: the mask token of a draft model trained by PARD, see `jaxspec.drafters.pard`; None for other models.
 
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
@@ -38,6 +39,7 @@ class Model:
     stop_ids: tuple[int, ...] = ()
     name: str = "model"
     preset: str | None = None
+    pard_token: int | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_packed)

@@ -486,6 +486,22 @@ MUTANTS = (
         ("tests/text/test_bridge.py::test_control_tokens_are_never_compared_by_name",),
     ),
     Mutant(
+        "pard-keeps-its-masks",
+        "keys and values of mask tokens stay in the cache of a PARD model",
+        "drafters/pard.py",
+        "return caches.commit(cache, entries, count, ",
+        "return caches.commit(cache, entries, jnp.where(count > 0, size, 0), ",
+        ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[ragged]",),
+    ),
+    Mutant(
+        "pard-rows-of-padding",
+        "a row with little unread text takes the laws of a full window's rows",
+        "drafters/pard.py",
+        "rows = (jnp.maximum(count - 1, 0) + jnp.arange(depth))[:, :, None]",
+        "rows = (jnp.full_like(count, depth) + jnp.arange(depth))[:, :, None]",
+        ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[chain-3]",),
+    ),
+    Mutant(
         "recycling-keeps-the-first-of-equal-nodes",
         "of nodes with one token the entry that a scatter happens to write last is kept (Token Recycling)",
         "drafters/recycling.py",

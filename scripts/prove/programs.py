@@ -112,6 +112,8 @@ def toys() -> Iterator[tuple[str, Case]]:
     """Yields every configuration of the small models, with a name."""
     target = model("float32")
     own: dict[str, dict] = {"early-exit": {"options": {"exit_layers": 1}}, "model": {"draft": model("float32", 0.3)}}
+    if "pard" in DRAFTERS:
+        own["pard"] = own["model"] | {"options": {"pard_token": 3}}
     drafters = {name: own.get(name, {}) for name in DRAFTERS if name not in ("medusa", "eagle")}
     drafters |= {f"medusa {kind}": {"heads": heads(target, **sizes)} for kind, sizes in HEADS.items()}
     if "eagle" in DRAFTERS:
@@ -145,6 +147,7 @@ def smollm2() -> Iterator[tuple[str, Case]]:
             "model": {"draft": jaxspec.Model(shallow, target.params, target.tokenizer)},
             "medusa": {"heads": jaxspec.load_heads(SMOLLM2, target=target)},
         }
+        own["pard"] = own["model"] | {"options": {"pard_token": 3}}
         for name in (name for name in DRAFTERS if name != "eagle"):
             drafting = {"drafter": name, **own.get(name, {})}
             for rule in RULES if name == "medusa" and dtype == "float32" else ("coupled", "rejection"):

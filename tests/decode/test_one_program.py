@@ -18,6 +18,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.pard import Pard
 from jaxspec.testing import ScriptedDrafter, TableLM
 
 V = 8
@@ -180,11 +181,15 @@ def nbytes(tree) -> int:
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("tree", [branching(2, 1), dynamic(3, 3, 8)], ids=["fixed", "dynamic"])
-def test_a_round_copies_no_cache(real, tree):
+@pytest.mark.parametrize(
+    "drafter",
+    [ModelDraft(DRAFT, branching(2, 1)), ModelDraft(DRAFT, dynamic(3, 3, 8)), Pard(DRAFT, 0, 263, branching(2, 1))],
+    ids=["fixed", "dynamic", "pard"],
+)
+def test_a_round_copies_no_cache(real, drafter):
     """`run` on a donated state: no copy, no select, and beside the state less than a tenth of the cache."""
     _, weights, asked = real
-    config = decoder(REAL, ModelDraft(DRAFT, tree))
+    config = decoder(REAL, drafter)
     state = jax.eval_shape(lambda w, r: config.init(w, r, CAPACITY), weights, asked)
     assert state.cache.kv.keys.shape == CACHE
     compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile()

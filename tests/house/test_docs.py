@@ -1,8 +1,8 @@
 """Every command and every Python block of the documentation runs as it is written, in an empty working directory.
 
-What the words name is there, small: TARGET, SOURCE and DRAFT are models of bytes, HEADS and EAGLE heads, a preset's
-weights and a task's prompts come from here instead of the network. Options are added, none taken away, to make a
-command short. What cannot run is listed with its reason; a command that is neither run nor listed fails.
+What the words name is there, small: TARGET, SOURCE, DRAFT and PARD are models of bytes, HEADS and EAGLE heads, a
+preset's weights and a task's prompts come from here instead of the network. Options are added, none taken away, to make
+a command short. What cannot run is listed with its reason; a command that is neither run nor listed fails.
 """
 
 import dataclasses
@@ -112,6 +112,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     for seed, name in enumerate(("TARGET", "DRAFT")):
         path = write_gguf(place / f"{name}.gguf", CONFIG, random_params(CONFIG, seed, 0.3), metadata=METADATA)
         jaxspec.save(jaxspec.load(path), place / name)
+    jaxspec.save(dataclasses.replace(jaxspec.load(place / "DRAFT"), pard_token=0), place / "PARD")
     sizes = jaxspec.HeadsConfig(CONFIG.hidden_size, len(BYTES), 4, projection="own")
     table = jaxspec.load(place / "TARGET").params["embed"]
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")
@@ -127,7 +128,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
 def world(shelf, tmp_path, monkeypatch):
     """An empty working directory with what the words name; nothing comes from the network."""
     monkeypatch.chdir(tmp_path)
-    for word in ("TARGET", "SOURCE", "DRAFT", "HEADS", "EAGLE"):
+    for word in ("TARGET", "SOURCE", "DRAFT", "PARD", "HEADS", "EAGLE"):
         (tmp_path / word).symlink_to(shelf / word.replace("SOURCE", "TARGET"))
     for name in ("questions.jsonl", "prompts.jsonl"):
         (tmp_path / name).write_text(PROMPTS)
