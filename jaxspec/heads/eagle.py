@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,9 +23,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core import cache as caches
 from jaxspec.core.networks import HeadTarget
 from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
-from jaxspec.heads.network import Frozen, as_ids
+from jaxspec.heads.network import Frozen, start_from
 from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
 from jaxspec.models.packed import Matrix
 from jaxspec.models.transformer import Block, project
@@ -218,12 +216,4 @@ def init_params(
         InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
     """
     params = nnx.to_pure_dict(nnx.state(EagleHead(config, rngs=nnx.Rngs(params=key))))
-    if (tokens := as_ids(config, tokens)) is not None:
-        params["tokens"] = tokens
-    if projection is not None and config.own_projection:
-        expected = config.vocab_size, config.hidden_size
-        if projection.shape != expected:
-            raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
-        rows = projection if tokens is None else projection[tokens]
-        params["head"] = jnp.asarray(rows.astype(jnp.float32))
-    return jax.tree.map(jnp.asarray, params)
+    return start_from(config, params, projection, tokens)
