@@ -57,6 +57,7 @@ DRAFTERS = Members(
         "model": "jaxspec.drafters.model:ModelDraft",
         "medusa": "jaxspec.drafters.medusa:Medusa",
         "eagle": "jaxspec.drafters.eagle:Eagle",
+        "dflash": "jaxspec.drafters.dflash:DFlash",
     },
 )
 

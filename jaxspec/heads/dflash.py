@@ -123,14 +123,14 @@ class DFlashHead(nnx.Module):
         return look_up(self.markov_in[...], tokens)
 
     def follow(
-        self, words: Float[Array, "B n r"], states: Float[Array, "B n E"], memory: Float[Array, "B n r"]
-    ) -> tuple[Float[Array, "B n r"], Float[Array, "B n r"]]:
+        self, words: Float[Array, "B n r"], states: Float[Array, "B n E"], memory: Float[Array, "B n m"]
+    ) -> tuple[Float[Array, "B n r"], Float[Array, "B n m"]]:
         """Returns what the Markov head makes of the token before each row, for `correction`, and the new memory.
 
         Args:
             words: `words` of those tokens.
             states: of the rows.
-            memory: of the tokens before those, zeros at the root; only read and changed by the kind "rnn".
+            memory: of the tokens before those, `DFlashConfig.memory` wide, zeros at the root.
         """
         if self.config.markov == "vanilla":
             return words, memory

@@ -140,6 +140,11 @@ class DFlashConfig:
         return int(not self.from_anchor)
 
     @property
+    def memory(self) -> int:
+        """The width of what the Markov head keeps of the tokens before: r for the kind "rnn", else 0."""
+        return self.markov_rank if self.markov == "rnn" else 0
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """The methods of the target that return tables which the head reads, besides its `head`."""
         rows = self.draft_vocab_size is not None and not self.own_projection

@@ -392,7 +392,7 @@ MUTANTS = (
     Mutant(
         "eagle-first-token-kept",
         "an EAGLE head pairs each token with its own state, and not with the one before (vLLM #14464)",
-        "drafters/eagle.py",
+        "drafters/_tapped.py",
         "first = ((advance.start == 0) & (advance.count > 0)).astype(jnp.int32)",
         "first = jnp.zeros_like(advance.start)",
         ("tests/drafters/test_eagle_reference.py::test_dynamic_trees_of_two_rounds[0-eagle1]",),
