@@ -299,7 +299,7 @@ def test_the_kernels_compute_the_same(name):
     def compute(params, kernels):
         head = module(config, params)
         states = head(words, places, state.cache, kernels)
-        parts = [states, *head.remember(head.fuse(features, kernels), text, jnp.float32, kernels)]
+        parts = [states, *head.remember(head.fuse(jnp.asarray(features), kernels), text, jnp.float32, kernels)]
         if config.markov:
             memory = jnp.zeros((2, 4, config.memory))
             followed = head.follow(head.words(jnp.arange(8).reshape(2, 4)), states, memory)
