@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jaxspec.generation.rollout import Rollout as Rollout
     from jaxspec.generation.rollout import log_probs as log_probs
     from jaxspec.generation.rollout import rollout as rollout
+    from jaxspec.heads.dflash_config import DFlashConfig as DFlashConfig
     from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
@@ -87,6 +88,7 @@ _MODULES = {
     "jaxspec.models.functional": ("FunctionLM", "from_flax"),
     "jaxspec.heads.export": ("export_heads",),
     "jaxspec.heads.files": ("load_heads", "save_heads"),
+    "jaxspec.heads.dflash_config": ("DFlashConfig",),
     "jaxspec.heads.eagle_config": ("EagleConfig",),
     "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model",),

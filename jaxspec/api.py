@@ -82,7 +82,7 @@ def generate(
         draft_params: parameters of a drafter object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.
-        heads: draft heads of the drafters "medusa" and "eagle", or their location, see `load_heads`; None for those of
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
             the target's preset, if any.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
@@ -187,7 +187,7 @@ def stream(
         draft_params: parameters of a drafter object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.
-        heads: draft heads of the drafters "medusa" and "eagle", or their location, see `load_heads`; None for those of
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
             the target's preset, if any.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for

@@ -58,6 +58,7 @@ DRAFTERS = Members(
         "pard": "jaxspec.drafters.pard:Pard",
         "medusa": "jaxspec.drafters.medusa:Medusa",
         "eagle": "jaxspec.drafters.eagle:Eagle",
+        "dflash": "jaxspec.drafters.dflash:DFlash",
     },
 )
 

@@ -6,7 +6,7 @@ A new drafter or schedule needs a row here; a rule needs none, since a rule is b
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -24,7 +24,8 @@ from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads import eagle
+from jaxspec.heads import dflash, eagle
+from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import flatten, init_params, unflatten
 from jaxspec.models.transformer import TransformerLM
@@ -57,6 +58,7 @@ DRAFTERS = {
     "pard": DrafterCase("2x1", {"pard_token": 3}, any_network=True),
     "medusa": DrafterCase("2x1"),
     "eagle": DrafterCase("2x1", {"rope_theta": 5000.0, "taps": "1,2"}),
+    "dflash": DrafterCase("2x1", {"taps": "1,2"}),
 }
 ANY_NETWORK = [name for name, case in DRAFTERS.items() if case.any_network]
 
@@ -113,6 +115,25 @@ def random_eagle(target: jaxspec.Model) -> jaxspec.DraftHeads:
     return jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(0), tokens=ids))
 
 
+def random_dflash(target: jaxspec.Model) -> jaxspec.DraftHeads:
+    """Returns a DSpark head with random parameters, which reads two taps and drafts every other token."""
+    sizes = instance(TransformerLM, target.lm).config
+    decoder = dataclasses.replace(sizes, num_layers=1, window=None, windowed=(), window_rope=None, qk_norm=True)
+    ids = np.arange(0, sizes.vocab_size, 2)
+    config = DFlashConfig(
+        decoder, 5, 0, taps=(1, 1), markov="rnn", markov_rank=4, confidence=True, draft_vocab_size=len(ids)
+    )
+    return jaxspec.DraftHeads(config, dflash.init_params(config, jax.random.key(0), tokens=ids))
+
+
+RANDOM: dict[str, Callable[[jaxspec.Model], jaxspec.DraftHeads]] = {
+    "medusa": random_heads,
+    "eagle": random_eagle,
+    "dflash": random_dflash,
+}
+"""Heads of each drafter that takes some."""
+
+
 def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
     """Returns the arguments of `jaxspec.generate` that draft with the drafter of this name."""
     case, takes = DRAFTERS[name], registry.find("drafter", name).takes
@@ -122,7 +143,7 @@ def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
     if "draft" in takes:
         given["draft"] = jaxspec.Model(target.lm, noisy(target.params, 1, 0.3), target.tokenizer)
     if "heads" in takes:
-        given["heads"] = random_eagle(target) if name == "eagle" else random_heads(target)
+        given["heads"] = RANDOM[name](target)
     return given
 
 

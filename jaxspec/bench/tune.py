@@ -75,7 +75,7 @@ def tune(
         draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
         tree: longest chain to try, as a number, or a tree, which is kept; None for a chain of 8 or the default depth.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
-        heads: draft heads of the drafters "medusa" and "eagle", or their location, see `load_heads`; None for those of
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
             the target's preset, if any.
         rule: name of a registered rule.
         sampling: sampling settings, as numbers.

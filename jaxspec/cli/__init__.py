@@ -22,7 +22,7 @@ COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
     "chat": "talk with a language model that has a chat template, speculatively",
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
-    "export": "write draft heads in the layout of another system: Medusa's, EAGLE's or vLLM's",
+    "export": "write draft heads in the layout of another system: Medusa's, EAGLE's, DFlash's or vLLM's",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WITH_DRAFT = ("model", "pard")
 """The drafters that take `--draft-model`."""
-WITH_HEADS = ("medusa", "eagle")
+WITH_HEADS = ("medusa", "eagle", "dflash")
 """The drafters that take `--heads`."""
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
@@ -34,7 +34,7 @@ def add_heads(add: Callable) -> None:
     add(
         "--heads",
         metavar="SOURCE",
-        help="heads of the drafters 'medusa' and 'eagle': a directory, a file, a Hub repository (default: "
+        help="heads of 'medusa', 'eagle' or 'dflash': a directory, a file, a Hub repository (default: "
         "the preset's own)",
     )
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")

@@ -66,15 +66,17 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
     An EAGLE head is also tried with the target's rotary positions, if it has others.
     """
     import jaxspec
+    from jaxspec.heads.config import HeadsConfig
     from jaxspec.heads.eagle_config import EagleConfig
     from jaxspec.models.transformer import TransformerLM
 
     config, rates = heads.config, {}
     eagle = isinstance(config, EagleConfig)
+    length = CHAIN if eagle else config.num_heads if isinstance(config, HeadsConfig) else config.max_depth
 
     def decode(**options: Any) -> Any:
         return jaxspec.generate(
-            target, list(prompts), drafter=config.drafter, heads=heads, tree=CHAIN if eagle else config.num_heads,
+            target, list(prompts), drafter=config.drafter, heads=heads, tree=length,
             max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose, drafter_options=options,
         )  # fmt: skip
 
@@ -98,7 +100,7 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
 
 
 def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sizes as a flat mapping; those of the layers of an EAGLE head are among its own."""
+    """Returns sizes as a flat mapping; those of the layers of a head are among its own."""
     found: dict[str, Any] = {}
     for name, value in sizes.items():
         if isinstance(value, ModelConfig):

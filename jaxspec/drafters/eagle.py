@@ -5,29 +5,25 @@ target's states once it is committed, in one call for all tokens of a round.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, TappedTarget, TypedTarget
+from jaxspec.core.networks import LanguageModel, TappedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
 from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
-from jaxspec.errors import InvalidConfig, MissingDraft, shown
+from jaxspec.errors import MissingDraft
 from jaxspec.heads.eagle import EagleConfig, EagleHead, init_cache, module
 from jaxspec.heads.network import check_kind, check_target
-from jaxspec.kernels.library import available
 from jaxspec.models.layers import look_up, matmul
-from jaxspec.models.packed import pack, take_rows
-from jaxspec.models.transformer import TransformerLM
 
 
 class EagleState(NamedTuple):
@@ -62,20 +58,14 @@ class Eagle:
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        heads, target = inputs.heads, inputs.target.lm
+        heads = inputs.heads
         if heads is None:
             raise MissingDraft("the drafter 'eagle' needs an EAGLE head (heads=..., or --heads)")
         check_kind(heads, EagleConfig, "eagle")
-        config = _with_options(heads.config, inputs.options)
+        config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
-        dtype = _dtype(target)
-        params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
-        if config.draft_vocab_size is not None and not config.own_projection:
-            # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
-            config = dataclasses.replace(config, own_projection=True)
-            params["head"] = take_rows(target.unembedding(inputs.target.params), params["tokens"])
-        drafter = cls(config, target, inputs.tree or heads.tree or chain(4))
-        return drafter, pack(params) if drafter._packed else params
+        config, params = prepare(config, heads, inputs.target)
+        return cls(config, inputs.target.lm, inputs.tree or heads.tree or chain(4)), params
 
     @property
     def shape(self) -> TreeShape:
@@ -91,17 +81,14 @@ class Eagle:
         return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
 
     def init(self, params: Params, batch: int, capacity: int) -> EagleState:
-        cache = init_cache(self.config, batch, capacity, _dtype(self.target))
+        cache = init_cache(self.config, batch, capacity, dtype_of(self.target))
         return EagleState(cache, jnp.zeros((batch, self.config.hidden_size), jnp.float32))
 
     def absorb(self, params: Params, state: EagleState, advance: Advance) -> EagleState:
         """Reads committed tokens with the target's states before them; the text's first token has none."""
         cache, (batch, size) = state.cache, advance.tokens.shape
-        first = ((advance.start == 0) & (advance.count > 0)).astype(jnp.int32)
-        count, steps = advance.count - first, jnp.arange(size)
-        at = jnp.minimum(first[:, None] + steps, size - 1)
-        tokens = jnp.take_along_axis(advance.tokens, at, axis=1)
-        features = jnp.take_along_axis(advance.features, at[:, :, None], axis=1)
+        tokens, features, count = pairs(advance)
+        steps = jnp.arange(size)
         causal = jnp.broadcast_to(steps[:, None] >= steps, (batch, size, size))
         window, head = Window(tokens, cache.length[:, None] + steps, causal), module(self.config, params)
         states = head.fuse(features, self._kernels)
@@ -152,31 +139,5 @@ class Eagle:
         return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
 
     @property
-    def _packed(self) -> bool:
-        return isinstance(self.target, TransformerLM) and self.target.kernels
-
-    @property
     def _kernels(self) -> bool:
-        return self._packed and available()
-
-
-def _with_options(config: EagleConfig, options: Mapping[str, Any]) -> EagleConfig:
-    """Returns the sizes with the base of rotary positions, and the taps, that the options state."""
-    if (theta := options.get("rope_theta")) is not None:
-        rope = dataclasses.replace(config.decoder.rope, theta=theta)
-        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, rope=rope))
-    if (taps := options.get("taps")) is not None:
-        parts = taps.split(",") if isinstance(taps, str) else taps if isinstance(taps, (list, tuple)) else ()
-        numbers = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
-        if len(numbers) != config.num_taps:
-            raise InvalidConfig(
-                f"taps must be {config.num_taps} layers of the target, as the head reads, such as "
-                f"(2, 15, 27) or '2,15,27'; got {shown(taps)}"
-            )
-        config = dataclasses.replace(config, taps=numbers)
-    return config
-
-
-def _dtype(target: LanguageModel) -> str:
-    """Returns the dtype of the head's matrix products and of its cache."""
-    return target.dtype if isinstance(target, TypedTarget) else "float32"
+        return uses_kernels(self.target)

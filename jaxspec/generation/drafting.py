@@ -63,7 +63,7 @@ class Drafting:
         schedule: name of a registered schedule, or a schedule object. None for the whole tree in every round; for
             drafts that are copied from the text, only while drafting pays.
         draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
-        heads: draft heads of the drafters "medusa" and "eagle", or their location, see `load_heads`; None for those of
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
             the target's preset, if any.
         options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         draft_params: parameters of a drafter object.

@@ -9,12 +9,9 @@ that. Rows of committed text start from the target's states; the row of a drafte
 before it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -22,17 +19,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core.networks import HeadTarget
 from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
-from jaxspec.heads.network import Frozen, as_ids
-from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
+from jaxspec.heads.network import Frozen, start_from
+from jaxspec.models.layers import matmul, rms_norm, rotation
 from jaxspec.models.packed import Matrix
 from jaxspec.models.transformer import Block, project
-
-_ROWS, _SAME = 8192, 2**-8
-"""Rows that are compared at once, and the largest difference of a copy, relative to the largest value: bfloat16's."""
 
 
 class EagleHead(nnx.Module):
@@ -178,28 +170,6 @@ def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: DTypeLike)
     return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
 
 
-def share_embedding(config: EagleConfig, named: dict[str, Array], target: Any) -> tuple[EagleConfig, dict[str, Array]]:
-    """Drops the head's own embedding if it is a copy of the target's (`jaxspec.models.model.Model`).
-
-    Args:
-        config: sizes of the head.
-        named: its parameters by name.
-        target: the model that the head drafts for.
-    """
-    if not config.own_embedding or config.feature_size != config.hidden_size or not isinstance(target.lm, HeadTarget):
-        return config, named
-    own, table = named["embed"], target.lm.embedding(target.params)
-    if table.shape != own.shape:
-        return config, named
-    for start in range(0, len(own), _ROWS):
-        ids = jnp.arange(start, min(start + _ROWS, len(own)))
-        ours, theirs = own[ids].astype(jnp.float32), look_up(table, ids[None])[0]
-        if jnp.abs(ours - theirs).max() > _SAME * jnp.abs(theirs).max():
-            return config, named
-    rest = {name: leaf for name, leaf in named.items() if name != "embed"}
-    return dataclasses.replace(config, own_embedding=False), rest
-
-
 def init_params(
     config: EagleConfig,
     key: Array,
@@ -218,12 +188,4 @@ def init_params(
         InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
     """
     params = nnx.to_pure_dict(nnx.state(EagleHead(config, rngs=nnx.Rngs(params=key))))
-    if (tokens := as_ids(config, tokens)) is not None:
-        params["tokens"] = tokens
-    if projection is not None and config.own_projection:
-        expected = config.vocab_size, config.hidden_size
-        if projection.shape != expected:
-            raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
-        rows = projection if tokens is None else projection[tokens]
-        params["head"] = jnp.asarray(rows.astype(jnp.float32))
-    return jax.tree.map(jnp.asarray, params)
+    return start_from(config, params, projection, tokens)

@@ -1,6 +1,7 @@
 """Writes EAGLE heads as the tensors of another system's file."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from jaxspec.core.networks import TappedTarget, need_members
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_taps
 from jaxspec.heads.eagle_layouts import EagleLayout
-from jaxspec.heads.eagle_sizes import MEMBERS, OFFSETS
 from jaxspec.heads.network import DraftHeads, flatten
+from jaxspec.heads.reduced_vocab import write_ids
 from jaxspec.models.config import is_table
 from jaxspec.models.packed import Matrix
 
@@ -41,7 +42,18 @@ def eagle_contents(
             )
         config = dataclasses.replace(config, own_projection=True)
         params["head"] = projection_of(target, params.get("tokens"))
-    tensors, names = {}, layout.names_for(config)
+    tensors = file_tensors(config, params, layout.names_for(config))
+    if config.version == 3 and not (layout.nested and config.draft_vocab_size is None):  # speculators has no such map
+        ids = np.asarray(params.get("tokens", np.arange(config.rows)))
+        tensors |= write_ids(ids, config.vocab_size)
+    depth = target.lm.depth if target is not None and isinstance(target.lm, TappedTarget) else None
+    default = depth is not None and config.taps == default_taps(depth)
+    return tensors, layout.config_json(config, base, None if default else config.taps)
+
+
+def file_tensors(config: Any, params: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, np.ndarray]:
+    """Returns a head's parameters, without token ids, as tensors of these names; matrices are `[out, in]`."""
+    tensors = {}
     for ours, shape in config.param_shapes().items():
         if ours == "tokens":
             continue
@@ -50,13 +62,7 @@ def eagle_contents(
         array = array if array.ndim < 2 or is_table(kind) else array.T
         ends = np.cumsum([rows for rows, *_ in file_shapes(config.decoder, kind, shape, len(parts))])
         tensors |= zip(parts, np.split(array, ends[:-1]), strict=True)
-    if config.version == 3 and not (layout.nested and config.draft_vocab_size is None):  # speculators has no such map
-        ids = np.asarray(params.get("tokens", np.arange(config.rows)))
-        tensors[OFFSETS] = (ids - np.arange(config.rows)).astype(np.int64)
-        tensors[MEMBERS] = np.isin(np.arange(config.vocab_size), ids)
-    depth = target.lm.depth if target is not None and isinstance(target.lm, TappedTarget) else None
-    default = depth is not None and config.taps == default_taps(depth)
-    return tensors, layout.config_json(config, base, None if default else config.taps)
+    return tensors
 
 
 def projection_of(target: Any, ids: Int[Array | np.ndarray, "R"] | None) -> Any:

@@ -13,8 +13,9 @@ from jaxspec.checkpoints.folder import LazyTensor, check_types
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.eagle_layouts import EagleLayout
-from jaxspec.heads.eagle_sizes import MEMBERS, OFFSETS, SizeReader, read_ids
+from jaxspec.heads.eagle_sizes import SizeReader
 from jaxspec.heads.head_file import HeadFile
+from jaxspec.heads.reduced_vocab import MEMBERS, OFFSETS, read_ids
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq", re.DOTALL)
 """Rotary frequencies in some old files, which follow from rope_theta."""

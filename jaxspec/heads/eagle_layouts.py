@@ -10,10 +10,41 @@ from typing import Any, ClassVar
 from jaxspec.checkpoints.folder import WHOLE
 from jaxspec.checkpoints.hf_families import FAMILIES
 from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.models.config import ModelConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """The key of config.json that states the taps."""
 _LLAMA, _BLOCKS = FAMILIES["llama"].all_names(), "model.layers.{}."
+
+
+def layer_names(layers: str) -> dict[str, tuple[str, ...]]:
+    """Returns the tensors of each kind of parameter, as in `Family.all_names`; `layers` is the prefix of a layer's."""
+    return {
+        kind: tuple(name.replace(_BLOCKS, layers).removeprefix("model.") for name in names)
+        for kind, names in _LLAMA.items()
+    }
+
+
+def layer_settings(d: ModelConfig) -> dict[str, Any]:
+    """Returns the entries of config.json that describe layers; their rotary positions are not scaled."""
+    return {
+        "model_type": "qwen3" if d.qk_norm else "llama",
+        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[d.activation],
+        "hidden_size": d.hidden_size,
+        "intermediate_size": d.intermediate_size,
+        "num_hidden_layers": d.num_layers,
+        "num_attention_heads": d.num_heads,
+        "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        "rms_norm_eps": d.norm_eps,
+        "rope_theta": d.rope.theta,
+        "rope_parameters": {"rope_theta": d.rope.theta, "rope_type": "default"},
+        "max_position_embeddings": d.max_position,
+        "attention_bias": d.qkv_bias,
+        "mlp_bias": d.mlp_bias,
+        "tie_word_embeddings": False,
+        "vocab_size": d.vocab_size,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +82,7 @@ class EagleLayout:
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """The tensors of each kind of parameter, as in `Family.all_names`."""
-        found = {
-            kind: tuple(name.replace(_BLOCKS, self.layers).removeprefix("model.") for name in names)
-            for kind, names in _LLAMA.items()
-        }
-        return found | {
+        return layer_names(self.layers) | {
             "fc": ("fc.weight",),
             "fc_bias": ("fc.bias",),
             "input_norm": ("input_norm.weight",),
@@ -74,28 +101,9 @@ class EagleLayout:
             base: the target's name, or None.
             taps: the taps, if they are not the default ones of the target.
         """
-        d, kind = config.decoder, "qwen3" if config.decoder.qk_norm else "llama"
-        rope: dict[str, Any] = {"rope_theta": d.rope.theta, "rope_type": "default"}
-        layer = {
-            "model_type": kind,
-            "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[d.activation],
-            "hidden_size": d.hidden_size,
-            "intermediate_size": d.intermediate_size,
-            "num_hidden_layers": d.num_layers,
-            "num_attention_heads": d.num_heads,
-            "num_key_value_heads": d.num_kv_heads,
-            "head_dim": d.head_dim,
-            "rms_norm_eps": d.norm_eps,
-            "rope_theta": d.rope.theta,
-            "rope_parameters": rope,
-            "max_position_embeddings": d.max_position,
-            "attention_bias": d.qkv_bias,
-            "mlp_bias": d.mlp_bias,
-            "tie_word_embeddings": False,
-            "vocab_size": d.vocab_size,
-        }
+        layer = layer_settings(config.decoder)
         if config.version == 1:
-            return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | _named(base)
+            return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | named(base)
         switches = {
             "draft_vocab_size": config.rows,
             "target_hidden_size": config.target_size,
@@ -105,12 +113,16 @@ class EagleLayout:
             "norm_output": config.norm_output,
         }
         if self.nested:
-            return switches | {LAYER_IDS: None if taps is None else list(taps)} | _speculators(layer, base)
+            return (
+                switches
+                | {LAYER_IDS: None if taps is None else list(taps)}
+                | speculators_settings("eagle3", layer, 5, base)
+            )
         if taps is not None:
             switches[LAYER_IDS] = list(taps)
         if config.target_size is None:
             del switches["target_hidden_size"]
-        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | _named(base)
+        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | named(base)
 
     def obstacle(self, config: Any) -> str | None:
         """Returns the reason why the layout cannot hold a head of these sizes; None if it can."""
@@ -120,7 +132,7 @@ class EagleLayout:
             return f"the layout {self.name} is for EAGLE-{self.version} heads, this is an EAGLE-{config.version} head"
         if config.decoder.num_layers > 1 and "{}" not in self.layers:
             return f"the layout {self.name} has one layer, this head has {config.decoder.num_layers}"
-        if config.decoder.rope.divisors or config.decoder.rope.width or config.decoder.rope.scale != 1:
+        if scales_positions(config.decoder):
             return f"the layout {self.name} has no scaled rotary positions here"
         taps = config.taps or ()
         if sorted(taps) != list(taps):
@@ -134,25 +146,39 @@ class EagleLayout:
         return None
 
 
-def _named(base: str | None) -> dict[str, Any]:
+def scales_positions(d: ModelConfig) -> bool:
+    """Returns whether the rotary positions are more than their base says."""
+    return bool(d.rope.divisors or d.rope.width or d.rope.scale != 1)
+
+
+def named(base: str | None) -> dict[str, Any]:
+    """Returns the entry of config.json that names the target."""
     return {} if base is None else {"base_model_name_or_path": base}
 
 
-def _speculators(layer: Mapping[str, Any], base: str | None) -> dict[str, Any]:
-    """Returns the entries of config.json that speculators and vLLM require."""
+def speculators_settings(kind: str, layer: Mapping[str, Any], tokens: int, base: str | None) -> dict[str, Any]:
+    """Returns the entries of config.json that speculators and vLLM require.
+
+    Args:
+        kind: of heads: "eagle3", "dflash" or "dspark".
+        layer: the entries about the layers.
+        tokens: the number of tokens to draft.
+        base: the target's name, or None.
+    """
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": 5,
+        "speculative_tokens": tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
+    name = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[kind]
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [f"{name}Speculator"],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "transformer_layer_config": dict(layer),
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": base, "architectures": ["LlamaForCausalLM"]},

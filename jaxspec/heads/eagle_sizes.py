@@ -4,44 +4,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jaxspec.checkpoints.base import make_config
-from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.checkpoints.hf_families import read_activation
-from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_taps
 from jaxspec.heads.eagle_layouts import LAYER_IDS, EagleLayout
-from jaxspec.models.rope import MAX_WIDTH
+from jaxspec.heads.layer_sizes import LayerReader
 
-OFFSETS, MEMBERS = "d2t", "t2d"
-"""Tensors of a reduced vocabulary: what to add to the number of each row for its token, and which tokens have one."""
 DEFAULT_THETA = 10000.0
 
 
-class SizeReader:
-    """Reads the sizes of a head from the shapes of its tensors and the content of config.json.
-
-    Attributes:
-        notes: what users should know about the file, one sentence each.
-    """
+class SizeReader(LayerReader):
+    """Reads the sizes of an EAGLE head."""
 
     def __init__(
         self, where: str, layout: EagleLayout, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]
     ):
         """Takes the tensors' shapes without those of a reduced vocabulary; names have no prefix."""
-        self._where, self._layout, self._shapes = where, layout, shapes
-        self.notes: list[str] = []
-        self._settings = {key: value for key, value in settings.items() if value is not None}
-        inner = self._object("transformer_layer_config") if layout.nested else {}
-        self._entries = {key: value for key, value in (inner or self._settings).items() if value is not None}
-        self._more = self._settings | self._object("eagle_config")
-
-    @property
-    def vocab(self) -> int | None:
-        """The size of the vocabulary by config.json; None if it does not say it."""
-        return self._whole("vocab_size")
+        super().__init__(where, layout.layers, shapes, settings, layout.nested, "eagle_config")
+        self._layout = layout
 
     def read(self, vocab: int | None, drafted: int | None) -> EagleConfig:
         """Returns the sizes.
@@ -53,37 +32,10 @@ class SizeReader:
         Raises:
             CheckpointError: a tensor is missing, or sizes are missing or do not fit together.
         """
-        first = self._layout.layers.format(0)
         hidden, reads = self._matrix("fc.weight")
-        queries, keys = (self._matrix(f"{first}self_attn.{name}_proj.weight")[0] for name in "qk")
-        width = self._head_dim(first, queries)
-        if queries % width or keys % width:
-            raise CheckpointError(f"{self._where}: {queries} queries and {keys} keys are no whole heads of {width}")
         has = self._shapes.__contains__
         rows = self._shapes.get("lm_head.weight", (None,))[0]
-        vocab = vocab or self.vocab or (None if drafted else rows)
-        if vocab is None:
-            raise CheckpointError(f"{self._where}: config.json does not say vocab_size")
-        decoder = make_config(
-            self._where,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=self._matrix(f"{first}mlp.gate_proj.weight")[0],
-            num_layers=self._count_layers(),
-            num_heads=queries // width,
-            num_kv_heads=keys // width,
-            head_dim=width,
-            norm_eps=self._entries.get("rms_norm_eps", 1e-6),
-            tie_embeddings=False,
-            max_position=self._whole("max_position_embeddings") or 2048,
-            rope=self._rope(width),
-            activation=read_activation(self._where, self._entries),
-            qkv_bias=has(f"{first}self_attn.q_proj.bias"),
-            out_bias=has(f"{first}self_attn.o_proj.bias"),
-            mlp_bias=has(f"{first}mlp.gate_proj.bias"),
-            qk_norm=has(f"{first}self_attn.q_norm.weight"),
-        )
-        self._compare(decoder, rows)
+        decoder = self._decoder(hidden, vocab or self.vocab or (None if drafted else rows), rows)
         own = {"fc_bias": has("fc.bias"), "own_embedding": has("embed_tokens.weight")}
         more = {} if self._layout.version == 1 else self._eagle3(hidden, reads, rows, drafted)
         try:
@@ -165,131 +117,10 @@ class SizeReader:
             raise CheckpointError(f"{self._where}: {LAYER_IDS} names the target's embedding, which cannot be tapped")
         return tuple(ids)
 
-    def _head_dim(self, first: str, queries: int) -> int:
-        norm, heads = self._shapes.get(f"{first}self_attn.q_norm.weight"), self._whole("num_attention_heads")
-        stated = self._whole("head_dim")
-        if norm is not None and len(norm) == 1:
-            width = norm[0]
-        elif heads is not None and queries % heads == 0:
-            width = queries // heads
-        elif stated is not None:
-            width = stated
-        else:
-            raise CheckpointError(
-                f"{self._where}: config.json says {heads} num_attention_heads, which do not divide the "
-                f"{queries} rows of q_proj.weight"
-            )
-        if not 0 < width <= MAX_WIDTH:
-            raise CheckpointError(f"{self._where}: the width of a head is {width}, expected 1 to {MAX_WIDTH}")
-        return width
-
     def _rope(self, width: int) -> Any:
-        scaled = self._entries.get("rope_parameters") or self._entries.get("rope_scaling") or {}
-        if "rope_theta" not in self._entries and not (isinstance(scaled, dict) and "rope_theta" in scaled):
+        if not self._has_theta():
             self.notes.append(
                 f"config.json has no rope_theta; {DEFAULT_THETA:.0f} is used, as by EAGLE's own code. If fewer tokens "
                 "are accepted than published, try the target's by the option rope_theta of the drafter"
             )
-        reader = RopeReader(self._where, self._entries, width, self._whole("max_position_embeddings") or 2048, None)
-        return reader.read("full_attention")
-
-    def _count_layers(self) -> int:
-        pattern = re.escape(self._layout.layers).replace(r"\{\}", r"(\d{1,4})")
-        found = {match[1] for name in self._shapes if (match := re.match(pattern, name, re.ASCII)) and match.groups()}
-        return max(map(int, found), default=0) + 1
-
-    def _compare(self, decoder: Any, rows: int | None) -> None:
-        """Notes where config.json differs from the tensors."""
-        sizes = {
-            "hidden_size": decoder.hidden_size,
-            "intermediate_size": decoder.intermediate_size,
-            "num_hidden_layers": decoder.num_layers,
-            "num_attention_heads": decoder.num_heads,
-            "num_key_value_heads": decoder.num_kv_heads,
-            "head_dim": decoder.head_dim,
-            "vocab_size": decoder.vocab_size,
-        }
-        said = self._settings | self._entries
-        for key, size in (sizes | ({} if rows is None else {"draft_vocab_size": rows})).items():
-            if key in said and said[key] != size:
-                self.notes.append(f"config.json says {key} {said[key]!r:.40}, the tensors {size}")
-
-    def _matrix(self, name: str) -> tuple[int, int]:
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise CheckpointError(f"{self._where}: tensors missing: {name}")
-        if len(shape) != 2 or 0 in shape:
-            raise CheckpointError(f"{self._where}: tensor {name} has shape {list(shape)}, expected a matrix")
-        return shape[0], shape[1]
-
-    def _whole(self, key: str) -> int | None:
-        value = self._entries.get(key, self._settings.get(key))
-        if value is not None and (type(value) is not int or not 0 < value < 1 << 31):
-            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected a positive whole number")
-        return value
-
-    def _flag(self, key: str) -> bool:
-        value = self._more.get(key, self._entries.get(key, False))
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected true or false")
-        return value
-
-    def _object(self, key: str) -> dict[str, Any]:
-        value = self._settings.get(key, {})
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected an object")
-        return value
-
-
-def read_ids(
-    where: str, tensors: Mapping[str, LazyTensor], vocab: int | None, rows: int | None
-) -> tuple[int | None, np.ndarray | None]:
-    """Returns the size of the vocabulary, if it is known, and the ids of a reduced one, ascending.
-
-    Args:
-        where: the file, for messages.
-        tensors: those of the file.
-        vocab: the size of the vocabulary, if config.json or another tensor say it.
-        rows: the number of rows of the projection, if there is one.
-
-    Raises:
-        CheckpointError: the ids are missing, malformed, or contradict one another.
-    """
-    members = _vector(where, tensors, MEMBERS, ("BOOL",))
-    offsets = _vector(where, tensors, OFFSETS, ("I64", "I32"))
-    vocab = len(members) if members is not None else vocab
-    count = rows if rows is not None else None if offsets is None else len(offsets)
-    if count is None or vocab is None or count == vocab:
-        return vocab, None  # no map is read then
-    if offsets is None:
-        raise CheckpointError(
-            f"{where}: the head drafts {count} of {vocab} tokens, and the file does not say which: it has no {OFFSETS}"
-        )
-    if len(offsets) != count:
-        raise CheckpointError(f"{where}: tensor {OFFSETS} has {len(offsets)} entries, expected {count}")
-    known = None if members is None else np.flatnonzero(members)
-    for ids in (np.arange(count) + offsets, offsets):  # some files hold the ids themselves
-        sound = ids[0] >= 0 and ids[-1] < vocab and bool((np.diff(ids) > 0).all())
-        if sound and known is None and np.array_equal(offsets, np.arange(count)):
-            raise CheckpointError(
-                f"{where}: tensor {OFFSETS} counts 0, 1, 2, ..., where offsets are expected: zeros for the first "
-                f"{count} tokens"
-            )
-        if sound and (known is None or np.array_equal(ids, known)):
-            return vocab, ids.astype(np.int32)
-    raise CheckpointError(
-        f"{where}: tensor {OFFSETS} does not lead to {count} ascending ids below {vocab}"
-        + ("" if known is None else f", or not to the {len(known)} of {MEMBERS}")
-    )
-
-
-def _vector(where: str, tensors: Mapping[str, LazyTensor], name: str, types: tuple[str, ...]) -> np.ndarray | None:
-    held = tensors.get(name)
-    if held is None:
-        return None
-    if held.stored.type not in types or len(held.stored.shape) != 1 or not held.stored.shape[0]:
-        raise CheckpointError(
-            f"{where}: tensor {name} has type {held.stored.type} and shape {list(held.stored.shape)}, expected one of "
-            f"{types} and one axis"
-        )
-    return held.read()
+        return super()._rope(width)

@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxspec.errors import InvalidConfig, UnknownName, shown
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.dflash_export import dflash_contents
+from jaxspec.heads.dflash_layouts import DFlashLayout
 from jaxspec.heads.eagle_export import eagle_contents, projection_of
 from jaxspec.heads.eagle_layouts import EagleLayout
 from jaxspec.heads.files import write
@@ -36,8 +38,8 @@ def export_heads(
     Args:
         heads: the heads to write.
         directory: where the files are written; it must not hold heads yet.
-        layout: "v0.1", "legacy" or "vllm" for Medusa heads, "eagle3", "speculators" or "eagle1" for EAGLE heads; None
-            for the first that can hold them.
+        layout: "v0.1", "legacy" or "vllm" for Medusa heads, "eagle3", "speculators" or "eagle1" for EAGLE heads,
+            "dflash" or "dflash-speculators" for DFlash and DSpark heads; None for the first that can hold them.
         target: the model that the heads draft for; required if its projection must be copied.
         base: the name that other systems have for the target; None: the name of `target`.
 
@@ -67,6 +69,8 @@ def export_heads(
     base = base or (None if target is None else target.name)
     if isinstance(row, EagleLayout):
         tensors, settings = eagle_contents(heads, row, target, base)
+    elif isinstance(row, DFlashLayout):
+        tensors, settings = dflash_contents(heads, row, target, base)
     else:
         tensors, settings = _medusa_contents(heads, row, target, base)
     return write(directory, row.files[0], tensors, CONFIG, settings)

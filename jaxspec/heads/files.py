@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.heads.eagle import share_embedding
-from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.copies import share_tables
 from jaxspec.heads.find import MANIFEST, TENSORS
 from jaxspec.heads.headers import VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
@@ -35,11 +35,12 @@ def load_heads(
     dtype: DTypeLike | None = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
-    """Loads draft heads in jaxspec's own layout, or Medusa and EAGLE heads in others (`jaxspec.heads.layouts`).
+    """Loads draft heads in jaxspec's own layout, or heads of other systems in theirs (`jaxspec.heads.layouts`).
 
     A missing tensor is an error, and so is one that the layout does not have. Each block of Medusa heads has its own
-    parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. An EAGLE head
-    whose embedding is a copy of the target's shares it if `target` is given.
+    parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. An EAGLE or
+    DFlash head whose embedding is a copy of the target's shares it if `target` is given, and a DFlash head its
+    projection, too.
 
     Args:
         source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or heads that come
@@ -66,8 +67,8 @@ def load_heads(
         if dtype is not None and name != "tokens":
             array = array.astype(DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
-    if isinstance(config, EagleConfig) and target is not None:
-        config, params = share_embedding(config, params, target)
+    if not isinstance(config, HeadsConfig) and target is not None:
+        config, params = share_tables(config, params, target)
     name = found.path.name if found.path.is_dir() else found.path.parent.name
     return DraftHeads(config, unflatten(params), found.tree, name, found.notes)
 
@@ -81,7 +82,7 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     check_heads(heads)
     tree = None if heads.tree is None else heads.tree.parents
     manifest = {"format": "jaxspec-heads", "version": VERSION, "config": dataclasses.asdict(heads.config), "tree": tree}
-    if isinstance(heads.config, EagleConfig):
+    if not isinstance(heads.config, HeadsConfig):
         manifest["kind"] = heads.config.drafter
     return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
 

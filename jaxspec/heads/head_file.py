@@ -13,7 +13,7 @@ from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.kinds import HeadSizes
 from jaxspec.heads.network import check_target, vocabulary
 
 
@@ -42,9 +42,9 @@ class HeadFile:
     settings: Mapping[str, Any] = dataclasses.field(repr=False)
     tree: Topology | None = None
     notes: tuple[str, ...] = ()
-    kind: type[HeadsConfig] | type[EagleConfig] = HeadsConfig
+    kind: type[HeadSizes] = HeadsConfig
 
-    def config(self, target: Any = None) -> HeadsConfig | EagleConfig:
+    def config(self, target: Any = None) -> HeadSizes:
         """Returns the sizes; the vocabulary is the target's if the files do not state its size.
 
         Raises:
@@ -67,12 +67,10 @@ class HeadFile:
             raise type(error)(f"{self.path}: {error}") from None
         return config
 
-    def config_of_any_vocabulary(self) -> HeadsConfig | EagleConfig:
+    def config_of_any_vocabulary(self) -> HeadSizes:
         """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
-        if self.kind is EagleConfig:
-            return EagleConfig(**self.sizes)
-        sizes: dict[str, Any] = {"vocab_size": sys.maxsize} | dict(self.sizes)
-        return HeadsConfig(**sizes)
+        unknown: dict[str, Any] = {"vocab_size": sys.maxsize} if self.kind is HeadsConfig else {}
+        return self.kind(**unknown | dict(self.sizes))
 
 
 def finite_reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:

@@ -16,6 +16,9 @@ from jaxspec.checkpoints.source import find_source
 from jaxspec.core.tree import read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.dflash_files import open_dflash, parse_dflash
+from jaxspec.heads.dflash_layouts import DFlashLayout
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.eagle_files import open_eagle, parse_eagle
 from jaxspec.heads.eagle_layouts import EagleLayout
@@ -52,6 +55,8 @@ def open_heads(
     settings = folder.read_json(directory, CONFIG) or {}
     if isinstance(layout, EagleLayout):
         return open_eagle(path, where, layout, tensors, settings)
+    if isinstance(layout, DFlashLayout):
+        return open_dflash(path, where, layout, tensors, settings)
     return _open_theirs(path, where, layout, tensors, settings)
 
 
@@ -104,13 +109,13 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
     if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
         raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
     kind = manifest.get("kind", HeadsConfig.drafter)
-    if kind not in (HeadsConfig.drafter, EagleConfig.drafter):
-        raise CheckpointError(f"{where}: kind is {kind!r:.80}, expected medusa or eagle")
-    parse = parse_eagle if kind == EagleConfig.drafter else _parse_medusa
+    parsers = {HeadsConfig.drafter: _parse_medusa, EagleConfig.drafter: parse_eagle, DFlashConfig.drafter: parse_dflash}
+    if not isinstance(kind, str) or kind not in parsers:
+        raise CheckpointError(f"{where}: kind is {kind!r:.80}, expected one of {', '.join(parsers)}")
     if "tree" not in manifest:
         raise CheckpointError(f"{where}: tree is missing, expected a list of parents or null")
     try:
-        config = parse(str(where), manifest.get("config"))
+        config = parsers[kind](str(where), manifest.get("config"))
         tree = None if manifest["tree"] is None else read_parents(manifest["tree"])
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None

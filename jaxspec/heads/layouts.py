@@ -1,6 +1,6 @@
 """The layouts in which other systems store draft heads: one row of `LAYOUTS` each. Nothing here imports JAX.
 
-Those of EAGLE heads are in `jaxspec.heads.eagle_layouts`.
+Those of EAGLE heads are in `jaxspec.heads.eagle_layouts`, those of DFlash heads in `jaxspec.heads.dflash_layouts`.
 
 A row is all that jaxspec knows about a layout: recognition, reading, export, inspection, the choices of
 `jaxspec export` and the files to fetch from the Hub depend on it alone. So a new layout is a new row.
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from jaxspec.checkpoints.folder import WHOLE
 from jaxspec.heads.config import HeadsConfig
+from jaxspec.heads.dflash_layouts import DFLASH_LAYOUTS, DFlashLayout
 from jaxspec.heads.eagle_layouts import EAGLE_LAYOUTS, EagleLayout
 
 CONFIG = "config.json"
@@ -131,7 +132,8 @@ class Layout:
         return next((name for pattern, name in self.aliases.items() if re.search(pattern, key)), key)
 
 
-LAYOUTS: dict[str, Layout | EagleLayout] = {
+AnyLayout = Layout | EagleLayout | DFlashLayout
+LAYOUTS: dict[str, AnyLayout] = {
     layout.name: layout
     for layout in (
         Layout(
@@ -196,6 +198,7 @@ LAYOUTS: dict[str, Layout | EagleLayout] = {
             aliases={r"num\w*heads": "num_heads", r"num\w*layers": "num_hidden_layers"},
             constants={"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10},
         ),
+        *DFLASH_LAYOUTS,
         *EAGLE_LAYOUTS,
     )
 }
@@ -206,7 +209,7 @@ FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layo
 """The names of files that hold heads and nothing else."""
 
 
-def recognise(names: Iterable[str]) -> Layout | EagleLayout | None:
+def recognise(names: Iterable[str]) -> AnyLayout | None:
     """Returns the layout of a file with tensors of these names, with its prefix; None if it holds no heads."""
     names = list(names)
     for layout in LAYOUTS.values():

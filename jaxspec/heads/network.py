@@ -24,17 +24,18 @@ from jaxspec.core.tree import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.heads.config import INNER
 from jaxspec.heads.config import HeadsConfig as HeadsConfig
-from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.kinds import HeadSizes
 from jaxspec.models.layers import matmul
 from jaxspec.models.packed import Matrix
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DraftHeads:
-    """Loaded or trained heads, for the drafters "medusa" and "eagle".
+    """Loaded or trained heads, for the drafters "medusa", "eagle" and "dflash".
 
     Attributes:
-        config: sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle".
+        config: sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle", a `DFlashConfig` for
+            "dflash".
         params: nested arrays; their paths are the names of `param_shapes` of the sizes.
         tree: the topology that the heads draft best on, if it is known.
         name: the name of the heads in tables.
@@ -197,7 +198,7 @@ def init_params(
     return params
 
 
-def as_ids(config: HeadsConfig | EagleConfig, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
+def as_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
     """Returns the ids of a reduced vocabulary as they are among the parameters; None if it is not reduced.
 
     Raises:
@@ -213,6 +214,28 @@ def as_ids(config: HeadsConfig | EagleConfig, tokens: Int[Array | np.ndarray, "R
     if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
         raise InvalidConfig(f"token ids must be from 0 to {config.vocab_size - 1}")
     return tokens
+
+
+def start_from(
+    config: HeadSizes,
+    params: Params,
+    projection: Float[Array | np.ndarray, "V E"] | Matrix | None,
+    tokens: Int[Array | np.ndarray, "R"] | None,
+) -> Params:
+    """Returns parameters with the ids of a reduced vocabulary, and with the target's projection if there is an own one.
+
+    Raises:
+        InvalidConfig: the ids are missing, or projection or ids do not fit the sizes.
+    """
+    if (ids := as_ids(config, tokens)) is not None:
+        params["tokens"] = ids
+    if projection is not None and "head" in params:
+        expected = config.vocab_size, config.hidden_size
+        if projection.shape != expected:
+            raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
+        rows = projection if tokens is None else projection[tokens]
+        params["head"] = jnp.asarray(rows.astype(jnp.float32))
+    return jax.tree.map(jnp.asarray, params)
 
 
 def check_heads(heads: Any) -> None:
@@ -238,7 +261,7 @@ def check_kind(heads: DraftHeads, kind: type, drafter: str) -> None:
         )
 
 
-def check_target(config: HeadsConfig | EagleConfig, target: Any) -> None:
+def check_target(config: HeadSizes, target: Any) -> None:
     """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
 
     Raises:

@@ -2,16 +2,15 @@
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.eagle_layouts import EagleLayout
-from jaxspec.heads.layouts import EXPORTED, LAYOUTS, Layout
+from jaxspec.heads.kinds import HeadSizes
+from jaxspec.heads.layouts import EXPORTED, LAYOUTS, AnyLayout, Layout
 
 
-def obstacle(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout) -> str | None:
+def obstacle(config: HeadSizes, layout: AnyLayout) -> str | None:
     """Returns the reason why a layout cannot hold heads of these sizes; None if it can."""
-    if isinstance(layout, EagleLayout):
+    if not isinstance(layout, Layout):
         return layout.obstacle(config)
-    if isinstance(config, EagleConfig):
+    if not isinstance(config, HeadsConfig):
         return f"the layout {layout.name} is for Medusa heads"
     if config.reads_words:
         return f"the layout {layout.name} has no place for heads that read the path (inputs {config.inputs!r})"
@@ -26,7 +25,7 @@ def obstacle(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout) ->
     return None
 
 
-def check_layout(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout) -> None:
+def check_layout(config: HeadSizes, layout: AnyLayout) -> None:
     """Refuses a layout that cannot hold heads of these sizes.
 
     Raises:
@@ -43,7 +42,7 @@ def check_layout(config: HeadsConfig | EagleConfig, layout: Layout | EagleLayout
     raise InvalidConfig(f"{why}; these can be exported to {' and '.join(layouts_for(config)) or 'no other'}")
 
 
-def served_by(config: HeadsConfig | EagleConfig, own_target: bool = False) -> str:
+def served_by(config: HeadSizes, own_target: bool = False) -> str:
     """Returns a sentence that says which systems can serve heads of these sizes.
 
     Args:
@@ -60,7 +59,7 @@ def served_by(config: HeadsConfig | EagleConfig, own_target: bool = False) -> st
     return f"jaxspec serves these heads, and 'jaxspec export' writes them in the layouts {layouts}.{only}"
 
 
-def layouts_for(config: HeadsConfig | EagleConfig) -> list[str]:
+def layouts_for(config: HeadSizes) -> list[str]:
     """Returns the names of the layouts that heads of these sizes can be exported to."""
     return [name for name in EXPORTED if obstacle(config, LAYOUTS[name]) is None]
 

@@ -142,5 +142,5 @@ class ModelConfig:
 
 
 def is_table(name: str) -> bool:
-    """Returns whether the parameter of this name is `[V, E]`, with a row per token; other matrices are `[in, out]`."""
-    return name in ("embed", "head")
+    """Returns whether the parameter of this name has a row per token, `[V, E]`; other matrices are `[in, out]`."""
+    return name in ("embed", "head", "markov_in", "markov_out")

@@ -1,0 +1,77 @@
+"""What drafters share whose heads have layers of their own, and read taps of the target."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.networks import LanguageModel, TypedTarget
+from jaxspec.core.records import Advance, Params
+from jaxspec.errors import InvalidConfig, shown
+from jaxspec.heads.network import DraftHeads
+from jaxspec.kernels.library import available
+from jaxspec.models.model import Model
+from jaxspec.models.packed import pack, take_rows
+from jaxspec.models.transformer import TransformerLM
+
+
+def with_options(config: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the sizes with the base of rotary positions, and the taps, that the options state."""
+    if (theta := options.get("rope_theta")) is not None:
+        rope = dataclasses.replace(config.decoder.rope, theta=theta)
+        config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, rope=rope))
+    if (taps := options.get("taps")) is not None:
+        parts = taps.split(",") if isinstance(taps, str) else taps if isinstance(taps, (list, tuple)) else ()
+        numbers = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
+        if len(numbers) != config.num_taps:
+            raise InvalidConfig(
+                f"taps must be {config.num_taps} layers of the target, as the head reads, such as "
+                f"(2, 15, 27) or '2,15,27'; got {shown(taps)}"
+            )
+        config = dataclasses.replace(config, taps=numbers)
+    return config
+
+
+def prepare(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]:
+    """Returns the sizes and the parameters with which a head drafts for the target.
+
+    The matrices have the dtype of the target's products, and are packed for the CPU kernels if its own are. A reduced
+    vocabulary has its own rows of the target's projection: a round reads far fewer bytes than from the whole matrix.
+    """
+    dtype = dtype_of(target.lm)
+    params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
+    if config.draft_vocab_size is not None and not config.own_projection:
+        config = dataclasses.replace(config, own_projection=True)
+        lm: Any = target.lm
+        params["head"] = take_rows(lm.unembedding(target.params), params["tokens"])
+    return config, pack(params) if is_packed(target.lm) else params
+
+
+def dtype_of(target: LanguageModel) -> str:
+    """Returns the dtype of the head's matrix products and of its cache."""
+    return target.dtype if isinstance(target, TypedTarget) else "float32"
+
+
+def is_packed(target: LanguageModel) -> bool:
+    """Returns whether the head's matrices are packed for the CPU kernels."""
+    return isinstance(target, TransformerLM) and target.kernels
+
+
+def uses_kernels(target: LanguageModel) -> bool:
+    """Returns whether the head runs with the CPU kernels."""
+    return is_packed(target) and available()
+
+
+def pairs(advance: Advance) -> tuple[Int[Array, "B M"], Float[Array, "B M F"], Int[Array, "B"]]:
+    """Returns committed tokens with the target's feature before each, and their number.
+
+    The text's first token has no feature before it, and is left out.
+    """
+    size = advance.tokens.shape[1]
+    first = ((advance.start == 0) & (advance.count > 0)).astype(jnp.int32)
+    at = jnp.minimum(first[:, None] + jnp.arange(size), size - 1)
+    tokens = jnp.take_along_axis(advance.tokens, at, axis=1)
+    return tokens, jnp.take_along_axis(advance.features, at[:, :, None], axis=1), advance.count - first

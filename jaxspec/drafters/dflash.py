@@ -1,0 +1,146 @@
+"""The drafter "dflash": a DFlash or DSpark head, which names a block of tokens in one call (`jaxspec.heads.dflash`).
+
+Its cache holds keys and values of the target's states before the root, and no others: those of a block's rows are
+dropped. A tree has the rows of one block: the nodes of a level share a row, whose law the Markov head changes by the
+node's token, or by the tokens of its path. So the law after a node depends on nothing below it, for every rule.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core.draw import Draw
+from jaxspec.core.networks import LanguageModel, TappedTarget
+from jaxspec.core.protocols import DrafterInputs
+from jaxspec.core.records import Advance, Cache, Context, Params, Proposal
+from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.drafters._grow import grow
+from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
+from jaxspec.drafters._window import check_tree
+from jaxspec.errors import InvalidConfig, MissingDraft
+from jaxspec.heads.dflash import DFlashConfig, DFlashHead, init_cache, module
+from jaxspec.heads.network import check_kind, check_target
+from jaxspec.models.layers import look_up
+
+
+class DFlashState(NamedTuple):
+    """What the head has read of the text; slot t of its cache is made of the target's state at position t."""
+
+    cache: Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash:
+    """Draws from the distributions of a DFlash or DSpark head on states of the target.
+
+    Attributes:
+        config: sizes of the head; the option `taps` replaces what its file says.
+        target: the model whose states the head reads, and whose embedding and projection it may share.
+        tree: the topology, or the sizes of a dynamic tree; at most `DFlashConfig.max_depth` deep. A block has as many
+            rows as the tree needs.
+
+    Raises:
+        InvalidConfig: the tree is deeper than a block, has only its root, or has nodes with more children than the head
+            has tokens.
+    """
+
+    config: DFlashConfig
+    target: LanguageModel
+    tree: Topology | Dynamic
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "heads", "taps"})
+    draws = True
+
+    def __post_init__(self):
+        check_tree(self.tree, self.config.rows)
+        depth, most = self.tree.shape.depth, self.config.max_depth
+        if depth > most:
+            raise InvalidConfig(f"a block of the head names {most} tokens, got a tree of depth {depth}")
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
+        heads = inputs.heads
+        if heads is None:
+            raise MissingDraft("the drafter 'dflash' needs a DFlash or DSpark head (heads=..., or --heads)")
+        check_kind(heads, DFlashConfig, "dflash")
+        config = with_options(heads.config, inputs.options)
+        check_target(config, inputs.target)
+        config, params = prepare(config, heads, inputs.target)
+        return cls(config, inputs.target.lm, inputs.tree or heads.tree or chain(config.max_depth)), params
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree.shape
+
+    @property
+    def calls(self) -> int:
+        """One call of the head in a round, for all levels."""
+        return 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
+
+    def init(self, params: Params, batch: int, capacity: int) -> DFlashState:
+        return DFlashState(init_cache(self.config, batch, capacity, dtype_of(self.target)))
+
+    def absorb(self, params: Params, state: DFlashState, advance: Advance) -> DFlashState:
+        """Reads the target's states before the committed tokens, which are those before the new root."""
+        head, cache = module(self.config, params), state.cache
+        _, features, count = pairs(advance)
+        context = head.fuse(features, self._kernels)
+        positions = cache.length[:, None] + jnp.arange(context.shape[1])
+        entries = head.remember(context, positions, caches.value_dtype(cache.kv.keys.dtype), self._kernels)
+        return DFlashState(caches.commit(cache, entries, count, jnp.isnan(context[:, 0, 0]).astype(jnp.int32)))
+
+    def propose(self, params: Params, state: DFlashState, context: Context, draw: Draw) -> tuple[Proposal, DFlashState]:
+        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        head, config, depth = module(self.config, params), self.config, self.shape.depth
+
+        def block() -> tuple[Float[Array, "B D E"], Float[Array, "B D R"]]:
+            states = self._read(head, params, context.params, root, state.cache)
+            return states, self._logits(head, context, states)
+
+        def nothing() -> tuple[Float[Array, "B D E"], Float[Array, "B D R"]]:
+            width = config.rows if config.draft_vocab_size is not None else self.target.vocab
+            return tuple(jnp.zeros((root.size, depth, size), jnp.float32) for size in (config.hidden_size, width))
+
+        states, base = lax.cond(draw.below(0).any(), block, nothing)
+
+        def read(level: Level, memory: Float[Array, "B S m"]) -> tuple[Float[Array, "B n R"], Float[Array, "B S m"]]:
+            own, logits = (lax.dynamic_slice_in_dim(a, level.depth, 1, axis=1) for a in (states, base))
+            if config.markov is None:
+                return logits, memory
+            words = head.words(level.tokens)
+            own = jnp.broadcast_to(own, (*words.shape[:2], own.shape[2]))
+            followed, new = head.follow(words, own, level.of_parents(memory))
+            return logits + head.correction(followed)[..., : base.shape[2]], level.put(memory, new)
+
+        memory = jnp.zeros((root.size, count_slots(self.tree), config.memory), jnp.float32)
+        return grow(self.tree, root, draw, read, memory, ids=params.get("tokens")).proposal, state
+
+    def _read(
+        self, head: DFlashHead, params: Params, target_params: Params, root: Int[Array, "B"], cache: Cache
+    ) -> Float[Array, "B D E"]:
+        """Returns the states of the rows that name the tokens of each level."""
+        target: Any = self.target
+        table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
+        rows = jnp.arange(self.shape.depth + self.config.skipped)
+        tokens = jnp.where(rows == 0, root[:, None], self.config.mask_token)
+        states = head(look_up(table, tokens), cache.length[:, None] + rows, cache, self._kernels)
+        return states[:, self.config.skipped :]
+
+    def _logits(self, head: DFlashHead, context: Context, states: Float[Array, "B D E"]) -> Float[Array, "B D R"]:
+        if head.head is None:
+            return self.target.head(context.params, states)
+        logits = head.logits(states)
+        return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
+
+    @property
+    def _kernels(self) -> bool:
+        return uses_kernels(self.target)

@@ -1,0 +1,201 @@
+"""DFlash heads in Flax NNX: a few layers that name all tokens of a block in one call.
+
+DFlash (2026, arXiv:2602.06036): the taps of the target at every token of the text are fused into one state, the
+context. A block is the last token of the text, the root, and masks after it. In every layer a row of the block attends
+to keys and values that the layer makes of the context before the root, and to the rows of the block.
+
+DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head adds to a row's logits what follows from the
+token before it, a product of rank r; so the tokens of a block depend on each other, at little cost. The confidence head
+estimates how much of a row's law the target shares.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core import cache as caches
+from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.heads.dflash_config import DFlashConfig as DFlashConfig
+from jaxspec.heads.network import Frozen, start_from
+from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
+from jaxspec.models.packed import Matrix
+from jaxspec.models.transformer import Block, project
+
+
+class DFlashHead(nnx.Module):
+    """The head of a `DFlashConfig`. Activations are float32 between matmuls; norms and biases are float32."""
+
+    def __init__(self, config: DFlashConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
+        """Draws random parameters."""
+        c, shapes = config, config.param_shapes()
+
+        def matrix(name: str) -> nnx.Param | None:
+            if name not in shapes:
+                return None
+            scale = shapes[name][1 if name in ("embed", "head", "markov_out") else 0] ** -0.5
+            scale = 1.0 if name == "markov_in" else scale
+            return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shapes[name], jnp.float32).astype(dtype))
+
+        def vector(name: str, value: float = 0) -> nnx.Param | None:
+            return nnx.Param(jnp.full(shapes[name], value, jnp.float32)) if name in shapes else None
+
+        self.config = config
+        self.fc, self.hidden_norm, self.norm = matrix("fc"), vector("hidden_norm", 1), vector("norm", 1)
+        self.layers = nnx.List(Block(c.decoder, dtype, rngs) for _ in range(c.decoder.num_layers))
+        self.embed, self.head = matrix("embed"), matrix("head")
+        self.markov_in, self.markov_out = matrix("markov_in"), matrix("markov_out")
+        self.markov_mix, self.markov_mix_bias = matrix("markov_mix"), vector("markov_mix_bias")
+        self.confidence, self.confidence_bias = matrix("confidence"), vector("confidence_bias")
+        # Ids of the tokens that can be guessed, ascending; row r of `head` and `markov_out` belongs to token tokens[r].
+        self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
+
+    def fuse(self, features: Float[Array, "B T F"], kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns the context: what the layers read of the target's state at each token.
+
+        Args:
+            features: of the target, with the head's taps.
+            kernels: use the CPU kernels.
+        """
+        assert self.fc is not None
+        return self._norm(project(features[..., self.config.feature_size :], self.fc, None), self.hidden_norm, kernels)
+
+    def remember(
+        self, context: Float[Array, "B T E"], positions: Int[Array, "B T"], dtype: DTypeLike, kernels: bool = False
+    ) -> KV:
+        """Returns the keys and values of all layers for the context of tokens at these positions, `[L, B, H, T, K]`.
+
+        They are made of the context as it is: the norm before attention is for rows of blocks alone.
+        """
+        turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
+        entries = [block.heads(context, turned, dtype, kernels=kernels)[1] for block in self.layers]
+        return KV(*(jnp.stack(a) for a in zip(*entries)))
+
+    def __call__(
+        self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache, kernels: bool = False
+    ) -> Float[Array, "B b E"]:
+        """Returns the states of a block's rows, from which `head` names tokens; the cache is not written.
+
+        Args:
+            embeddings: of the root and the masks, unscaled.
+            positions: of the rows; the root's is first.
+            cache: keys and values of the context before the root.
+            kernels: use the CPU kernels.
+        """
+        batch, size = positions.shape
+        turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
+        unread = jnp.zeros((batch, size), jnp.int32)
+
+        def attention(layer: int, read: Array) -> Array:
+            seen = jnp.tril(jnp.ones((size, size), bool)) if self.config.is_causal(layer) else jnp.ones((), bool)
+            window = Window(unread, positions, jnp.broadcast_to(seen, (batch, size, size)))
+            return self.layers[layer].attention(read, layer, turned, window, cache, None, 1, kernels)[0]
+
+        return self.run(embeddings, attention, kernels)
+
+    def run(
+        self, x: Float[Array, "B b E"], attention: Callable[[int, Array], Array], kernels: bool = False
+    ) -> Float[Array, "B b E"]:
+        """Returns the states of rows, with attention of the caller's.
+
+        Args:
+            x: the embeddings of the rows, unscaled.
+            attention: a function from the number of a layer and its normed input to the output of its attention.
+            kernels: use the CPU kernels.
+        """
+        for layer, block in enumerate(self.layers):
+            x = block.mlp(x + attention(layer, block.norm(x, block.attn_norm, kernels)), kernels=kernels)
+        return self._norm(x, self.norm, kernels)
+
+    def logits(self, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
+        """Returns the logits by the head's own projection."""
+        assert self.head is not None
+        return matmul(states, self.head[...], transposed=True)
+
+    def words(self, tokens: Int[Array, "B n"]) -> Float[Array, "B n r"]:
+        """Returns the Markov head's embeddings of the tokens before rows."""
+        assert self.markov_in is not None
+        return look_up(self.markov_in[...], tokens)
+
+    def follow(
+        self, words: Float[Array, "B n r"], states: Float[Array, "B n E"], memory: Float[Array, "B n m"]
+    ) -> tuple[Float[Array, "B n r"], Float[Array, "B n m"]]:
+        """Returns what the Markov head makes of the token before each row, for `correction`, and the new memory.
+
+        Args:
+            words: `words` of those tokens.
+            states: of the rows.
+            memory: of the tokens before those, `DFlashConfig.memory` wide, zeros at the root.
+        """
+        if self.config.markov == "vanilla":
+            return words, memory
+        assert self.markov_mix is not None
+        parts = [memory, words, states] if self.config.markov == "rnn" else [states, words]
+        mixed = project(jnp.concatenate(parts, axis=-1), self.markov_mix, self.markov_mix_bias)
+        if self.config.markov == "gated":
+            return jax.nn.sigmoid(mixed) * words, memory
+        gate, new, out = jnp.split(mixed, 3, axis=-1)
+        gate = jax.nn.sigmoid(gate)
+        return jnp.tanh(out), gate * memory + (1 - gate) * jnp.tanh(new)
+
+    def correction(self, followed: Float[Array, "B n r"]) -> Float[Array, "B n R"]:
+        """Returns what the Markov head adds to the logits."""
+        assert self.markov_out is not None
+        return matmul(followed, self.markov_out[...], transposed=True)
+
+    def certainty(
+        self, states: Float[Array, "B n E"], words: Float[Array, "B n r"] | None = None
+    ) -> Float[Array, "B n"]:
+        """Returns the logits of the confidence head: the share of a row's law that the target shares, as estimated.
+
+        `words` are required if the head reads them.
+        """
+        assert self.confidence is not None
+        reads = jnp.concatenate([states, words], axis=-1) if self.config.confidence_reads_token else states
+        return project(reads, self.confidence, self.confidence_bias)[..., 0]
+
+    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
+        assert scale is not None
+        return rms_norm(x, scale[...], self.config.decoder.norm_eps, kernels)
+
+
+@functools.lru_cache
+def _graph(config: DFlashConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: DFlashHead(config, rngs=nnx.Rngs(0))))[0]
+
+
+def module(config: DFlashConfig, params: Params) -> DFlashHead:
+    """Returns the module with these parameters, which are the pure dict of its state."""
+    return nnx.merge(_graph(config), nnx.State(params))
+
+
+def init_cache(config: DFlashConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """Returns an empty cache of the context's keys and values; slot t is for the token at position t."""
+    c = config.decoder
+    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+
+
+def init_params(
+    config: DFlashConfig,
+    key: Array,
+    projection: Float[Array | np.ndarray, "V E"] | Matrix | None = None,
+    tokens: Int[Array | np.ndarray, "R"] | None = None,
+) -> Params:
+    """Returns parameters before training, a pure dict of float32 arrays. Norms are 1, biases 0, matrices normal.
+
+    Args:
+        config: sizes of the head.
+        key: of the random matrices.
+        projection: the target's projection, with which the head's own starts; None for a random one.
+        tokens: the ids of a reduced vocabulary, ascending; required if there is one.
+
+    Raises:
+        InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
+    """
+    params = nnx.to_pure_dict(nnx.state(DFlashHead(config, rngs=nnx.Rngs(params=key))))
+    return start_from(config, params, projection, tokens)

@@ -1,0 +1,205 @@
+"""The sizes of a DFlash head, and of the two small heads that DSpark puts on top of it. Nothing here imports JAX."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxspec.errors import InvalidConfig
+from jaxspec.models.config import ModelConfig
+
+MARKOV = ("vanilla", "gated", "rnn")
+"""The kinds of Markov heads."""
+
+
+def default_taps(depth: int, count: int) -> tuple[int, ...]:
+    """Returns the `count` taps that DFlash heads read by default of a target of `depth` layers.
+
+    They are evenly spaced from the state after 2 layers to that after `depth - 2`; one tap is in the middle.
+    """
+    spaced = [round(1 + i * (depth - 4) / max(count - 1, 1)) + 1 for i in range(count)]
+    found = spaced if count > 1 else [depth // 2 + 1]
+    return tuple(min(max(tap, 1), depth) for tap in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """The sizes of a DFlash head; static and hashable. With a Markov head or a confidence head it is a DSpark head.
+
+    Attributes:
+        decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
+        block_size: the most rows of a block: the last token of the text, and masks after it.
+        mask_token: the token whose embedding the masks have.
+        from_anchor: whether a row names the token after its own position, and so the first row, which has the last
+            token of the text, the first drafted one. Otherwise a row names the token at its own position, and the first
+            names none.
+        causal: for each layer, whether a row of the block sees only itself and the rows before it; empty if all layers
+            see all rows.
+        target_size: the width of the target's features; None for `hidden_size`.
+        taps: the taps of the target that the head reads (`jaxspec.core.networks.TappedTarget`); None for
+            `default_taps` of the target, as many as the head has layers.
+        markov: the kind of Markov head, which adds to a row's logits what follows from the token before: "vanilla" from
+            that token alone, "gated" from the row's state, too, "rnn" from all tokens of the block so far; None
+            without.
+        markov_rank: r, the width of the Markov head; 0 without one.
+        confidence: whether a confidence head estimates how much of a row's law the target shares.
+        confidence_reads_token: whether the confidence head reads the Markov head's embedding of the token before.
+        draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
+            tokens of the vocabulary.
+        own_embedding: whether the head has an embedding, and does not read the target's.
+        own_projection: whether the head has a projection to logits, and does not use the target's.
+
+    Raises:
+        InvalidConfig: a value is out of range or of another type, or two values exclude one another.
+    """
+
+    decoder: ModelConfig
+    block_size: int
+    mask_token: int
+    from_anchor: bool = False
+    causal: tuple[bool, ...] = ()
+    target_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    markov: str | None = None
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_reads_token: bool = False
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_projection: bool = False
+
+    drafter: ClassVar[str] = "dflash"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type is bool and not isinstance(getattr(self, field.name), bool):
+                raise InvalidConfig(f"{field.name} of a head must be true or false, got {getattr(self, field.name)!r}")
+        if not isinstance(self.decoder, ModelConfig):
+            raise InvalidConfig(f"decoder of a DFlash head must be a ModelConfig, got {self.decoder!r:.80}")
+        vocab, most = self.decoder.vocab_size, (1 << 31) - 1
+        ranges = {
+            "block_size": (1 if self.from_anchor else 2, 1 << 10),
+            "mask_token": (0, vocab - 1),
+            "target_size": (1, most),
+            "markov_rank": (0, most),
+            "draft_vocab_size": (1, vocab),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            optional = name in ("target_size", "draft_vocab_size") and value is None
+            if not optional and (type(value) is not int or not low <= value <= high):
+                raise InvalidConfig(f"{name} of a head must be a whole number from {low} to {high}, got {value!r:.80}")
+        taps = self.taps
+        if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
+            raise InvalidConfig(f"taps of a head must be whole numbers from 1, got {taps!r:.80}")
+        if taps == ():
+            raise InvalidConfig("a DFlash head reads at least one tap of the target")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        layers = self.decoder.num_layers
+        if not isinstance(self.causal, tuple) or not all(isinstance(flag, bool) for flag in self.causal):
+            raise InvalidConfig(f"causal of a head must be true or false for each layer, got {self.causal!r:.80}")
+        if len(self.causal) not in (0, layers):
+            raise InvalidConfig(f"causal of a head must have {layers} entries, one for each layer, or none")
+        if self.markov is not None and self.markov not in MARKOV:
+            raise InvalidConfig(f"markov of a head must be one of {', '.join(MARKOV)}, got {self.markov!r:.80}")
+        if (self.markov is None) != (self.markov_rank == 0):
+            raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
+        if self.confidence_reads_token and not (self.confidence and self.markov):
+            raise InvalidConfig("confidence_reads_token needs a confidence head and a Markov head")
+        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
+            raise InvalidConfig(
+                f"a head of width {self.hidden_size} for features of width {self.feature_size} needs an embedding and "
+                "a projection of its own"
+            )
+        if self.decoder.window_rope is not None:
+            raise InvalidConfig("the layers of a DFlash head have the same rotary positions")
+
+    @property
+    def hidden_size(self) -> int:
+        """E, the width of the head's states."""
+        return self.decoder.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the size of the target's vocabulary."""
+        return self.decoder.vocab_size
+
+    @property
+    def feature_size(self) -> int:
+        """The width of the target's features, and of each tap."""
+        return self.hidden_size if self.target_size is None else self.target_size
+
+    @property
+    def max_depth(self) -> int:
+        """The greatest depth of a tree: the number of tokens that a block names."""
+        return self.block_size - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """The number of rows at the start of a block that name no token: 0 or 1."""
+        return int(not self.from_anchor)
+
+    @property
+    def memory(self) -> int:
+        """The width of what the Markov head keeps of the tokens before: r for the kind "rnn", else 0."""
+        return self.markov_rank if self.markov == "rnn" else 0
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The methods of the target that return tables which the head reads, besides its `head`."""
+        rows = self.draft_vocab_size is not None and not self.own_projection
+        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
+
+    @property
+    def summary(self) -> str:
+        """The kind of head in a few words."""
+        layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
+        return f"a {kind} head of {layers} layer{'s' * (layers > 1)}, blocks of {self.block_size}"
+
+    @property
+    def rows(self) -> int:
+        """R, the number of tokens that can be guessed."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def num_taps(self) -> int:
+        """The number of taps that the head reads."""
+        return self.decoder.num_layers if self.taps is None else len(self.taps)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of layers and taps."""
+        return self.decoder.num_layers + self.num_taps
+
+    def taps_of(self, depth: int) -> tuple[int, ...]:
+        """Returns the taps of a target of `depth` layers that the head reads."""
+        return default_taps(depth, self.decoder.num_layers) if self.taps is None else self.taps
+
+    def is_causal(self, layer: int) -> bool:
+        """Returns whether a row of the block sees in this layer only itself and the rows before it."""
+        return bool(self.causal) and self.causal[layer]
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.
+
+        `markov_in` is `[V, r]` and `markov_out` `[R, r]`, tables as `embed` and `head`.
+        """
+        e, r = self.hidden_size, self.markov_rank
+        shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}
+        for layer in range(self.decoder.num_layers):
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.decoder.block_shapes().items()}
+        shapes["norm"] = (e,)
+        if self.own_embedding:
+            shapes["embed"] = (self.vocab_size, e)
+        if self.own_projection:
+            shapes["head"] = (self.rows, e)
+        if self.markov is not None:
+            shapes |= {"markov_in": (self.vocab_size, r), "markov_out": (self.rows, r)}
+        if self.markov in ("gated", "rnn"):
+            reads, writes = (e + r, r) if self.markov == "gated" else (2 * r + e, 3 * r)
+            shapes |= {"markov_mix": (reads, writes), "markov_mix_bias": (writes,)}
+        if self.confidence:
+            shapes |= {"confidence": (e + r * self.confidence_reads_token, 1), "confidence_bias": (1,)}
+        if self.draft_vocab_size is not None:
+            shapes["tokens"] = (self.draft_vocab_size,)
+        return shapes

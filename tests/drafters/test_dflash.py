@@ -1,0 +1,427 @@
+"""Tests the drafter "dflash": its laws against numpy, its cache, texts under trees, rules and schedules, refusals."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from cases import RULES, TREES, WEIGHING, verifies
+from helpers import toys
+from helpers.toys import RAGGED
+from jaxspec.core import noise
+from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.networks import with_taps
+from jaxspec.core.noise import RoundNoise
+from jaxspec.core.records import Advance, Context, Window
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import branching, chain, dynamic, from_paths
+from jaxspec.decode.state import Weights
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.none import NoDraft
+from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
+from jaxspec.heads.dflash import DFlashConfig, init_params, module
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import DraftHeads, flatten
+from jaxspec.kernels import library
+from jaxspec.models.packed import pack
+from jaxspec.models.rope import Rope
+from jaxspec.schedules.confidence import Confidence
+from jaxspec.testing import bias, random_laws
+
+V = 13
+TARGET = toys.transformer(vocab_size=V, num_layers=4)
+PARAMS = toys.lively(TARGET.init_params(jax.random.key(0)), 2.0)
+MODEL = jaxspec.Model(TARGET, PARAMS)
+TWO = dataclasses.replace(TARGET.config, num_layers=2, rope=Rope(500.0), qk_norm=True)
+ONE = dataclasses.replace(TWO, num_layers=1, qk_norm=False, qkv_bias=True)
+SLIDING = dataclasses.replace(TWO, window=4, windowed=(True, False))
+IDS = np.arange(0, V, 2)
+CONFIGS = {
+    "dflash": DFlashConfig(TWO, 5, 12),
+    "dflash, from the anchor": DFlashConfig(ONE, 4, 12, from_anchor=True, taps=(1, 4, 4)),
+    "dflash, sliding": DFlashConfig(SLIDING, 5, 12, causal=(True, False), taps=(3,)),
+    "dspark": DFlashConfig(TWO, 4, 12, from_anchor=True, markov="vanilla", markov_rank=6, own_embedding=True),
+    "dspark, gated": DFlashConfig(
+        ONE, 5, 3, markov="gated", markov_rank=6, draft_vocab_size=7, own_projection=True, confidence=True
+    ),
+    "dspark, rnn": DFlashConfig(
+        TWO, 4, 12, from_anchor=True, causal=(True, True), markov="rnn", markov_rank=6, draft_vocab_size=7,
+        confidence=True, confidence_reads_token=True,
+    ),
+}  # fmt: skip
+LENGTH = np.array([9, 3])
+KEYS = jax.random.split(jax.random.key(0), 2)
+
+
+@functools.cache
+def heads(name: str) -> DraftHeads:
+    """With norms and biases that are not those of a beginning."""
+    config = CONFIGS[name]
+    params = init_params(config, jax.random.key(1), tokens=IDS if config.draft_vocab_size else None)
+    rng = np.random.default_rng(2)
+
+    def stir(leaf):
+        return leaf + 0.2 * jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.ndim == 1 else leaf
+
+    return DraftHeads(
+        config, {key: leaf if key == "tokens" else jax.tree.map(stir, leaf) for key, leaf in params.items()}
+    )
+
+
+def built(name: str, tree) -> tuple[DFlash, Any]:
+    return DFlash.build(jaxspec.DrafterInputs(MODEL, tree=tree, heads=heads(name)))
+
+
+# By hand.
+
+
+class ByHand:
+    """A head in numpy, in float64, after a text; written from the papers."""
+
+    def __init__(self, name: str, features: np.ndarray, root: int, rows: int):
+        """`features` are those of the target at every token of the text before the root."""
+        self.config = config = CONFIGS[name]
+        self.params = p = {key: np.asarray(a, np.float64) for key, a in flatten(heads(name).params).items()}
+        d, length = config.decoder, len(features)
+        embed = p.get("embed", np.asarray(PARAMS["embed"], np.float64))
+        context = self.norm(features[:, config.feature_size :] @ p["fc"], "hidden_norm")
+        x = embed[[root] + [config.mask_token] * (rows - 1)]
+        for layer in range(d.num_layers):
+            self.at = f"layers.{layer}."
+            ours, theirs = self.heads(self.norm(x, self.at + "attn_norm"), length), self.heads(context, 0)
+            keys, values = (np.concatenate([theirs[i], ours[i]]) for i in (1, 2))
+            query, key = length + np.arange(rows)[:, None], np.arange(length + rows)
+            seen = (key < length) | (not config.is_causal(layer)) | (key <= query)
+            if (window := d.window_of(layer)) is not None:
+                seen &= key > query - window
+            group = d.num_heads // d.num_kv_heads
+            mixed = []
+            for head in range(d.num_heads):
+                score = ours[0][:, head] @ keys[:, head // group].T * d.head_dim**-0.5
+                weights = np.exp(np.where(seen, score, -np.inf))
+                mixed.append(weights / weights.sum(-1, keepdims=True) @ values[:, head // group])
+            x = x + np.concatenate(mixed, -1) @ p[self.at + "out"]
+            gate, up = np.split(self.norm(x, self.at + "mlp_norm") @ p[self.at + "gate_up"], 2, -1)
+            x = x + gate / (1 + np.exp(-gate)) * up @ p[self.at + "down"]
+        self.states = self.norm(x, "norm")
+
+    def norm(self, x, name):
+        scale = self.params.get(name)
+        return (
+            x if scale is None else x / np.sqrt(np.mean(x**2, -1, keepdims=True) + self.config.decoder.norm_eps) * scale
+        )
+
+    def heads(self, x, first):
+        d, p, at = self.config.decoder, self.params, self.at
+        parts = (x @ p[at + "qkv"] + p.get(at + "qkv_bias", 0)).reshape(len(x), -1, d.head_dim)
+        queries, keys, values = np.split(parts, [d.num_heads, d.num_heads + d.num_kv_heads], axis=1)
+        angles = (first + np.arange(len(x)))[:, None] * d.rope.theta ** (-np.arange(0, d.head_dim, 2) / d.head_dim)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+        def turned(a):
+            low, high = np.split(a, 2, -1)
+            return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+        return turned(self.norm(queries, at + "q_norm")), turned(self.norm(keys, at + "k_norm")), values
+
+    def logits(self, path: list[int]) -> np.ndarray:
+        """The logits after a path, the root first, over the whole vocabulary."""
+        config, p = self.config, self.params
+        row = self.states[len(path) - 1 + (not config.from_anchor)]
+        table = p.get("head", np.asarray(PARAMS["head"], np.float64))
+        ids = IDS if config.draft_vocab_size else np.arange(V)
+        table = table if len(table) == len(ids) else table[ids]
+        found = table @ row
+        memory = np.zeros(config.markov_rank)
+        for depth, token in enumerate(path if config.markov else []):
+            word, state = p["markov_in"][token], self.states[depth + (not config.from_anchor)]
+            reads = {"gated": [state, word], "rnn": [memory, word, state]}.get(config.markov or "")
+            mixed = np.concatenate(reads) @ p["markov_mix"] + p["markov_mix_bias"] if reads else word
+            followed = mixed
+            if config.markov == "gated":
+                followed = word / (1 + np.exp(-mixed))
+            if config.markov == "rnn":
+                gate, new, out = np.split(mixed, 3)
+                gate = 1 / (1 + np.exp(-gate))
+                memory, followed = gate * memory + (1 - gate) * np.tanh(new), np.tanh(out)
+            if depth == len(path) - 1:
+                found = found + p["markov_out"] @ followed
+        logits = np.full(V, -np.inf)
+        logits[ids] = found
+        return logits
+
+
+@functools.cache
+def told(name: str, tree):
+    """A drafter that was told of two random texts, in two parts; its parameters, state, texts and features."""
+    drafter, params = built(name, tree)
+    rng = np.random.default_rng(0)
+    width = 64 * (1 + len(drafter.taps))
+    tokens, features = rng.integers(0, V, (2, 12)).astype(np.int32), rng.normal(size=(2, 9, width)).astype(np.float32)
+    features[:, 0] = 0  # there is none before the text's first token
+    state, absorb = drafter.init(params, 2, 16), jax.jit(drafter.absorb)
+    for first, last in ((0, 5), (5, 9)):
+        count = jnp.asarray(np.clip(LENGTH - first, 0, last - first))
+        part = jnp.asarray(tokens[:, first:last]), jnp.asarray(features[:, first:last])
+        state = absorb(params, state, Advance(*part, count, None, jnp.asarray(tokens), jnp.full(2, first)))
+    return drafter, params, state, tokens, features
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", Noise)
+def test_proposals_are_those_computed_by_hand(name, kind):
+    """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
+    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+    drafter, params, state, tokens, features = told(name, tree)
+    temperature = 0.7 if kind is not Noise.NONE else 0.0
+    context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
+
+    @jax.jit
+    def propose(params, state, context, keys, sampling):
+        rounds = RoundNoise(keys, context.length, jnp.asarray(temperature > 0), V)
+        return drafter.propose(params, state, context, Draw(kind, rounds, sampling))[0]
+
+    proposal = propose(params, state, context, KEYS, Sampling(temperature=temperature).rows(2, V))
+    ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(V)
+    shared = np.asarray(noise.gumbel(KEYS, jnp.asarray(LENGTH)[:, None] + jnp.arange(3), V))
+    fresh = np.zeros((2, tree.shape.nodes, V))
+    fresh[..., ids] = noise.fresh(KEYS, jnp.asarray(LENGTH), jnp.arange(tree.shape.nodes), ids.size)
+    for row in range(2):
+        before = features[row, 1 : LENGTH[row]].astype(np.float64)
+        root = int(tokens[row, LENGTH[row] - 1])
+        head = ByHand(name, before, root, 3 + CONFIGS[name].skipped)
+        for node in range(tree.shape.nodes):
+            below = [child for child in tree.tree.children[node] if child >= 0]
+            if not below:
+                continue
+            path = [root, *(int(proposal.tokens[row, at]) for at in tree.tree.paths[node][1:] if at >= 0)]
+            score = head.logits(path) / (temperature or 1)
+            if kind is Noise.FRESH:
+                np.testing.assert_allclose(proposal.law[row, node], toys.log_softmax(score), atol=1e-4)
+            depth = len(path) - 1
+            extra = {Noise.SHARED: shared[row, depth], Noise.FRESH: fresh[row, node], Noise.NONE: 0}[kind]
+            wanted = np.argsort(-(score + extra), kind="stable")[: len(below)]
+            assert [int(proposal.tokens[row, child]) for child in below] == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark, rnn"])
+def test_dynamic_trees_are_eagle2s(name):
+    """The reader's whole beam at depth 0, and the memory of each path."""
+    tree = dynamic(3, 3, 9)
+    drafter, params, state, tokens, features = told(name, tree)
+    context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
+    rounds = RoundNoise(KEYS, context.length, jnp.asarray(False), V)
+    draw = Draw(Noise.NONE, rounds, Sampling().rows(2, V))
+    proposal = jax.jit(lambda params, state: drafter.propose(params, state, context, draw)[0])(params, state)
+    for row in range(2):
+        root = int(tokens[row, LENGTH[row] - 1])
+        head = ByHand(name, features[row, 1 : LENGTH[row]].astype(np.float64), root, 3 + CONFIGS[name].skipped)
+
+        def log_share(text, head=head, root=root):
+            return toys.log_softmax(head.logits([root, *text]))
+
+        parents, nodes = toys.eagle2(log_share, 3, 3, 9)
+        assert np.asarray(proposal.tree.parents)[row].tolist() == parents
+        assert np.asarray(proposal.tokens)[row, 1:].tolist() == [text[-1] for text in nodes[1:]]
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in WEIGHING.items() if rule.lossless])
+def test_rounds_follow_the_target_exactly(rule):
+    """By enumeration with the laws of a Markov head, which depend on the path: every rule emits the target's law."""
+    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3, 4)
+
+    def draft(text):
+        law = np.exp(toys.log_softmax(head.logits([3, *(int(IDS[token]) for token in text)])[IDS[:4]]))
+        return law / law.sum()
+
+    for tree in (chain(3), branching(2, 1), RAGGED):
+        if verifies(RULES[rule], tree) and tree.shape.nodes < 8:
+            assert bias(WEIGHING[rule], tree, random_laws(1, 4), draft) < 1e-12
+
+
+# The cache.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fresh_pass(drafter: DFlash, params, texts):
+    """Keys and values of whole texts, read at once."""
+    target, (batch, size) = with_taps(TARGET, drafter.taps), texts.shape
+    mask = jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size))
+    places = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    features, _ = target.apply(PARAMS, Window(texts, places, mask), target.init_cache(batch, 0))
+    head = module(drafter.config, params)
+    return head.remember(head.fuse(features), places, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, gated"])
+def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
+    """Prompts of one token and of several chunks, rounds, a further turn, and finished rows; no block's rows are in."""
+    drafter, params = built(name, RAGGED)
+    decoder, weights = toys.decoder(TARGET, drafter), Weights(PARAMS, params)
+    prompts = [[1], [2, 3, 4, 5, 6, 7, 8, 9, 1], [5, 6, 7, 8]]
+    asked = toys.request(prompts, [14, 12, 2], vocab=V, temperature=[0.0, 0.9, 0.5])
+
+    def check(state):
+        entries = fresh_pass(drafter, params, state.tokens[:, :64])  # what follows a text changes nothing
+        for row, length in enumerate(state.length.tolist()):
+            assert int(state.draft.cache.length[row]) == length - 1
+            for found, expected in zip(state.draft.cache.kv, entries):
+                found, expected = (np.asarray(a)[:, row, :, : length - 1] for a in (found, expected))
+                np.testing.assert_allclose(found, expected, atol=2e-5)
+
+    state = toys.start(decoder, weights, asked, 64)
+    check(state)
+    for _ in range(3):
+        state = toys.step(decoder, weights, state)
+    check(state)
+    state = toys.run(decoder, weights, state)
+    check(state)
+    more = toys.request([[3, 3], [], [1, 2, 3, 4, 5, 6]], [5, 5, 5], vocab=V)
+    state = toys.run(decoder, weights, toys.extend(decoder, weights, state, more))
+    check(state)
+
+
+@pytest.mark.skipif(not library.available(), reason=library.describe())
+@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, rnn"])
+def test_the_kernels_compute_the_same(name):
+    """Packed matrices, and attention in both directions inside a block."""
+    drafter, params, state, _, features = told(name, chain(3))
+    config, text = drafter.config, jnp.broadcast_to(jnp.arange(9), (2, 9))
+    words = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 64)), jnp.float32)
+    places = state.cache.length[:, None] + jnp.arange(4)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def compute(params, kernels):
+        head = module(config, params)
+        states = head(words, places, state.cache, kernels)
+        parts = [states, *head.remember(head.fuse(jnp.asarray(features), kernels), text, jnp.float32, kernels)]
+        if config.markov:
+            memory = jnp.zeros((2, 4, config.memory))
+            followed = head.follow(head.words(jnp.arange(8).reshape(2, 4)), states, memory)
+            parts += [*followed, head.correction(followed[0]), head.certainty(states, followed[0])]
+        return parts
+
+    for plain, packed in zip(compute(params, False), compute(pack(params), True), strict=True):
+        np.testing.assert_allclose(packed, plain, atol=2e-5)
+
+
+# Texts.
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("dflash", "chain-4"),
+        ("dflash, sliding", "ragged"),
+        ("dflash, from the anchor", "dynamic"),
+        ("dspark", "wide"),
+        ("dspark, gated", "dynamic"),
+        ("dspark, rnn", "ragged"),
+    ],
+)
+def test_text_is_that_of_plain_decoding(name, tree):
+    """Greedy and sampled rows."""
+    drafter, params = built(name, TREES[tree])
+    asked = toys.request([[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]], 24, vocab=V, temperature=[0.0, 0.8, 1.2])
+    plain = toys.decoder(TARGET, NoDraft(TREES[tree]), width_matched=True)
+    decoder = toys.decoder(TARGET, drafter, width_matched=True)
+    expected = toys.generate(plain, Weights(PARAMS), asked, 64)
+    found = toys.generate(decoder, Weights(PARAMS, params), asked, 64)
+    assert toys.texts(found) == toys.texts(expected)
+    assert np.asarray(found.log.accepted).sum() > 0
+
+
+def test_under_vmap_it_is_the_batch():
+    drafter, params = built("dspark, rnn", chain(3))
+    decoder = toys.decoder(TARGET, drafter)
+    asked = toys.request([[1, 2, 3], [4, 5, 6, 7, 8, 9]], 16, vocab=V, temperature=[0.0, 0.7])
+    weights = Weights(PARAMS, params)
+    mapped = jax.jit(jax.vmap(lambda one: decoder.generate(weights, one, 64)))(asked)
+    assert toys.texts(mapped) == toys.texts(toys.generate(decoder, weights, asked, 64))
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "schedule"),
+    [
+        ("deterministic", dynamic(3, 3, 9), None),
+        ("traversal", RAGGED, None),
+        ("coupled", chain(4), Confidence(threshold=0.3)),
+    ],
+)
+def test_rules_and_schedules(rule, tree, schedule):
+    """Greedy text is plain decoding's under every rule; what stands below a doubt is not drafted."""
+    common: dict[str, Any] = {
+        "max_new_tokens": 16,
+        "sampling": Sampling(temperature=[0.0, 1.0]),
+        "key": jax.random.key(1),
+    }
+    given: dict[str, Any] = {"drafter": "dflash", "heads": heads("dspark, rnn"), "rule": rule, "tree": tree}
+    found = jaxspec.generate(MODEL, [[1, 2, 3], [4, 5]], schedule=schedule, **given, **common)
+    plain = jaxspec.generate(MODEL, [[1, 2, 3], [4, 5]], drafter="none", **common)
+    assert found[0].tokens == plain[0].tokens
+    assert (found[1].tokens == plain[1].tokens) >= (rule == "coupled")
+    assert found.stats.drafted > 0
+    assert (found.stats.drafted < 4 * found.stats.rounds) == (schedule is not None) or tree != chain(4)
+
+
+# Refusals.
+
+
+def test_a_block_is_the_default():
+    assert built("dflash", None)[0].shape == chain(4).shape
+    assert built("dspark", None)[0].shape == chain(4).shape
+    drafter, _ = DFlash.build(jaxspec.DrafterInputs(MODEL, heads=heads("dflash"), options={"taps": "1,3"}))
+    assert (drafter.taps, built("dflash", None)[0].taps) == ((1, 3), (2, 2))
+    assert built("dspark, rnn", None)[1]["head"].shape == (7, 64), "rows of the target's projection"
+
+
+def test_what_does_not_fit_is_refused():
+    say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="dflash")
+    with pytest.raises(MissingDraft, match="needs a DFlash or DSpark head"):
+        say()
+    eagle = DraftHeads(EagleConfig(ONE), {}, name="some")
+    with pytest.raises(InvalidConfig, match=r"'dflash' cannot use 'some', an EAGLE-3 head of 1 layer.*'eagle'"):
+        say(heads=eagle)
+    with pytest.raises(InvalidConfig, match=r"'eagle' cannot use .*a DFlash head of 2 layers, blocks of 5.*'dflash'"):
+        jaxspec.generate(MODEL, [[1]], drafter="eagle", heads=heads("dflash"))
+    with pytest.raises(InvalidConfig, match="draft length of at least 1"):
+        say(heads=heads("dflash"), tree=0)
+    with pytest.raises(InvalidConfig, match="a block of the head names 4 tokens, got a tree of depth 5"):
+        say(heads=heads("dflash"), tree=5)
+    with pytest.raises(InvalidConfig, match="8 children, the model a vocabulary of 7"):
+        say(heads=heads("dspark, rnn"), tree=branching(8))
+    with pytest.raises(InvalidConfig, match="dynamic tree keeps only the likeliest"):
+        say(heads=heads("dspark"), tree=dynamic(2, 2, 4), rule="rejection")
+    with pytest.raises(InvalidConfig, match="taps must be 2 layers"):
+        say(heads=heads("dflash"), drafter_options={"taps": (1, 2, 3)})
+    config = dataclasses.replace(CONFIGS["dflash"], decoder=dataclasses.replace(TWO, vocab_size=14))
+    with pytest.raises(ShapeMismatch, match="a vocabulary of 14"):
+        say(heads=DraftHeads(config, init_params(config, jax.random.key(0))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "block_size of a head must be a whole number from 2 to"),
+        ({"mask_token": V}, "mask_token of a head must be a whole number from 0 to 12"),
+        ({"from_anchor": 1}, "from_anchor of a head must be true or false"),
+        ({"causal": (True,)}, "causal of a head must have 2 entries"),
+        ({"causal": True}, "causal of a head must be true or false for each layer"),
+        ({"taps": ()}, "at least one tap"),
+        ({"taps": (0, 1)}, "taps of a head must be whole numbers from 1"),
+        ({"markov": "gru", "markov_rank": 4}, "markov of a head must be one of vanilla, gated, rnn"),
+        ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
+        ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
+        ({"target_size": 128}, "needs an embedding and a projection of its own"),
+        ({"decoder": None}, "decoder of a DFlash head must be a ModelConfig"),
+        ({"decoder": dataclasses.replace(SLIDING, window_rope=Rope(9.0))}, "have the same rotary positions"),
+    ],
+)
+def test_sizes_that_exclude_one_another(changes, message):
+    with pytest.raises(InvalidConfig, match=message):
+        DFlashConfig(**{"decoder": TWO, "block_size": 4, "mask_token": 0} | changes)

@@ -1,0 +1,268 @@
+"""Tests files of DFlash and DSpark heads: layouts read and written bit for bit, and every fault refused by name."""
+
+import contextlib
+import dataclasses
+import json
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxspec
+from helpers.dflash_heads import BLOCK, FILES, IDS, LAYERS, MASK, RANK, V, deepspec, speculators, zlab
+from helpers.narrow import instance
+from helpers.tables import Tables
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.export import export_heads
+from jaxspec.heads.files import load_heads, save_heads
+from jaxspec.heads.headers import open_heads
+from jaxspec.heads.network import DraftHeads, flatten
+
+pytestmark = pytest.mark.quick
+
+TAPS = "target_layer_ids"
+
+
+def target(**tables) -> jaxspec.Model:
+    """A target of which only the tables are read; those of the files, unless others are given."""
+    held = deepspec().held
+    own = {"embed": held["embed_tokens.weight"], "head": held["lm_head.weight"]} | tables
+    return jaxspec.Model(Tables(), {name: jnp.asarray(a) for name, a in own.items()}, name="tables")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_round_trips_to_the_bit(tmp_path, name):
+    """There, through our own directory, and back; without a target, which might share its tables."""
+    file = FILES[name]
+    heads = load_heads(file.write(tmp_path / "in"), dtype=None)
+    again = load_heads(save_heads(heads, tmp_path / "ours"), dtype=None)
+    assert again.config == heads.config
+    assert not heads.notes
+    assert open_heads(tmp_path / "in").layout == file.layout
+    chex.assert_trees_all_equal(again.params, heads.params)
+    layout = "dflash" if file.layout == "dflash" else "dflash-speculators"  # DeepSpec's is only read
+    place = export_heads(again, tmp_path / "out", layout)
+    written = load_file(place / "model.safetensors")
+    assert written.keys() == file.held.keys()
+    for key, array in file.held.items():
+        assert written[key].dtype == array.dtype
+        np.testing.assert_array_equal(written[key], array)
+    back = load_heads(place, dtype=None)
+    assert back.config == heads.config
+    assert not back.notes
+    chex.assert_trees_all_equal(back.params, heads.params)
+    assert {a.dtype for key, a in flatten(load_heads(place).params).items() if key != "tokens"} == {np.dtype("float32")}
+
+
+def test_sizes_are_those_of_the_tensors(tmp_path):
+    def config(name: str) -> DFlashConfig:
+        return instance(DFlashConfig, load_heads(FILES[name].write(tmp_path / name.replace(" ", "-"))).config)
+
+    found = config("z-lab")
+    assert (found.block_size, found.mask_token, found.from_anchor, found.max_depth) == (BLOCK, MASK, False, 3)
+    assert (found.taps, found.causal, found.decoder.qk_norm, found.decoder.rope.theta) == ((2, 5, 9), (), True, 1e6)
+    assert (config("z-lab, causal").causal, config("z-lab, sliding").decoder.window) == ((True, True), 16)
+    found = config("DSpark")
+    assert (found.from_anchor, found.max_depth, found.markov, found.markov_rank) == (True, 4, "vanilla", RANK)
+    assert (found.taps, found.confidence_reads_token, found.own_projection) == ((2, 5, 9), True, True)
+    assert "a DSpark head of 2 layers, blocks of 4" in found.summary
+    found = config("speculators")
+    assert (found.taps, found.from_anchor, found.draft_vocab_size) == ((2, 5, 9), False, len(IDS)), "speculators' + 0"
+    assert (found.causal, found.decoder.windowed) == ((True, False), (True, False)), "sliding layers are causal"
+    assert config("speculators, DSpark").causal == ()
+    without = (
+        zlab()
+        .changed(told={"dflash_config": {"mask_token_id": MASK}})
+        .changed({"fc.weight": np.ones((32, 64), np.float32)})
+    )
+    found = instance(DFlashConfig, load_heads(without.write(tmp_path / "default")).config)
+    assert (found.taps, found.taps_of(36), found.num_taps) == (None, (2, 34), 2)
+
+
+def test_names_of_other_writers(tmp_path):
+    """A prefix, tensors that only training reads, and other statements of the same."""
+    file = zlab()
+    expected = load_heads(file.write(tmp_path / "plain"))
+    others = {
+        "prefix": dataclasses.replace(file, held={f"model.{key}": a for key, a in file.held.items()}),
+        "training": file.changed({"verifier_norm.weight": np.ones(32, np.float32)}),
+        "block inside": zlab(block_size=BLOCK).changed(told={"block_size": None}),
+        "not causal": file.changed(told={"is_causal": False, "layer_types": None}),
+    }
+    for name, other in others.items():
+        found = load_heads(other.write(tmp_path / name))
+        assert found.config == expected.config, name
+        chex.assert_trees_all_equal(found.params, expected.params)
+
+
+def test_tables_are_shared_if_they_are_the_targets(tmp_path):
+    place = deepspec().write(tmp_path / "whole")
+    shared = load_heads(place, target=target()).config
+    assert (shared.own_embedding, shared.own_projection) == (False, False)
+    other = load_heads(place, target=target(head=np.ones((V, 32), np.float32))).config
+    assert (other.own_embedding, other.own_projection) == (False, True)
+    rows = np.zeros((V, 32), np.float32)
+    rows[IDS] = speculators().held["lm_head.weight"]
+    reduced = load_heads(speculators().write(tmp_path / "reduced"), target=target(head=rows))
+    assert (reduced.config.own_projection, reduced.config.rows) == (False, len(IDS))
+    assert "head" not in reduced.params
+    with pytest.raises(InvalidConfig, match="shares the target's; give the target"):
+        export_heads(reduced, tmp_path / "out")
+    place = export_heads(reduced, tmp_path / "out", target=target(head=rows))
+    np.testing.assert_array_equal(load_file(place / "model.safetensors")["lm_head.weight"], rows[IDS])
+
+
+def test_exported_settings(tmp_path):
+    heads = load_heads(zlab().write(tmp_path / "in"))
+    told = json.loads((export_heads(heads, tmp_path / "a", base="some/model") / "config.json").read_text())
+    assert told["architectures"] == ["DFlashDraftModel"]
+    assert (told["model_type"], told["rope_theta"], told["block_size"]) == ("qwen3", 1e6, BLOCK)
+    assert told["dflash_config"] == {"mask_token_id": MASK, TAPS: [1, 4, 8], "causal": False}
+    assert (told["layer_types"], told["base_model_name_or_path"]) == (["full_attention"] * LAYERS, "some/model")
+    told = json.loads((export_heads(heads, tmp_path / "b", "dflash-speculators") / "config.json").read_text())
+    assert (told["aux_hidden_state_layer_ids"], told["sample_from_anchor"]) == ([2, 5, 9], False)
+    assert told["speculators_config"]["algorithm"] == told["speculators_model_type"] == "dflash"
+    assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    default = DraftHeads(dataclasses.replace(heads.config, taps=None), heads.params)
+    with pytest.raises(InvalidConfig, match="default ones of its target; give the target"):
+        export_heads(default, tmp_path / "c")
+
+
+# Refusals.
+
+ZLAB, SPARK, SPEC = zlab(), deepspec("vanilla"), speculators()
+SQUARE = np.ones((32, 32), np.float32)
+LAYER = SPEC.told["transformer_layer_config"]
+ODD = {
+    "DFlash 2": (
+        ZLAB.changed({"layers.0.attention_conv.base_kernel": np.ones((2, 2, 32), np.float32)}),
+        r"tensors that are not understood, .*: layers\.0\.attention_conv\.base_kernel",
+    ),
+    "its selector": (ZLAB.changed({"candidate_selector.successor_codebook": SQUARE}), "not understood.*candidate_sel"),
+    "Domino": (ZLAB.changed({"prefix_gru.weight_hh_l0": SQUARE}), "not understood, without which it drafts badly"),
+    "many": (ZLAB.changed(dict.fromkeys("abcde", SQUARE)), ": a, b, c and 2 more"),
+    "a mask of its own": (ZLAB.changed({"mask_embedding": np.ones(32, np.float32)}), "not understood.*mask_embedding"),
+    "a kind of speculators": (SPEC.changed(told={"speculators_model_type": "dflash2"}), "'dflash2', expected dflash"),
+    "a factor": (zlab(output_multiplier=2.0), "says output_multiplier 2.0, which is not understood"),
+    "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not understood"),
+    "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not understood"),
+    "no block size": (ZLAB.changed(told={"block_size": None}), "block_size is None, expected a whole number"),
+    "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size of a head must be a whole number from 2"),
+    "no mask": (SPEC.changed(told={"mask_token_id": None}), "mask_token_id is None"),
+    "a mask beyond the end": (zlab(mask_token_id=V), "mask_token of a head must be a whole number from 0 to 47"),
+    "no rotary base": (ZLAB.changed(told={"rope_theta": None}), "does not say rope_theta"),
+    "taps of another number": (zlab(target_layer_ids=[1, 4]), "expected 3 layers in ascending order"),
+    "taps out of order": (zlab(target_layer_ids=[4, 1, 8]), "expected 3 layers in ascending order"),
+    "the embedding tapped": (SPARK.changed(told={TAPS: [-1, 4, 8]}), "names the target's embedding"),
+    "the embedding of speculators": (
+        SPEC.changed(told={"aux_hidden_state_layer_ids": [0, 4, 8]}), "names the target's embedding",
+    ),
+    "no taps": (SPEC.changed(told={"aux_hidden_state_layer_ids": None}), "write aux_hidden_state_layer_ids"),
+    "too many taps to guess": (zlab(target_layer_ids=None), "reads 3 layers of the target.*write target_layer_ids"),
+    "layers of another type": (
+        ZLAB.changed(told={"layer_types": ["full_attention", "linear_attention"]}), "layer_types is .*expected full",
+    ),
+    "too few types": (ZLAB.changed(told={"layer_types": ["full_attention"]}), "for 2 layers"),
+    "windows of no size": (
+        SPEC.changed(told={"transformer_layer_config": LAYER | {"sliding_window": None}}), "sliding_window is None",
+    ),
+    "windows of no layer": (
+        ZLAB.changed(told={"layer_types": None, "use_sliding_window": True}), "use_sliding_window, and no layer_types",
+    ),
+    "another rank": (SPARK.changed(told={"markov_rank": 8}), "says markov_rank 8, the tensors 6"),
+    "another kind": (SPARK.changed(told={"markov_head_type": "rnn"}), "says markov_head_type 'rnn', the tensors 'van"),
+    "no Markov head": (deepspec().changed(told={"markov_rank": 6}), "says markov_rank 6, the tensors 0"),
+    "a confidence head unsaid": (
+        deepspec("vanilla", 32).changed(told={"enable_confidence_head": False}), "enable_confidence_head False",
+    ),
+    "a reading unsaid": (
+        zlab().changed({key: a for key, a in SPARK.held.items() if "markov" in key}), "does not say sample_from_anchor",
+    ),
+    "a switch of another type": (SPEC.changed(told={"sample_from_anchor": "yes"}), "sample_from_anchor is 'yes'"),
+    "no map": (SPEC.changed({"d2t": None, "t2d": None}), "does not say which: it has no d2t"),
+    "no vocabulary": (ZLAB.changed(told={"vocab_size": None}), "does not say vocab_size"),
+    "no whole states": (ZLAB.changed({"fc.weight": np.ones((32, 90), np.float32)}), "no whole states of 32"),
+    "a layer missing": (ZLAB.changed({"layers.1.mlp.up_proj.weight": None}), r"missing: layers\.1\.mlp\.up_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_does_not_go_together(tmp_path, what):
+    file, said = ODD[what]
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_heads(file.write(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DSpark, gated", "speculators, DSpark"])
+def test_every_tensor(tmp_path, name):
+    """Each dropped, renamed, made longer, wider or deeper, of another type, or not a number."""
+    file = FILES[name]
+    optional = {"embed_tokens.weight", "lm_head.weight"}
+    for key, array in file.held.items():
+        if key in ("d2t", "t2d"):
+            continue
+        floats = array.astype(np.float32)
+        unsound = np.where(np.arange(len(floats)) == len(floats) - 1, np.float32(np.nan), floats.T).T
+        damages = [
+            {key: None}, {key: None, key + "_": array}, {key: np.concatenate([array, array[:1]])}, {key: array[None]},
+            {key: array.astype(np.int16)}, {key: unsound},
+        ]  # fmt: skip
+        if array.ndim == 2:
+            damages.append({key: np.concatenate([array, array[:, :1]], 1)})
+        for number, held in enumerate(damages):
+            if key in optional and number == 0:
+                continue  # heads, but others
+            with pytest.raises(CheckpointError) as caught:
+                load_heads(file.changed(held).write(tmp_path))
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout", "said"),
+    [
+        ("DSpark", {}, "dflash", "no place for the heads of DSpark; these can be exported to dflash-speculators"),
+        ("DeepSpec's DFlash", {}, "dflash", "the first row of a block names no token"),
+        ("speculators", {}, "dflash", "shares the target's embedding and projection, this head has its own"),
+        ("z-lab", {"causal": (True, False)}, "dflash", "causal blocks in all layers or in none"),
+        ("z-lab", {"causal": (True, True)}, "dflash-speculators", "causal blocks in all layers with sliding windows"),
+        ("z-lab", {"taps": (9, 5, 2)}, "dflash", "taps in ascending order"),
+        (
+            "z-lab",
+            {},
+            "eagle3",
+            "the layout eagle3 is for EAGLE heads; these can be exported to dflash and dflash-spec",
+        ),
+        ("z-lab", {}, "v0.1", "the layout v0.1 is for Medusa heads"),
+    ],
+)
+def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
+    heads = load_heads(FILES[name].write(tmp_path / "in"))
+    heads = dataclasses.replace(heads, config=dataclasses.replace(heads.config, **changes))
+    with pytest.raises(InvalidConfig, match=said):
+        export_heads(heads, tmp_path / "out", layout)
+    medusa = jaxspec.HeadsConfig(32, 48, 2)
+    with pytest.raises(InvalidConfig, match=r"is for DFlash and DSpark heads; these can be exported to v0\.1"):
+        export_heads(DraftHeads(medusa, {}), tmp_path / "out", "dflash")
+
+
+def test_our_own_format_is_checked(tmp_path):
+    place = save_heads(load_heads(FILES["DSpark, rnn"].write(tmp_path / "in")), tmp_path / "ours")
+    good = json.loads((place / "heads.json").read_text())
+    assert good["kind"] == "dflash"
+    for path in [(key,) for key in good] + [("config", key) for key in good["config"]]:
+        for value in ("x", -1, 1 << 40, 0.5, [], {}, [[]], True, ...):
+            changed = json.loads(json.dumps(good))
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            if value is ...:
+                del holder[path[-1]]
+            else:
+                holder[path[-1]] = value
+            (place / "heads.json").write_text(json.dumps(changed))
+            with contextlib.suppress(CheckpointError):
+                assert open_heads(place).config().hidden_size == 32
