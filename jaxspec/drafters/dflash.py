@@ -108,7 +108,8 @@ class DFlash:
 
         def nothing() -> tuple[Float[Array, "B D E"], Float[Array, "B D R"]]:
             width = config.rows if config.draft_vocab_size is not None else self.target.vocab
-            return tuple(jnp.zeros((root.size, depth, size), jnp.float32) for size in (config.hidden_size, width))
+            states = jnp.zeros((root.size, depth, config.hidden_size), jnp.float32)
+            return states, jnp.zeros((root.size, depth, width), jnp.float32)
 
         states, base = lax.cond(draw.below(0).any(), block, nothing)
 

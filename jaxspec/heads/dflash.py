@@ -156,7 +156,10 @@ class DFlashHead(nnx.Module):
         `words` are required if the head reads them.
         """
         assert self.confidence is not None
-        reads = jnp.concatenate([states, words], axis=-1) if self.config.confidence_reads_token else states
+        reads = states
+        if self.config.confidence_reads_token:
+            assert words is not None
+            reads = jnp.concatenate([states, words], axis=-1)
         return project(reads, self.confidence, self.confidence_bias)[..., 0]
 
     def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
