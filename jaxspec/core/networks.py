@@ -94,7 +94,7 @@ class LayeredTarget(LanguageModel, Protocol):
 
 @runtime_checkable
 class TappedTarget(LanguageModel, Protocol):
-    """A language model that gives the residual stream before chosen layers, which the drafter "eagle" reads.
+    """A language model that gives the residual stream before chosen layers, which heads read.
 
     It is a frozen dataclass: `dataclasses.replace(model, taps=(2, 6, 9))` is the model whose `apply` returns features
     `[B, T, (1 + n) E]`: its own, then the n taps. Tap i is the residual stream after i layers, without a norm. The

@@ -231,7 +231,7 @@ def test_dynamic_trees_are_eagle2s(name):
 @pytest.mark.parametrize("rule", [name for name, rule in WEIGHING.items() if rule.lossless])
 def test_rounds_follow_the_target_exactly(rule):
     """By enumeration with the laws of a Markov head, which depend on the path: every rule emits the target's law."""
-    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3, 3)
+    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3, 4)
 
     def draft(text):
         law = np.exp(toys.log_softmax(head.logits([3, *(int(IDS[token]) for token in text)])[IDS[:4]]))
