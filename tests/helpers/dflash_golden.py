@@ -1,4 +1,4 @@
-"""What `scripts/golden/make_dflash.py` and the tests of its files share: texts, the target's states, and supervision."""
+"""What `scripts/golden/make_dflash.py` and the tests of its files share: texts, states and supervision."""
 
 import zlib
 from collections.abc import Mapping

@@ -243,7 +243,7 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
         )
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]
-    for name, all_rows, few_rows in zip(losses.Sums._fields, *both):
+    for name, all_rows, few_rows in zip(losses.Sums._fields[:-1], *both):
         np.testing.assert_allclose(all_rows, few_rows, rtol=1e-5, err_msg=name)
     assert float(both[0].seen.min()) > 0
 
