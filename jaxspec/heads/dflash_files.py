@@ -85,9 +85,10 @@ def parse_dflash(where: str, sizes: Any) -> DFlashConfig:
             f"{where}: config is {sizes!r:.80}, expected an object with {', '.join(sorted(required))} and no keys but "
             f"{', '.join(sorted(known))}"
         )
-    lists = {key: tuple(sizes[key]) for key in ("taps", "causal") if isinstance(sizes.get(key), list)}
+    read: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items()}
     try:
-        return DFlashConfig(**sizes | lists | {"decoder": parse_config(where, sizes["decoder"])})
+        read["decoder"] = parse_config(where, sizes["decoder"])
+        return DFlashConfig(**read)
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:

@@ -108,14 +108,25 @@ def eagle(version: int) -> DraftHeads:
     return DraftHeads(config, init_params(config, jax.random.key(2)))
 
 
+def dflash(markov: str | None) -> DraftHeads:
+    """Returns a random DFlash head, or a DSpark head with a Markov head of this kind."""
+    from jaxspec.heads.dflash import DFlashConfig, init_params  # not in old checkouts
+
+    layer = dataclasses.replace(CONFIG, num_layers=1)
+    config = DFlashConfig(layer, 9, 0, taps=(1, 2), markov=markov, markov_rank=4 if markov else 0)
+    return DraftHeads(config, init_params(config, jax.random.key(2)))
+
+
 def toys() -> Iterator[tuple[str, Case]]:
     """Yields every configuration of the small models, with a name."""
     target = model("float32")
     own: dict[str, dict] = {"early-exit": {"options": {"exit_layers": 1}}, "model": {"draft": model("float32", 0.3)}}
-    drafters = {name: own.get(name, {}) for name in DRAFTERS if name not in ("medusa", "eagle")}
+    drafters = {name: own.get(name, {}) for name in DRAFTERS if name not in ("medusa", "eagle", "dflash")}
     drafters |= {f"medusa {kind}": {"heads": heads(target, **sizes)} for kind, sizes in HEADS.items()}
     if "eagle" in DRAFTERS:
         drafters |= {f"eagle {version}": {"heads": eagle(version)} for version in (1, 3)}
+    if "dflash" in DRAFTERS:
+        drafters |= {f"dflash {markov}": {"heads": dflash(markov)} for markov in (None, "rnn")}
     for (name, inputs), rule, (shape, tree) in itertools.product(drafters.items(), RULES, TREES.items()):
         if name == "model" or rule in ("coupled", "rejection", "deterministic")[: 1 if "," in name else 3]:
             drafting = {"drafter": name.partition(" ")[0], "rule": rule, "tree": tree, **inputs}
@@ -145,7 +156,7 @@ def smollm2() -> Iterator[tuple[str, Case]]:
             "model": {"draft": jaxspec.Model(shallow, target.params, target.tokenizer)},
             "medusa": {"heads": jaxspec.load_heads(SMOLLM2, target=target)},
         }
-        for name in (name for name in DRAFTERS if name != "eagle"):
+        for name in (name for name in DRAFTERS if name not in ("eagle", "dflash")):
             drafting = {"drafter": name, **own.get(name, {})}
             for rule in RULES if name == "medusa" and dtype == "float32" else ("coupled", "rejection"):
                 yield f"SmolLM2, {dtype}, {name}, {rule}", Case(target, {**drafting, "rule": rule})

@@ -13,6 +13,7 @@ from helpers import medusa_files as files
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from jaxspec.cli import main
 from jaxspec.core.schedule import Constant
+from jaxspec.heads.dflash import init_params
 from jaxspec.heads.eagle import init_params as eagle_params
 
 pytestmark = pytest.mark.quick
@@ -166,14 +167,14 @@ def test_generate_with_heads(call, target, heads, tmp_path):
     ("words", "said"),
     [
         (["generate", "x", "--target", "m", "--drafter", "medusa"], "--drafter medusa needs --heads SOURCE"),
-        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa or eagle, not prompt-lookup"),
-        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa or eagle, not none"),
+        (["generate", "x", "--heads", "h"], "--heads is for --drafter medusa or eagle or dflash, not prompt-lookup"),
+        (["chat", "--drafter", "none", "--heads", "h"], "--heads is for --drafter medusa or eagle or dflash, not none"),
         (["bench", "--target", "m", "--drafters", "medusa"], "the drafter medusa needs --heads SOURCE"),
         (["bench", "--target", "m", "--drafters", "none,eagle"], "the drafter eagle needs --heads SOURCE"),
         (["generate", "x", "--target", "m", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
         (
             ["bench", "--drafters", "none", "--heads", "h"],
-            "is for the drafter medusa or eagle, not in --drafters",
+            "is for the drafter medusa or eagle or dflash, not in --drafters",
         ),
         (["tune", "x", "--target", "m", "--drafter", "medusa", "--out", "o"], "--drafter medusa needs --heads SOURCE"),
     ],
@@ -224,6 +225,28 @@ def test_an_eagle_head(call, target, tmp_path):
     assert "eagle:2" in out
     assert call("export", place, "--target", target, "--out", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["fc_norm"] is True
+
+
+def test_a_dspark_head(call, target, tmp_path):
+    """Looked at, tried, measured and exported; the layout of DFlash has no place for it."""
+    layer = dataclasses.replace(CONFIG, qk_norm=True)
+    config = jaxspec.DFlashConfig(layer, 4, 0, taps=(1, 1), markov="vanilla", markov_rank=8, confidence=True)
+    place = jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config, jax.random.key(0))), tmp_path / "dspark")
+    status, out, err = call("inspect", place, "--target", target, "--json", "--prompt", "abc")
+    assert status == 0, err
+    found = json.loads(out)
+    assert (found["heads"]["block_size"], found["heads"]["markov"], found["heads"]["taps"]) == (4, "vanilla", "1, 1")
+    assert found["heads"]["exported_to"] == "dflash-speculators"
+    assert len(found["probe"]["acceptance_by_position"]) == 3
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
+    words = ["--target", target, "--heads", place, "--no-chat", "--max-new-tokens", "8", "--repeats", "1"]
+    status, out, err = call("bench", *words, "--tasks", tmp_path / "p.jsonl", "--drafters", "dflash:2x1")
+    assert status == 0, err
+    assert "dflash:2x1" in out
+    status, _, err = call("export", place, "--layout", "dflash", "--out", tmp_path / "out")
+    assert (status, "no place for the heads of DSpark" in err) == (1, True)
+    assert call("export", place, "--out", tmp_path / "out")[0] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["speculators_model_type"] == "dspark"
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_groups_exchange_nothing(found, mesh):
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 
-@pytest.mark.parametrize("way", ["medusa", "eagle", "early-exit", "another vocabulary", "rejection"])
+@pytest.mark.parametrize("way", ["medusa", "eagle", "dflash", "early-exit", "another vocabulary", "rejection"])
 def test_other_drafters_and_rules_too(eight, way):
     """Two groups of four devices; `rejection` writes texts of its own, the drafters those of plain decoding."""
     one, shared = eight["others"][way]

@@ -27,6 +27,8 @@ from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
 from jaxspec.heads.dflash import DFlashConfig, init_params, module
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import DraftHeads, flatten
+from jaxspec.kernels import library
+from jaxspec.models.packed import pack
 from jaxspec.models.rope import Rope
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.testing import bias, random_laws
@@ -215,7 +217,7 @@ def test_dynamic_trees_are_eagle2s(name):
     context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
     rounds = RoundNoise(KEYS, context.length, jnp.asarray(False), V)
     draw = Draw(Noise.NONE, rounds, Sampling().rows(2, V))
-    proposal = jax.jit(lambda *a: drafter.propose(*a, draw)[0])(params, state, context)
+    proposal = jax.jit(lambda params, state: drafter.propose(params, state, context, draw)[0])(params, state)
     for row in range(2):
         root = int(tokens[row, LENGTH[row] - 1])
         head = ByHand(name, features[row, 1 : LENGTH[row]].astype(np.float64), root, 3 + CONFIGS[name].skipped)
@@ -282,6 +284,30 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
     more = toys.request([[3, 3], [], [1, 2, 3, 4, 5, 6]], [5, 5, 5], vocab=V)
     state = toys.run(decoder, weights, toys.extend(decoder, weights, state, more))
     check(state)
+
+
+@pytest.mark.skipif(not library.available(), reason=library.describe())
+@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, rnn"])
+def test_the_kernels_compute_the_same(name):
+    """Packed matrices, and attention in both directions inside a block."""
+    drafter, params, state, _, features = told(name, chain(3))
+    config, text = drafter.config, jnp.broadcast_to(jnp.arange(9), (2, 9))
+    words = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 64)), jnp.float32)
+    places = state.cache.length[:, None] + jnp.arange(4)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def compute(params, kernels):
+        head = module(config, params)
+        states = head(words, places, state.cache, kernels)
+        parts = [states, *head.remember(head.fuse(jnp.asarray(features), kernels), text, jnp.float32, kernels)]
+        if config.markov:
+            memory = jnp.zeros((2, 4, config.memory))
+            followed = head.follow(head.words(jnp.arange(8).reshape(2, 4)), states, memory)
+            parts += [*followed, head.correction(followed[0]), head.certainty(states, followed[0])]
+        return parts
+
+    for plain, packed in zip(compute(params, False), compute(pack(params), True), strict=True):
+        np.testing.assert_allclose(packed, plain, atol=2e-5)
 
 
 # Texts.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from cases import random_eagle
+from cases import random_dflash, random_eagle
 from helpers.narrow import instance, not_none
 from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
@@ -132,6 +132,7 @@ def others(target) -> dict:
     ways = {
         "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
         "eagle": plain | {"drafter": "eagle", "heads": random_eagle(target), "tree": jaxspec.dynamic(12, 2, 25)},
+        "dflash": plain | {"drafter": "dflash", "heads": random_dflash(target), "tree": jaxspec.dynamic(12, 2, 25)},
         "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
         "another vocabulary": {"draft": jaxspec.Model(LM, turned, letters(9))},
         "rejection": {"rule": "rejection"},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from cases import random_eagle, random_heads
+from cases import RANDOM
 from helpers.blocks import blocks_like
 from helpers.toys import noisy
 from jaxspec import Sampling
@@ -39,6 +39,7 @@ DRAFTERS: dict[str, Topology | Dynamic] = {
     "medusa": branching(3, 2),
     "eagle": branching(3, 2),
     "eagle, dynamic": dynamic(3, 4, 9),
+    "dflash": branching(3, 2),
 }
 
 
@@ -96,10 +97,8 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
         drafting["draft"] = model(dtype, seed, 0.3)
     elif name == "early-exit":
         drafting["drafter_options"] = {"exit_layers": 1}
-    elif name == "medusa":
-        drafting["heads"] = random_heads(dataclasses.replace(target))
-    elif name.startswith("eagle"):
-        drafting["heads"] = random_eagle(target)
+    elif drafting["drafter"] in RANDOM:
+        drafting["heads"] = RANDOM[drafting["drafter"]](target)
     found = decode(target, [0, 1, 2], seed, **drafting)
     for row, expected in enumerate(plain(dtype, seed)):
         assert found[row] == expected, (seed, row)
