@@ -175,6 +175,11 @@ class DFlashTrainee:
 
         return head.run(x, attention).reshape(*rows, row.size, -1)
 
+    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
+        """Returns the trained head."""
+        params = params if ids is None else params | {"tokens": ids}
+        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
+
 
 @functools.partial(jax.checkpoint, static_argnums=5)
 def attend_to_text_and_block(

@@ -82,7 +82,7 @@ class Sums(NamedTuple):
     def zeros(cls, trainee: Trainee) -> Self:
         """Returns the sums over no position."""
         blocks = None if trainee.blocks is None else calibration.BlockSums.zeros(trainee.drafted)
-        return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks)
+        return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
 
 
 def needs_laws(settings: Settings, trainee: Trainee) -> bool:
@@ -186,7 +186,7 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
         found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
-    return Sums(*(jnp.stack(column) for column in zip(*found)), shared)
+    return Sums(*(jnp.stack(column) for column in zip(*found)), blocks=shared)
 
 
 def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:

@@ -67,7 +67,7 @@ def draft(name: str, file: File, zlab: Any, deepspec: Any) -> dict[str, Any]:
     taps, tokens, embed, project = (torch.from_numpy(a) for a in inputs(name))
     embed, project = (embed, project) if table is None else (table, held["lm_head.weight"])
     found: dict[str, Any] = {"context": rounded(model.hidden_norm(model.fc(taps))[0, -2:]), "rounds": []}
-    cache, read = DynamicCache(), 0
+    cache, read, most = DynamicCache(), 0, 0.0
     for root in ROOTS:
         block = torch.full((1, BLOCK), file.told.get("mask_token_id", V - 1))
         block[0, 0] = tokens[0, root]
@@ -91,7 +91,8 @@ def draft(name: str, file: File, zlab: Any, deepspec: Any) -> dict[str, Any]:
             certain = model.predict_confidence_step(states, before).reshape(-1)
             one["certainty"] = rounded(certain[None])[0]
         found["rounds"].append(one | {"logits": rounded(logits[0])})
-    print(f"{name}: logits from {logits.min():.2f} to {logits.max():.2f}")
+        most = max(most, float(logits.abs().max()))
+    print(f"{name}: logits up to {most:.2f}")
     return found
 
 

@@ -3,8 +3,8 @@
     python -m scripts.heads.ship KIND FOLDER [--out DIR]
 
 KIND is a row of `SETTINGS`. Every step saves its results in FOLDER, and a repeated command continues where it stopped;
-FOLDER/prompts.jsonl may be a copy of another kind's, and so may FOLDER/run/answers. The features of "eagle3" and "dspark"
-are the same, too: FOLDER/run/features and FOLDER/run/held-out. The packed heads are written to `--out`, by default in the
+FOLDER/prompts.jsonl may be a copy of another kind's, and so may FOLDER/run/answers. "eagle3" and "dspark" have the same
+features, too: FOLDER/run/features and FOLDER/run/held-out. The packed heads are written to `--out`, by default in the
 package, in bfloat16 and with their card. `jaxspec train` prints their accuracy on held-out texts, and
 `scripts/heads/evaluate.py DIR` measures them on MT-bench.
 """

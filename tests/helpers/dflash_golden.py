@@ -31,8 +31,8 @@ def inputs(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The taps of the target `[1, T, *]`, its text `[1, T]`, its embedding and its projection, both `[V, E]`."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     taps = rng.standard_normal((1, max(ROOTS), 3 * E)).astype(np.float32)
-    tables = (random_tensor("dflash", table, [V, E]) for table in ("target.embed", "target.head"))
-    return taps, rng.integers(0, V, (1, TEXT)), *tables
+    embed, head = (random_tensor("dflash", table, [V, E]) for table in ("target.embed", "target.head"))
+    return taps, rng.integers(0, V, (1, TEXT)), embed, head
 
 
 def supervision(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -145,7 +145,7 @@ def rounds(config: DFlashConfig, params, frozen: Frozen, text, features):
     cache = caches.commit(init_cache(config, size, 64, "float32"), entries, here + 1, jnp.zeros(size, jnp.int32))
     after = jnp.append(text[1:], jnp.zeros(config.block_size + 1, text.dtype))[here[:, None] + jnp.arange(9)]
     block = jnp.where(rows == 0, after[:, :1], config.mask_token)
-    states = head(look_up(frozen.embed, block), here[:, None] + 1 + rows, cache)[:, config.skipped :]
+    states = head(look_up(narrow.not_none(frozen.embed), block), here[:, None] + 1 + rows, cache)[:, config.skipped :]
     logits, memory = matmul(states, frozen.rows, transposed=True), jnp.zeros((size, 1, config.memory))
     if config.markov is None:
         return logits
@@ -198,7 +198,7 @@ def influence(name: str) -> tuple[float, float]:
     rows = rows._replace(places=jnp.full((2, 1), place))
     plain = guesses(name, rows)[:, row]
     new = jnp.asarray(rng.normal(size=rows.features.shape), jnp.float32)
-    later, known = 0.0, 0.0
+    later = 0.0
     place_of = jnp.arange(rows.tokens.shape[1])[:, None]
     unknown = guesses(name, rows._replace(features=jnp.where(place_of > place, new, rows.features)))[:, row]
     later = max(later, float(jnp.abs(unknown - plain).max()))
@@ -230,10 +230,11 @@ def test_a_block_sees_no_other_text_and_no_other_block():
     starts = np.flatnonzero(np.diff(np.asarray(rows.segments[0])) == 1)
     assert len(starts), "two texts in the row"
     first = int(starts[0]) + 1
-    rows = rows._replace(places=jnp.full((2, 2), first + 1).at[:, 1].set(1))
+    places = jnp.full((2, 2), first + 1).at[:, 1].set(1)
+    rows = rows._replace(places=places)
     features = rows.features.at[:, :first].set(3.0)
     found = [guesses(name, each)[:, 0, 0] for each in (
-        rows, rows._replace(features=features), rows._replace(places=rows.places.at[:, 1].set(2))
+        rows, rows._replace(features=features), rows._replace(places=places.at[:, 1].set(2))
     )]  # fmt: skip
     assert (found[0] == found[1]).all()
     assert (found[0] == found[2]).all()
@@ -330,7 +331,7 @@ def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     assert min(last["acceptance"]) > 0.85
     assert sum(last["confidence"]["tokens"]) > 0
     assert last["confidence"]["error"] < 0.05
-    assert trained.heads.config.taps == (1,)
+    assert trained.heads.config.taps == (2,)
     asked = [json.loads(line)["prompt"] for line in pathlib.Path(prompts).read_text().splitlines()][:12]
     drafting = {"drafter": "dflash", "heads": trained.heads, "tree": 3}
     drafted = jaxspec.generate(target(), asked, max_new_tokens=20, width_matched=False, **drafting)
