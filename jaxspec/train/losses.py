@@ -155,8 +155,8 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     batch = batch._replace(features=features)
     blocks = trainee.blocks
-    lawless = settings.loss == "ce" and blocks is None
-    law = None if lawless else lax.stop_gradient(target_law(frozen, batch.features))
+    needs_law = settings.loss != "ce" or blocks is not None
+    law = lax.stop_gradient(target_law(frozen, batch.features)) if needs_law else None
     found: list[tuple] = []
     reached: Any = True
     shared = None if blocks is None else calibration.BlockSums.zeros(trainee.drafted)
