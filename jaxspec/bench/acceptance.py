@@ -29,12 +29,15 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.protocols import Drafter, ModelDrafter
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
+
+WithHeads = DFlash | Eagle | Medusa
 
 ROWS = 8
 """Texts that the target decodes in one batch."""
@@ -94,7 +97,7 @@ class Figure:
 
 def has_laws(drafter: Drafter) -> bool:
     """Returns whether `drafting_model` gives the laws that a drafter samples from."""
-    return isinstance(drafter, ModelDrafter | Eagle | Medusa)
+    return isinstance(drafter, ModelDrafter | WithHeads)
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | HeadLaws, Params]:
@@ -104,7 +107,7 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | H
         InvalidConfig: the drafter has neither.
     """
     built, params = drafting.build_drafter(target)
-    if isinstance(built, Eagle | Medusa):
+    if isinstance(built, WithHeads):
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
-DRAFTERS = ("model", "early-exit", "medusa", "eagle")
+DRAFTERS = ("model", "early-exit", "medusa", "eagle", "dflash")
 
 
 def add_options(parser: Parser) -> None:
