@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.train.dflash_settings import DFlashSettings as DFlashSettings
+    from jaxspec.train.dflash_settings import DSparkSettings as DSparkSettings
     from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
     from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
@@ -100,6 +102,7 @@ _MODULES = {
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
     "jaxspec.bench.tune": ("tune",),
+    "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings"),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.online": ("OnlineHeads",),

@@ -92,6 +92,8 @@ TRAINEES = Members(
         "medusa": "jaxspec.train.medusa_settings:MedusaSettings",
         "eagle1": "jaxspec.train.eagle_settings:Eagle1Settings",
         "eagle3": "jaxspec.train.eagle_settings:Eagle3Settings",
+        "dflash": "jaxspec.train.dflash_settings:DFlashSettings",
+        "dspark": "jaxspec.train.dflash_settings:DSparkSettings",
     },
 )
 """Kinds of heads that can be trained: the classes of their settings (`jaxspec.train.trainee.TraineeSettings`)."""

@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Namespace) -> None:
     """Fits a tree to the heads, and writes heads, card and figures."""
     from jaxspec.cli import show
-    from jaxspec.train import card, evaluate
+    from jaxspec.train import calibration, card, evaluate
     from jaxspec.train.manifest import HEADS
 
     folder, heads, trees = out / HEADS, trained.heads, []
@@ -169,7 +169,8 @@ def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Na
         if drafting:  # heads that predict nothing correctly have no tree
             heads = dataclasses.replace(heads, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
     _replace(heads, folder)
-    card.write(folder, trained, heads, args.prompts, card.figures(found, trees, dtype))
+    measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
+    card.write(folder, trained, heads, args.prompts, measured)
     if trained.trainee.joint is not None and not (out / "target").exists():
         import jaxspec
 

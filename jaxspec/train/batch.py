@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class Batch(NamedTuple):
@@ -13,7 +15,8 @@ class Batch(NamedTuple):
     Attributes:
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
         features: what the trainee's network gives; the first E are those of the target's projection.
-        key: of the noise of a step in training; None in evaluation.
+        key: of the noise and the draws of a step in training; None in evaluation.
+        places: the positions that blocks are guessed from (`jaxspec.train.trainee.Blocks`); None for all.
     """
 
     tokens: Int[Array, "B T"]
@@ -21,18 +24,21 @@ class Batch(NamedTuple):
     mask: Bool[Array, "B T"]
     features: Float[Array, "B T F"]
     key: Array | None = None
+    places: Int[Array, "B A"] | None = None
 
 
 class Guess(NamedTuple):
-    """What heads guess in one step at every position.
+    """What heads guess in one step at every position, or at `Batch.places`.
 
     Attributes:
         logits: of the token 2 + step ahead.
         penalty: a further loss of each position; None for none.
+        certainty: logits of the share of the law that the target shares, as estimated; None for no estimate.
     """
 
-    logits: Float[Array, "B T R"]
-    penalty: Float[Array, "B T"] | None = None
+    logits: Float[Array, "B A R"]
+    penalty: Float[Array, "B A"] | None = None
+    certainty: Float[Array, "B A"] | None = None
 
 
 class Frozen(NamedTuple):
@@ -58,8 +64,30 @@ def ahead(values: Array, steps: int) -> Array:
     return jnp.pad(values[:, steps:], ((0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)))
 
 
-def wanted(batch: Batch, step: int) -> Bool[Array, "B T"]:
-    """Returns the positions t whose token t + 2 + step is in the same text and written by the assistant."""
+def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
+    """Returns the positions t whose token t + 2 + step is in the same text and written by the assistant.
+
+    With `blocks`, so are all tokens from t + 2 on.
+    """
     steps = 2 + step
     same = (batch.segments > 0) & (ahead(batch.segments, steps) == batch.segments)
-    return same & ahead(batch.mask, steps)
+    there = same & ahead(batch.mask, steps)
+    return there & wanted(batch, step - 1, True) if blocks and step else there
+
+
+def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v"]:
+    """Returns what belongs to the places of a batch."""
+    if batch.places is None:
+        return values
+    index = batch.places.reshape(*batch.places.shape, *[1] * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1)
+
+
+def draw_places(batch: Batch, count: int) -> Int[Array, "B A"]:
+    """Draws positions of each row whose next token but one the assistant wrote, without repetition, by the batch's key.
+
+    A row with fewer such positions has others, too, which no loss counts.
+    """
+    assert batch.key is not None
+    drawn = jax.random.uniform(batch.key, batch.tokens.shape)
+    return lax.top_k(jnp.where(wanted(batch, 0), drawn, -1), min(count, batch.tokens.shape[1]))[1]

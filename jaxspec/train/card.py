@@ -13,6 +13,7 @@ import numpy as np
 import jaxspec
 from jaxspec.heads.network import DraftHeads
 from jaxspec.storage.writing import write_whole
+from jaxspec.train import calibration
 from jaxspec.train.evaluate import Candidate, Ranks
 from jaxspec.train.files import fingerprint, write_json
 from jaxspec.train.run import Trained
@@ -94,7 +95,7 @@ def write(
         "",
         f"On {measured['positions']} positions.",
     ]
-    lines += tree_table(measured)
+    lines += [*calibration.table(measured), *tree_table(measured)]
     lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
     if trained.trainee.joint is not None:
         lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]

@@ -16,20 +16,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, no_feature, with_taps
+from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads import eagle
 from jaxspec.heads.eagle_config import EagleConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target, vocabulary
+from jaxspec.heads.network import DraftHeads, check_target
 from jaxspec.heads.serving import served_by
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
 from jaxspec.train.settings import check_start
+from jaxspec.train.target_layers import layers_like
 
 JUDGED = 7
 """Steps in which heads are evaluated, however many they were trained with: EAGLE's own trees are as deep."""
@@ -55,6 +54,7 @@ class EagleTrainee:
     drafter = "eagle"
     reads_context = True
     joint = None
+    blocks = None
 
     @property
     def drafted(self) -> int:
@@ -239,29 +239,12 @@ def make_trainee(
             need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
             taps = default_taps(lm.depth) if taps is None else taps
         reduced = draft_vocab if 0 < draft_vocab < lm.vocab else None
-        decoder = _layers_like(target, kind.layers, qk_norm)
+        decoder = layers_like(target, kind.layers, qk_norm)
         config = EagleConfig(decoder, kind.version, taps=taps, draft_vocab_size=reduced, **switches)
     check_target(config, target)
     with_taps(lm, config.taps or ())
     own = {name: vars(kind)[name] for name in ("feature_loss", "noise") if name in vars(kind)}
     return EagleTrainee(config, kind.drafted, **own)
-
-
-def _layers_like(target: Model, layers: int, qk_norm: bool) -> ModelConfig:
-    """Returns the sizes of decoder layers as wide as a target's features, and as its own layers if they are known."""
-    lm, rows = target.lm, vocabulary(target)
-    if isinstance(lm, TransformerLM):
-        c = lm.config
-        return ModelConfig(
-            rows, c.hidden_size, c.intermediate_size, layers, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps,
-            max_position=c.max_position, rope=Rope(c.rope.theta), activation=c.activation, qk_norm=qk_norm,
-        )  # fmt: skip
-    width = no_feature(lm, target.params, lm.init_cache(1, 0)).shape[-1]
-    heads = max(1, width // 64)
-    return ModelConfig(
-        rows, width, 3 * width, layers, heads, heads, 2 * (width // (2 * heads)), max_position=lm.context,
-        qk_norm=qk_norm,
-    )  # fmt: skip
 
 
 def trainee_of(heads: DraftHeads) -> EagleTrainee | None:

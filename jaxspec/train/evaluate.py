@@ -112,12 +112,12 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         found = []
-        for step, (logits, _) in enumerate(trainee.unroll(params, frozen, part)):
+        for step, (logits, *_) in enumerate(trainee.unroll(params, frozen, part)):
             token = losses.ahead(part.tokens, 2 + step)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)
             place = jnp.where(row >= 0, jnp.minimum((logits > own).sum(-1), RANKS), RANKS)
-            found.append(jnp.where(losses.wanted(part, step), place, -1))
+            found.append(jnp.where(losses.wanted(part, step, trainee.blocks is not None), place, -1))
         return jnp.stack(found, -1)
 
     places = []

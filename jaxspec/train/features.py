@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.core.networks import LanguageModel
+from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
@@ -26,7 +26,11 @@ class Reader:
 
     def __init__(self, lm: LanguageModel, batch: int):
         """Takes a network and the number of rows of a batch."""
-        self.batch, self._read = batch, _compiled(lm)
+        self.lm, self.batch, self._read = lm, batch, _compiled(lm)
+
+    def size(self, params: Params, tokens: int) -> int:
+        """Returns the bytes that the features of so many tokens take in float16."""
+        return 2 * tokens * no_feature(self.lm, params, self.lm.init_cache(1, 0)).shape[-1]
 
     def __call__(self, params: Params, tokens: np.ndarray, segments: np.ndarray) -> Any:
         """Returns features `[B, T, E]`; the last batch is padded, so that only one size is compiled."""

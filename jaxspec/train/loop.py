@@ -190,6 +190,7 @@ def shares(found: losses.Sums) -> dict[str, Any]:
         "top5": (np.asarray(found.top5) / seen).tolist(),
         "accepted": np.asarray(losses.accepted_shares(found)).tolist(),
         "accepted_length": float(losses.accepted_length(found)),
+        **({} if found.blocks is None else found.blocks.shares(seen)),
     }
 
 

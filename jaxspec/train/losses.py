@@ -1,23 +1,28 @@
 """The loss of each drafted token at each position, in float32, and its sums over a batch of rows.
 
 Cross-entropy on the token (Medusa, Cai et al. 2024, arXiv:2401.10774, section 2.2.1); Kullback-Leibler divergence from
-the target's law; total variation, 1 - acceptance; and the LK losses, -log acceptance ("lk-alpha") or KL and total
-variation mixed by acceptance ("lk-lambda", arXiv:2602.23881). With a reduced vocabulary, KL renormalises the target's
-law on the drafted tokens, and acceptance does not.
+the target's law; total variation, 1 - acceptance; the LK losses, -log acceptance ("lk-alpha") or KL and total variation
+mixed by acceptance ("lk-lambda", arXiv:2602.23881); and cross-entropy mixed with the sum of absolute differences of the
+laws, twice the total variation ("ce-l1": DSpark, arXiv:2607.05147). With a reduced vocabulary, KL renormalises the
+target's law on the drafted tokens, and acceptance does not.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Params
 from jaxspec.models.layers import matmul
+from jaxspec.train import calibration
 from jaxspec.train.batch import Batch as Batch
 from jaxspec.train.batch import Frozen as Frozen
 from jaxspec.train.batch import ahead as ahead
+from jaxspec.train.batch import here
 from jaxspec.train.batch import wanted as wanted
 from jaxspec.train.settings import Settings
 from jaxspec.train.trainee import Trainee
@@ -62,6 +67,7 @@ class Sums(NamedTuple):
         top1: positions where the token is the most likely one.
         top5: positions where it is among the five most likely ones.
         reached: positions where this token and all before it are the most likely ones.
+        blocks: of heads that guess blocks; else None.
     """
 
     loss: Float[Array, "n"]
@@ -70,23 +76,48 @@ class Sums(NamedTuple):
     top1: Float[Array, "n"]
     top5: Float[Array, "n"]
     reached: Float[Array, "n"]
+    blocks: calibration.BlockSums | None = None
+
+    @classmethod
+    def zeros(cls, trainee: Trainee) -> Self:
+        """Returns the sums over no position."""
+        blocks = None if trainee.blocks is None else calibration.BlockSums.zeros(trainee.drafted)
+        return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
+
+
+def needs_laws(settings: Settings, trainee: Trainee) -> bool:
+    """Returns whether a loss needs the target's law without renormalising it on the drafted tokens."""
+    return trainee.blocks is not None or settings.loss not in ("ce", "kl")
+
+
+def acceptance_of(logits: Float[Array, "*b R"], target: Float[Array, "*b R"]) -> Float[Array, "*b"]:
+    """Computes the mass that both laws share, 1 - total variation; `target` as in `of_law`."""
+    return jnp.minimum(jnp.exp(target), jax.nn.softmax(logits, -1)).sum(-1)
 
 
 def of_law(
-    kind: str, logits: Float[Array, "*b R"], label: Int[Array, "*b"], target: Float[Array, "*b R"] | None
+    kind: str,
+    logits: Float[Array, "*b R"],
+    label: Int[Array, "*b"],
+    target: Float[Array, "*b R"] | None,
+    ce_share: float = 0.1,
 ) -> Float[Array, "*b"]:
     """Computes a loss.
 
     Args:
         kind: name of the loss, one of `jaxspec.train.settings.LOSSES`.
         logits: logits of the draft.
-        label: the token's row; only read by "ce".
+        label: the token's row; only read by "ce", and by "ce-l1", whose cross-entropy is 0 for a negative one.
         target: the target's log-probabilities of these rows, whose mass is at most 1; not read by "ce".
+        ce_share: the share of the cross-entropy in "ce-l1".
     """
     draft = jax.nn.log_softmax(logits, -1)
     if kind == "ce":
         return -jnp.take_along_axis(draft, label[..., None], -1)[..., 0]
     assert target is not None
+    if kind == "ce-l1":
+        entropy = jnp.where(label < 0, 0.0, of_law("ce", logits, jnp.maximum(label, 0), None))
+        return ce_share * entropy + (1 - ce_share) * 2 * (1 - acceptance_of(logits, target))
     known = jax.nn.log_softmax(target, -1)
     divergence = jnp.where(known > -jnp.inf, jnp.exp(known) * (known - draft), 0.0).sum(-1)
     if kind == "kl":
@@ -100,12 +131,12 @@ def of_law(
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
 
-def counted(settings: Settings, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B T"]:
-    """Returns the positions with a loss: cross-entropy needs a token that can be drafted."""
-    there = wanted(batch, step)
+def counted(settings: Settings, trainee: Trainee, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B A"]:
+    """Returns the positions with a loss: cross-entropy alone needs a token that can be drafted."""
+    there = here(batch, wanted(batch, step, trainee.blocks is not None))
     if settings.loss != "ce" or frozen.index is None:
         return there
-    return there & (frozen.index[ahead(batch.tokens, 2 + step)] >= 0)
+    return there & (frozen.index[here(batch, ahead(batch.tokens, 2 + step))] >= 0)
 
 
 def target_law(frozen: Frozen, features: Float[Array, "B T F"]) -> Float[Array, "B T R"]:
@@ -123,27 +154,39 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
     # Features of padding may be anything, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     batch = batch._replace(features=features)
-    law = None if settings.loss == "ce" else lax.stop_gradient(target_law(frozen, batch.features))
+    blocks = trainee.blocks
+    needs_law = settings.loss != "ce" or blocks is not None
+    law = lax.stop_gradient(target_law(frozen, batch.features)) if needs_law else None
     found: list[tuple] = []
     reached: Any = True
-    for step, (logits, penalty) in enumerate(trainee.unroll(params, frozen, batch)):
-        there = wanted(batch, step)
-        token = ahead(batch.tokens, 2 + step)
+    shared = None if blocks is None else calibration.BlockSums.zeros(trainee.drafted)
+    running: Any = 1.0
+    for step, (logits, penalty, certainty) in enumerate(trainee.unroll(params, frozen, batch)):
+        there = here(batch, wanted(batch, step, blocks is not None))
+        token = here(batch, ahead(batch.tokens, 2 + step))
         row = token if frozen.index is None else frozen.index[token]
         label = jnp.maximum(row, 0)
-        ahead_law = None if law is None else ahead(law, 1 + step)
-        loss = of_law(settings.loss, logits, label, ahead_law)
+        ahead_law = None if law is None else here(batch, ahead(law, 1 + step))
+        loss = of_law(settings.loss, logits, row if settings.loss == "ce-l1" else label, ahead_law, settings.ce_share)
         loss = loss if penalty is None else loss + penalty
+        if blocks is not None:
+            assert shared is not None
+            assert ahead_law is not None
+            same = lax.stop_gradient(acceptance_of(logits, ahead_law))
+            if certainty is not None:
+                loss = loss + blocks.confidence * optax.sigmoid_binary_cross_entropy(certainty, same)
+            running = running * jnp.where(there, same, 0.0)
+            shared = shared.add(step, there, same, running, certainty)
         own = jnp.take_along_axis(logits, label[..., None], -1)
         rank = lax.stop_gradient((logits > own).sum(-1))
         first = there & (row >= 0) & (rank < 1)
         reached = reached & first
         # Losses that are not counted may be NaN, too.
-        taken = counted(settings, frozen, batch, step)
+        taken = counted(settings, trainee, frozen, batch, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
         found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
-    return Sums(*(jnp.stack(column) for column in zip(*found)))
+    return Sums(*(jnp.stack(column) for column in zip(*found)), blocks=shared)
 
 
 def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
@@ -164,8 +207,12 @@ def accepted_length(found: Sums) -> Array:
     return 1 + accepted_shares(found).sum()
 
 
-def head_weights(settings: Settings, running: Float[Array, "n"]) -> Float[Array, "n"]:
-    """Returns the weight of each drafted token in the loss; `running` are the running top-1 accuracies."""
+def head_weights(settings: Settings, running: Float[Array, "n"], gamma: float | None = None) -> Float[Array, "n"]:
+    """Returns the weight of each drafted token in the loss; `running` are the running top-1 accuracies.
+
+    `gamma` is that of blocks, in place of `decay`.
+    """
     if settings.head_weights == "decay":
-        return settings.decay ** jnp.arange(running.size, dtype=jnp.float32)
+        base = settings.decay if gamma is None else math.exp(-1 / gamma)
+        return base ** jnp.arange(running.size, dtype=jnp.float32)
     return jnp.concatenate([jnp.ones(1), jnp.cumprod(jnp.clip(running, 0.05, 1.0))[:-1]])

@@ -50,6 +50,7 @@ class MedusaTrainee:
     drafter = "medusa"
     title = "Medusa heads"
     reads_context = False
+    blocks = None
 
     @property
     def feature_settings(self) -> Mapping[str, Any]:

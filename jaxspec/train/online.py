@@ -12,7 +12,7 @@ from jaxspec.generation.rollout import Rollout
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch
-from jaxspec.train.losses import freeze
+from jaxspec.train.losses import freeze, needs_laws
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import Settings, check_together
 from jaxspec.train.step import Report, Trainable, TrainState, read, start, train_step
@@ -69,7 +69,7 @@ class OnlineHeads:
         segments = (places < rollout.length[:, None]).astype(jnp.int32)
         features = read(self.trainee.network(lm), params, rollout.tokens, segments)
         batch = Batch(rollout.tokens, segments, (places >= rollout.start[:, None]) & (segments > 0), features)
-        laws = self.settings.loss not in ("ce", "kl")
+        laws = needs_laws(self.settings, self.trainee)
         frozen = freeze(self.trainee, lm, params, laws=laws, dtype=self.settings.precision)
         parts = jax.tree.map(lambda leaf: leaf[None], batch)
         return train_step(self.settings, self.trainee, lm, frozen, state, parts)

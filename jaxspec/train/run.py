@@ -91,6 +91,7 @@ def train_heads(
     cache_features: bool = True,
     start: str = "",
     loss: str = "auto",
+    ce_share: float = 0.1,
     head_weights: str = "decay",
     decay: float = 0.8,
     steps: int = 1000,
@@ -134,8 +135,10 @@ def train_heads(
         row_tokens: number of tokens of each row that texts are packed into.
         cache_features: whether to compute the target's features once and keep them on disk.
         start: heads of the same kind to start from, with their sizes and drafted tokens: a directory or a repository.
-        loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), or an LK loss
-            (lk-alpha, lk-lambda); auto for ce with Medusa heads and kl with EAGLE heads.
+        loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha,
+            lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with
+            Medusa and DFlash heads, kl with EAGLE heads, and ce-l1 with DSpark heads.
+        ce_share: share of the cross-entropy in the loss ce-l1.
         head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
             (acceptance).
         decay: base of the weights decay^i.
@@ -170,10 +173,11 @@ def train_heads(
     settings = Settings(
         draft_vocab=draft_vocab, distill=distill, answer_tokens=answer_tokens, answer_temperature=answer_temperature,
         answer_batch=answer_batch, split=split, bad_rows=bad_rows, held_out=held_out, row_tokens=row_tokens,
-        cache_features=cache_features, start=start, loss=loss, head_weights=head_weights, decay=decay, steps=steps,
-        batch=batch, accumulate=accumulate, learning_rate=learning_rate, matrix_rate=matrix_rate, warmup=warmup,
-        weight_decay=weight_decay, clip=clip, precision=precision, devices=devices, seed=seed,
-        max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every, save_every=save_every,
+        cache_features=cache_features, start=start, loss=loss, ce_share=ce_share, head_weights=head_weights,
+        decay=decay, steps=steps, batch=batch, accumulate=accumulate, learning_rate=learning_rate,
+        matrix_rate=matrix_rate, warmup=warmup, weight_decay=weight_decay, clip=clip, precision=precision,
+        devices=devices, seed=seed, max_bad_steps=max_bad_steps, log_every=log_every, eval_every=eval_every,
+        save_every=save_every,
     )  # fmt: skip
     check_model("target", target)
     answerer, target = target, without_kernels(target)  # kernels have no gradient, and training multiplies many rows
@@ -250,7 +254,7 @@ def _set_up(
     lm: Any = target.lm
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
-    laws = settings.loss not in ("ce", "kl")
+    laws = losses.needs_laws(settings, trainee)
     frozen = losses.freeze(trainee, lm, target.params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     network = trainee.network(lm)

@@ -13,7 +13,7 @@ from jaxspec.core.checks import whole
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.storage.prompt_files import SPLITS
 
-LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda")
+LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda", "ce-l1")
 WEIGHTS = ("decay", "acceptance")
 BAD_ROWS = ("report", "refuse")
 PRECISIONS = ("float32", "bfloat16")
@@ -93,10 +93,12 @@ class Settings:
     )
     loss: str = setting(
         "auto",
-        "cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), or an LK loss (lk-alpha, "
-        "lk-lambda); auto for ce with Medusa heads and kl with EAGLE heads",
+        "cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha, "
+        "lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with Medusa "
+        "and DFlash heads, kl with EAGLE heads, and ce-l1 with DSpark heads",
         (*LOSSES, "auto"),
     )
+    ce_share: float = setting(0.1, "share of the cross-entropy in the loss ce-l1", least=0)
     head_weights: str = setting(
         "decay",
         "weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it (acceptance)",
@@ -125,6 +127,8 @@ class Settings:
 
     def __post_init__(self):
         check_fields(self)
+        if self.ce_share > 1:
+            raise InvalidConfig(f"ce_share must be at most 1, got {self.ce_share}")
         if self.held_out >= 1:
             raise InvalidConfig(f"held_out must be below 1, got {self.held_out}")
         if self.batch % (self.accumulate * self.devices):

@@ -51,6 +51,9 @@ def cached(
     """
     about = {"target": target_print, "texts": fingerprint(rows._asdict())}
     about |= {"network": dict(trainee.feature_settings) or None}
+    if not any(folder.glob("*.npy")):
+        size = reader.size(target.params, rows.tokens.size)
+        watch.say(f"the features of {rows.tokens.size} tokens take {size / 1e9:.2f} GB in {folder}")
     features = Cached(
         functools.partial(reader, target.params), about, of_features(settings), rows, folder,
         functools.partial(watch.phase, f"reading {folder.name} with the target"),

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
+from jaxspec.train.batch import draw_places
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import Settings
 from jaxspec.train.trainee import Joint, Trainee
@@ -97,8 +98,7 @@ def optimizer(settings: Settings, joint: Joint | None) -> optax.GradientTransfor
 def start(settings: Settings, trainee: Trainee, params: Trainable) -> TrainState:
     """Returns the state before the first step."""
     count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
-    nothing = Sums(*(jnp.zeros(trainee.drafted) for _ in Sums._fields))
-    running = jnp.zeros(trainee.drafted)
+    nothing, running = Sums.zeros(trainee), jnp.zeros(trainee.drafted)
     opt = optimizer(settings, trainee.joint).init(params)
     return TrainState(params, opt, count[0], running, nothing, *count[1:])
 
@@ -128,7 +128,8 @@ def train_step(
         state: the state before the step.
         batch: the batch.
     """
-    weights, joint = head_weights(settings, state.running), trainee.joint
+    joint, blocks = trainee.joint, trainee.blocks
+    weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
     dtype = jnp.dtype(settings.precision)
 
     def loss(params: Trainable, part: Batch) -> tuple[Array, Sums]:
@@ -144,12 +145,17 @@ def train_step(
 
     keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), len(batch.tokens))
     batch = batch._replace(key=keys)
+    if blocks is not None:
+        batch = batch._replace(places=jax.vmap(lambda part: draw_places(part, blocks.anchors))(batch))
 
     # The mean is over all parts together, whatever their shares.
     def count(part: Batch) -> Array:
-        return jnp.stack([counted(settings, frozen, part, i).sum(dtype=jnp.float32) for i in range(trainee.drafted)])
+        every = (counted(settings, trainee, frozen, part, i) for i in range(trainee.drafted))
+        return jnp.stack([each.sum(dtype=jnp.float32) for each in every])
 
     positions = jnp.maximum(jax.vmap(count)(batch).sum(0), 1)
+    if blocks is not None:  # one mean over the tokens of blocks, in place of a mean for each of them
+        weights = weights * positions / (weights * positions).sum()
 
     def add(total: tuple, part: Batch) -> tuple[tuple, None]:
         (value, found), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, part)

@@ -33,6 +33,23 @@ class Joint(NamedTuple):
     rate: float
 
 
+class Blocks(NamedTuple):
+    """The settings of heads that guess the tokens after a position as one block.
+
+    A step of training guesses from some positions of each row (`Batch.places`), and evaluation from all. A token of a
+    block counts if all before it count, and the loss is one mean over all tokens.
+
+    Attributes:
+        anchors: the most positions of a row that a step guesses from.
+        gamma: the weight of token i of a block is exp(-i / gamma).
+        confidence: weight of the loss of the estimates `Guess.certainty`.
+    """
+
+    anchors: int
+    gamma: float
+    confidence: float = 0.0
+
+
 @runtime_checkable
 class Trainee(Protocol):
     """Heads that are trained for a target: static and hashable, without arrays.
@@ -76,6 +93,11 @@ class Trainee(Protocol):
         ...
 
     @property
+    def blocks(self) -> Blocks | None:
+        """The settings of blocks; None for heads that guess from every position, each token by itself."""
+        ...
+
+    @property
     def title(self) -> str:
         """The kind of heads, for titles, such as "Medusa heads"."""
         ...
@@ -104,7 +126,10 @@ class Trainee(Protocol):
         ...
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each step at every position, with the text's own tokens as the drafted ones."""
+        """Yields the guesses of each step at every position, with the text's own tokens as the drafted ones.
+
+        If `batch.places` is not None, the guesses are those of its positions.
+        """
         ...
 
     def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:

@@ -3,7 +3,8 @@
     python -m scripts.heads.ship KIND FOLDER [--out DIR]
 
 KIND is a row of `SETTINGS`. Every step saves its results in FOLDER, and a repeated command continues where it stopped;
-FOLDER/prompts.jsonl may be a copy of another kind's. The packed heads are written to `--out`, by default in the
+FOLDER/prompts.jsonl may be a copy of another kind's, and so may FOLDER/run/answers. "eagle3" and "dspark" have the same
+features, too: FOLDER/run/features and FOLDER/run/held-out. The packed heads are written to `--out`, by default in the
 package, in bfloat16 and with their card. `jaxspec train` prints their accuracy on held-out texts, and
 `scripts/heads/evaluate.py DIR` measures them on MT-bench.
 """
@@ -29,7 +30,11 @@ COMMON = (
     "--dtype bfloat16 --precision bfloat16 --draft-vocab 6144 --answer-tokens 192 --answer-batch 64 --batch 4 "
     "--learning-rate 2e-3 --weight-decay 0.1 --fit-prompts 4 --fit-dtype float32"
 )
-SETTINGS = {"medusa": "--heads 4 --inputs recurrent --loss kl --steps 1600", "eagle3": "--depth 3 --steps 1400"}
+SETTINGS = {
+    "medusa": "--heads 4 --inputs recurrent --loss kl --steps 1600",
+    "eagle3": "--depth 3 --steps 1400",
+    "dspark": "--layers 1 --taps 2,15,27 --markov-rank 48 --steps 1400",
+}
 """The options of `jaxspec train` beside `COMMON`, by the kind of heads."""
 LARGEST = 16e6
 """The most bytes of a folder that is shipped."""

@@ -51,6 +51,7 @@ SHORT = {
     "train": "--steps 4 --batch 2 --answer-tokens 12 --row-tokens 128 --held-out 0.1",
     "train medusa": "--heads 2",
     "train eagle3": "--depth 2",
+    "train dspark": "--block 3 --layers 1 --markov-rank 8",
 }
 """Options that make a command short, and nothing else."""
 

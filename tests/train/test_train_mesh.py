@@ -18,7 +18,10 @@ sys.path.insert(0, sys.argv[1])
 from helpers import trainees
 
 folder, kind = pathlib.Path(sys.argv[2]), sys.argv[3]
-of = None if kind == "medusa" else jaxspec.Eagle3Settings(depth=2) if kind == "eagle3" else jaxspec.Eagle1Settings()
+of = {
+    "medusa": None, "eagle3": jaxspec.Eagle3Settings(depth=2), "eagle1": jaxspec.Eagle1Settings(),
+    "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
+}[kind]
 prompts = trainees.write_prompts(folder / "prompts.jsonl")
 for devices in (1, 8):
     changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
@@ -29,7 +32,7 @@ for devices in (1, 8):
 """
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle1"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle1", "dspark"])
 def test_one_device_and_eight_agree(tmp_path, kind):
     words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)

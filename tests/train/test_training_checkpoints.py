@@ -26,7 +26,7 @@ from jaxspec.train.step import Trainable, TrainState
 def state(step: int) -> TrainState:
     """One that could be of a run, with numbers of its own at every step."""
     heads = {"weight": jnp.arange(12, dtype=jnp.float32).reshape(3, 4) + step, "bias": jnp.full(3, step, jnp.bfloat16)}
-    window = Sums(*(jnp.full(2, float(step)) for _ in Sums._fields))
+    window = Sums(*(jnp.full(2, float(step)) for _ in Sums._fields[:-1]), blocks=None)
     return TrainState(
         Trainable(heads), (jnp.ones(3),), jnp.int32(step), jnp.ones(2), window, jnp.int32(0), jnp.int32(0)
     )

@@ -1,0 +1,124 @@
+"""How much of a block the target accepts, and whether the confidence of a head says so: sums, shares, and a table."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+BINS = 10
+"""Equal intervals of the confidence that the table has."""
+
+
+class BlockSums(NamedTuple):
+    """Sums over the blocks of a batch, which can be added.
+
+    Attributes:
+        acceptance: of each drafted token, the mass that its law and the target's share, 1 - total variation.
+        running: of each drafted token, the product of that mass and those of all tokens before it.
+        bins: for each interval of the confidence, the number of tokens, their confidence and their acceptance.
+    """
+
+    acceptance: Float[Array, "n"]
+    running: Float[Array, "n"]
+    bins: Float[Array, "bins 3"]
+
+    @classmethod
+    def zeros(cls, drafted: int) -> Self:
+        """Returns the sums over no block."""
+        return cls(jnp.zeros(drafted), jnp.zeros(drafted), jnp.zeros((BINS, 3)))
+
+    def add(
+        self,
+        step: int,
+        there: Bool[Array, "B A"],
+        acceptance: Float[Array, "B A"],
+        running: Float[Array, "B A"],
+        certainty: Float[Array, "B A"] | None,
+    ) -> Self:
+        """Adds one token of each block.
+
+        Args:
+            step: the token's number in its block.
+            there: the blocks in which it counts.
+            acceptance: of the token.
+            running: the product with those before, 0 where it does not count.
+            certainty: logits of its confidence; None without.
+        """
+        bins = self.bins
+        if certainty is not None:
+            confidence = jax.nn.sigmoid(jax.lax.stop_gradient(certainty))
+            index = jnp.minimum((confidence * BINS).astype(jnp.int32), BINS - 1)
+            row = jnp.where(there[..., None], jnp.stack([jnp.ones_like(confidence), confidence, acceptance], -1), 0)
+            bins = bins + jnp.einsum("abi,abj->ij", jax.nn.one_hot(index, BINS), row, precision="highest")
+        return self._replace(
+            acceptance=self.acceptance.at[step].add(jnp.where(there, acceptance, 0.0).sum()),
+            running=self.running.at[step].add(jax.lax.stop_gradient(running).sum()),
+            bins=bins,
+        )
+
+    def shares(self, seen: np.ndarray) -> dict[str, Any]:
+        """Returns the sums as values of a line of the log; `seen` are the numbers of tokens that count.
+
+        `tau` is the expected number of tokens of a round that verifies a chain by rejection, the target's own included;
+        DSpark (arXiv:2607.05147) computes it so, from blocks that end with the text, too.
+        """
+        found = {
+            "acceptance": (np.asarray(self.acceptance) / seen).tolist(),
+            "tau": 1 + float(np.asarray(self.running).sum() / seen[0]),
+        }
+        bins = np.asarray(self.bins)
+        return found | ({"confidence": reliability(bins)} if bins.any() else {})
+
+
+def reliability(bins: np.ndarray) -> dict[str, Any]:
+    """Returns the share of tokens in each interval of the confidence, their mean confidence and acceptance, or None.
+
+    `error` is the mean distance of the two, by the number of tokens: the expected calibration error (Naeini et al.
+    2015).
+    """
+    count = bins[:, 0]
+    some = np.maximum(count, 1)
+    confidence, acceptance = bins[:, 1] / some, bins[:, 2] / some
+
+    def known(means: np.ndarray) -> list[float | None]:
+        return [float(mean) if number else None for mean, number in zip(means, count)]
+
+    return {
+        "tokens": [int(number) for number in count],
+        "confidence": known(confidence),
+        "acceptance": known(acceptance),
+        "error": float((count * np.abs(confidence - acceptance)).sum() / max(count.sum(), 1)),
+    }
+
+
+def best(log: Sequence[dict]) -> dict[str, Any]:
+    """Returns what the held-out texts said of blocks at the best step of a log; empty if nothing."""
+    held = [record["held_out"] for record in log if "held_out" in record]
+    if not held:
+        return {}
+    record = max(held, key=lambda each: each["accepted_length"])
+    return {name: record[name] for name in ("acceptance", "tau", "confidence") if name in record}
+
+
+def table(measured: dict[str, Any]) -> list[str]:
+    """Returns the lines of a card about blocks; none without them."""
+    if "tau" not in measured:
+        return []
+    lines = [
+        "",
+        "Mass of the law of each token that the target shares, after the text's own tokens: "
+        f"{', '.join(f'{share:.3f}' for share in measured['acceptance'])}. By the running products, a chain that is "
+        f"verified by rejection has {measured['tau']:.2f} tokens per round.",
+    ]
+    if (found := measured.get("confidence")) is None:
+        return lines
+    lines += ["", f"Confidence on the held-out texts, calibration error {found['error']:.3f}:", ""]
+    lines += ["| confidence | tokens | mean confidence | shared with the target |", "|---|---|---|---|"]
+    for number, count in enumerate(found["tokens"]):
+        if count:
+            said, true = (found[name][number] for name in ("confidence", "acceptance"))
+            lines.append(f"| {number / BINS:.1f} to {(number + 1) / BINS:.1f} | {count} | {said:.3f} | {true:.3f} |")
+    return lines
