@@ -643,7 +643,7 @@ def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int |
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
-    failed = re.findall(r"^FAILED (\S+)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^FAILED (.+?)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
     return done.returncode, failed, done.stdout + done.stderr
 
 
