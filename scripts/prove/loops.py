@@ -18,13 +18,16 @@ from jaxspec.core.protocols import DrafterInputs
 from jaxspec.decode.lifecycle import row_axes
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
+from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.model import BridgedDraft, ModelDraft
 from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.pard import Pard
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import Recycling
+from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import HeadsConfig, unflatten
 from jaxspec.models.config import ModelConfig
@@ -71,10 +74,15 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
         "model (Llama-3.2-1B), chain 4": (ModelDraft(small, jaxspec.chain(4)), shapes(small)),
         "model (Llama-3.2-1B), tree 4x2x1": (ModelDraft(small, jaxspec.branching(4, 2, 1)), shapes(small)),
         "model of another vocabulary, chain 4": across(target, small, jaxspec.chain(4)),
+        "pard (Llama-3.2-1B), chain 8": (Pard(small, target.vocab - 1, target.vocab), shapes(small)),
         "early-exit of 4 layers, chain 2": EarlyExit.build(early),
         "medusa, 64 nodes": (medusa, {"heads": params}),
         "eagle (EAGLE-3), chain 4": eagle3(target, jaxspec.chain(4)),
         "eagle (EAGLE-3), dynamic of 60 nodes": eagle3(target, jaxspec.dynamic(10, 8, 60)),
+        "dflash, block of 16": blocks(target, 15, block_size=16),
+        "dflash (DSpark), block of 7": blocks(
+            target, 7, block_size=7, from_anchor=True, markov="vanilla", markov_rank=256, confidence=True
+        ),
     }  # fmt: skip
 
 
@@ -91,12 +99,25 @@ def eagle3(target: TransformerLM, tree: Any) -> tuple[Eagle, Any]:
     """The published EAGLE-3 head of Llama-3.1-8B-Instruct, and its tree: a layer like the target's, 32,000 tokens."""
     layer = dataclasses.replace(target.config, num_layers=1)
     config = EagleConfig(layer, draft_vocab_size=32000, own_projection=True)
+    return Eagle(config, target, tree), head_shapes(config, target)
+
+
+def blocks(target: TransformerLM, depth: int, **sizes: Any) -> tuple[DFlash, Any]:
+    """A DFlash head of five layers like the target's, as the published ones, and a chain."""
+    layers = dataclasses.replace(target.config, num_layers=5, qk_norm=True)
+    taps = tuple(min(tap, target.depth) for tap in (2, 9, 16, 23, 30))
+    config = DFlashConfig(layers, mask_token=target.vocab - 1, taps=taps, **sizes)
+    return DFlash(config, target, jaxspec.chain(depth)), head_shapes(config, target)
+
+
+def head_shapes(config: EagleConfig | DFlashConfig, target: TransformerLM) -> Any:
+    """Returns the shapes of a head's parameters, with matrices in the target's dtype."""
     dtypes = {1: "float32", 2: target.dtype}
     named = {
         name: jax.ShapeDtypeStruct(shape, "int32" if name == "tokens" else dtypes[len(shape)])
         for name, shape in config.param_shapes().items()
     }
-    return Eagle(config, target, tree), unflatten(named)
+    return unflatten(named)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,7 @@ def test_texts_are_those_of_plain_decoding(name, seed):
     assert max(accepted) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_decodes(name):
     """Lossless rules at temperature 0 give plain decoding's text; all make progress."""

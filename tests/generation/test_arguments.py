@@ -473,7 +473,7 @@ def test_every_setting_reaches_the_run(nowhere, monkeypatch):
             changed[field.name] = not field.default
         elif isinstance(field.default, int | float):
             changed[field.name] = field.default + number + 1
-    changed |= {"batch": 12, "accumulate": 3, "devices": 2, "held_out": 0.5}
+    changed |= {"batch": 12, "accumulate": 3, "devices": 2, "held_out": 0.5, "ce_share": 0.5}
     seen = []
 
     def check_together(settings, kind):

@@ -32,7 +32,15 @@ for devices in (1, 8):
 """
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle1", "dspark"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "medusa",
+        "eagle3",
+        pytest.param("eagle1", marks=pytest.mark.slow),
+        pytest.param("dspark", marks=pytest.mark.slow),
+    ],
+)
 def test_one_device_and_eight_agree(tmp_path, kind):
     words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
