@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
+from jaxspec.heads.tapped_config import TappedSizes
 from jaxspec.models.config import ModelConfig
 
 MARKOV = ("vanilla", "gated", "rnn")
@@ -21,7 +22,7 @@ def default_taps(depth: int, count: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(TappedSizes):
     """The sizes of a DFlash head; static and hashable. With a Markov head or a confidence head it is a DSpark head.
 
     Attributes:
@@ -87,10 +88,8 @@ class DFlashConfig:
             optional = name in ("target_size", "draft_vocab_size") and value is None
             if not optional and (type(value) is not int or not low <= value <= high):
                 raise InvalidConfig(f"{name} of a head must be a whole number from {low} to {high}, got {value!r:.80}")
-        taps = self.taps
-        if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
-            raise InvalidConfig(f"taps of a head must be whole numbers from 1, got {taps!r:.80}")
-        if taps == ():
+        self._check_taps()
+        if self.taps == ():
             raise InvalidConfig("a DFlash head reads at least one tap of the target")
         self._check_combinations()
 
@@ -106,28 +105,9 @@ class DFlashConfig:
             raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
         if self.confidence_reads_token and not (self.confidence and self.markov):
             raise InvalidConfig("confidence_reads_token needs a confidence head and a Markov head")
-        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
-            raise InvalidConfig(
-                f"a head of width {self.hidden_size} for features of width {self.feature_size} needs an embedding and "
-                "a projection of its own"
-            )
+        self._check_width()
         if self.decoder.window_rope is not None:
             raise InvalidConfig("the layers of a DFlash head have the same rotary positions")
-
-    @property
-    def hidden_size(self) -> int:
-        """E, the width of the head's states."""
-        return self.decoder.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the size of the target's vocabulary."""
-        return self.decoder.vocab_size
-
-    @property
-    def feature_size(self) -> int:
-        """The width of the target's features, and of each tap."""
-        return self.hidden_size if self.target_size is None else self.target_size
 
     @property
     def max_depth(self) -> int:
@@ -145,31 +125,15 @@ class DFlashConfig:
         return self.markov_rank if self.markov == "rnn" else 0
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """The methods of the target that return tables which the head reads, besides its `head`."""
-        rows = self.draft_vocab_size is not None and not self.own_projection
-        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
-
-    @property
     def summary(self) -> str:
         """The kind of head in a few words."""
         layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
         return f"a {kind} head of {layers} layer{'s' * (layers > 1)}, blocks of {self.block_size}"
 
     @property
-    def rows(self) -> int:
-        """R, the number of tokens that can be guessed."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-    @property
     def num_taps(self) -> int:
         """The number of taps that the head reads."""
         return self.decoder.num_layers if self.taps is None else len(self.taps)
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of layers and taps."""
-        return self.decoder.num_layers + self.num_taps
 
     def taps_of(self, depth: int) -> tuple[int, ...]:
         """Returns the taps of a target of `depth` layers that the head reads."""

@@ -5,6 +5,7 @@ import math
 from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
+from jaxspec.heads.tapped_config import TappedSizes
 from jaxspec.models.config import ModelConfig
 
 
@@ -15,7 +16,7 @@ def default_taps(depth: int) -> tuple[int, int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(TappedSizes):
     """The sizes of an EAGLE head; static and hashable.
 
     Attributes:
@@ -66,9 +67,7 @@ class EagleConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= most):
                 raise InvalidConfig(f"{name} of a head must be a whole number from 1 to {most}, got {value!r}")
-        taps = self.taps
-        if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
-            raise InvalidConfig(f"taps of a head must be whole numbers from 1, got {taps!r:.80}")
+        self._check_taps()
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -83,11 +82,7 @@ class EagleConfig:
             raise InvalidConfig("an EAGLE-3 head reads at least one tap of the target")
         if self.fc_norm and self.norm_before_fc:
             raise InvalidConfig("fc_norm and norm_before_fc exclude one another")
-        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
-            raise InvalidConfig(
-                f"a head of width {self.hidden_size} for features of width {self.feature_size} needs an embedding and "
-                "a projection of its own"
-            )
+        self._check_width()
         if self.decoder.window is not None:
             raise InvalidConfig("an EAGLE head has no sliding-window attention")
 
@@ -96,46 +91,15 @@ class EagleConfig:
         return self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output
 
     @property
-    def hidden_size(self) -> int:
-        """E, the width of the head's states."""
-        return self.decoder.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the size of the target's vocabulary."""
-        return self.decoder.vocab_size
-
-    @property
-    def feature_size(self) -> int:
-        """The width of the target's features, and of each tap."""
-        return self.hidden_size if self.target_size is None else self.target_size
-
-    @property
     def max_depth(self) -> float:
         """The greatest depth of a tree: a head continues its own states without end."""
         return math.inf
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The methods of the target that return tables which the head reads, besides its `head`."""
-        rows = self.draft_vocab_size is not None and not self.own_projection
-        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
 
     @property
     def summary(self) -> str:
         """The kind of head in a few words."""
         layers = self.decoder.num_layers
         return f"an EAGLE-{self.version} head of {layers} layer{'s' * (layers > 1)}"
-
-    @property
-    def rows(self) -> int:
-        """The number of tokens that can be guessed."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of layers and taps."""
-        return self.decoder.num_layers + self.num_taps
 
     @property
     def num_taps(self) -> int:
