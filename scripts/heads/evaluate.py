@@ -5,10 +5,14 @@
 
 The target answers the first turn of every question greedily. The script prints how often each drafted token is right on
 these answers, and then tokens per round of every combination: at temperature 0 the texts are compared with plain
-decoding. TREE is K for a chain, best-N for the best static tree of N nodes by the acceptance that was measured after
-training on other texts, `own` for the tree of the heads, or what `jaxspec generate --tree` takes, such as
-dynamic-8x6-64. Trees that heads cannot draft are left out. What is measured is kept in KEPT, where a repeated command
-continues. It measures no time; `jaxspec bench --drafters medusa,eagle` does.
+decoding. Heads that lie in a folder are named after it, too.
+
+TREE is K for a chain, best-N for the best static tree of N nodes by the acceptance that was measured after training on
+other texts, `own` for the tree of the heads, or what `jaxspec generate --tree` takes, such as dynamic-8x6-64. Trees
+that heads cannot draft are left out.
+
+What is measured is kept in KEPT, where a repeated command continues. It measures no time; `jaxspec bench --drafters
+medusa,eagle` does.
 """
 
 import argparse
@@ -166,8 +170,8 @@ def main() -> int:
     accuracy, rounds = {}, []
     for source in given.heads:
         heads = jaxspec.load_heads(source, target=evaluation.target)
-        label = trainee_of(heads).title
-        label += f" {1 + len(accuracy)}" * (label in accuracy)
+        folder = pathlib.Path(source)
+        label = trainee_of(heads).title + f" ({folder.name})" * folder.exists()
         for row in measure(evaluation, label, heads, source):
             if "tree" in row:
                 rounds.append(row)
