@@ -329,6 +329,12 @@ def rollout(values: Values) -> str:
     return table([first, "drafter", "tokens/s", "times plain", "tokens per round", "same text as plain"], rows)
 
 
+def vllm(values: Values) -> str:
+    rows = [[row["engine"], str(row["rounds"]), ", ".join(map(str, row["accepted"])),
+             f"{row['same_texts']} of {values['texts']}"] for row in values["rows"]]  # fmt: skip
+    return table(["engine", "rounds", "accepted, by place", "texts that are jaxspec's"], rows)
+
+
 def replay(values: Values) -> str:
     tasks = {name: entry for name, entry in values.items() if name != "costs"}
     parts = []
@@ -350,5 +356,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "bridges": bridges, "torch-step": torch_step, "replay": replay,
+    "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm,
 }  # fmt: skip
