@@ -17,7 +17,7 @@ from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
-from jaxspec.drafters.recycling import KEPT, Recycling
+from jaxspec.drafters.recycling import KEPT, Recycling, Tables
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import find
 from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
@@ -103,12 +103,39 @@ def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
         assert [read(state, row) for row in range(rows)] == entries
 
 
-def proposed(drafter, state, text, length, kind=Noise.NONE, temperature=0.0, limit=None):
-    batch = len(length)
-    noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), jnp.asarray(temperature > 0), V)
-    draw = Draw(kind, noise, Sampling(temperature=temperature).rows(batch, V), limit)
+def proposed(drafter, state, text, length, kind=Noise.NONE, limit=None, **sampling):
+    batch, sampled = len(length), jnp.asarray(sampling.get("temperature", 0) > 0)
+    noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), sampled, V)
+    draw = Draw(kind, noise, Sampling(**sampling).rows(batch, V), limit)
     context = Context(jnp.asarray(text), jnp.asarray(length), None, None)  # pyright: ignore[reportArgumentType]
     return jax.device_get(jax.jit(lambda state: drafter.propose(None, state, context, draw)[0])(state))
+
+
+@pytest.mark.parametrize(("tree", "kind"), [(dynamic(3, 3, 6), Noise.SHARED), (branching(3, 2, 1), Noise.NONE)])
+def test_any_table_gives_a_draft(tree, kind, seed):
+    """Empty, full and other tables, entries with few tokens, and with ids that the row may not draw, as padding."""
+    rng, rows, padding = np.random.default_rng(seed), 36, (V - 2, V - 1)
+    token = np.arange(SIZE) + SIZE * rng.integers(0, V // SIZE, (rows, SIZE))
+    token = np.where(rng.random((rows, SIZE)) < np.repeat([0, 0.5, 1], rows // 3)[:, None], token, -1)
+    ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
+    ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
+    probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
+    state = Tables(*map(jnp.asarray, (token, ids[:, :SIZE], probs, ids[:, SIZE])))
+    text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
+    limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
+    given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}
+    found = proposed(Recycling(tree, SIZE, widths=(1, 4)), state, text, length, temperature=0.8, **given)
+    tokens = np.array(found.tokens)
+    parents, depths = (np.broadcast_to(a, tokens.shape) for a in (found.tree.parents, found.tree.depths))
+    drafted = (tokens >= 0) & (np.arange(tokens.shape[1]) > 0)
+    assert not np.isin(tokens[drafted], padding).any()
+    assert (tokens < V).all()
+    assert (depths <= limit[:, None])[drafted].all()
+    assert (np.take_along_axis(drafted, np.maximum(parents, 0), 1) | (parents == 0))[drafted].all()
+    for row in range(rows):
+        children = list(zip(parents[row][drafted[row]], tokens[row][drafted[row]]))
+        assert len(set(children)) == len(children)
+    assert all(some.any() for some in np.split(drafted, 3))
 
 
 def test_an_empty_table_proposes_nothing():
