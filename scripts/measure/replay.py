@@ -221,7 +221,8 @@ def main() -> None:
             print(f"{name}, {task}: {len(texts)} answers of {sum(len(t.tokens) - t.start for t in texts)} tokens")
             models[name][task] = replayed(texts, bigrams, costs)
     if arguments.record:
-        print(f"written: {write(arguments.record, 'replay', sys.argv, {'costs': costs, 'models': models})}")
+        words = ["python", "-m", "scripts.measure.replay", *sys.argv[1:]]
+        print(f"written: {write(arguments.record, 'replay', words, {'costs': costs, 'models': models})}")
 
 
 if __name__ == "__main__":
