@@ -39,8 +39,9 @@ class Tables(NamedTuple):
     """What is kept for each row. The entry of a token is in slot `token % M`; a later token replaces an earlier one."""
 
     token: Int[Array, "B M"]  # whose entry it is; -1: empty
-    ids: Int[Array, "B M K"]  # what may follow it; -1 for none
-    probs: Float[Array, "B M K"]
+    # What may follow it, -1 for none. The long axis is the last one, because TPUs pad it to 128.
+    ids: Int[Array, "B K M"]
+    probs: Float[Array, "B K M"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
 
 
@@ -102,8 +103,8 @@ class Recycling:
         return 0
 
     def init(self, params: Params, batch: int, capacity: int) -> Tables:
-        entries = jnp.full((batch, self.size, KEPT), -1, jnp.int32)
-        return Tables(entries[..., 0], entries, jnp.zeros(entries.shape, jnp.float32), entries[:, 0])
+        entries = jnp.full((batch, KEPT, self.size), -1, jnp.int32)
+        return Tables(entries[:, 0], entries, jnp.zeros(entries.shape, jnp.float32), entries[..., 0])
 
     def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
         if advance.seen is None:
@@ -155,7 +156,7 @@ class Recycling:
         """Returns what followed each token; -1 and 0 where nothing is known."""
         slot = tokens % self.size
         hit = (jnp.take_along_axis(state.token, slot, 1) == tokens)[..., None]
-        ids, probs = (jnp.take_along_axis(a, slot[..., None], 1) for a in (state.ids, state.probs))
+        ids, probs = (jnp.take_along_axis(a, slot[:, None], 2).mT for a in (state.ids, state.probs))
         return jnp.where(hit, ids, -1), jnp.where(hit, probs, 0.0)
 
     def propose(self, params: Params, state: Tables, context: Context, draw: Draw) -> tuple[Proposal, Tables]:
@@ -216,10 +217,10 @@ def _put(
     unique: bool = False,
 ) -> Tables:
     """Writes entries; those of slots beyond the table are dropped."""
-    at = jnp.arange(len(slot))[:, None], slot
+    rows = jnp.arange(len(slot))[:, None]
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[at].set(new, mode="drop", unique_indices=unique)
+        return old.at[rows, ..., slot].set(new, mode="drop", unique_indices=unique)
 
     return Tables(put(state.token, token), put(state.ids, ids), put(state.probs, probs), state.guesses)
 

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
+from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import groups, replicate, to_host
-from jaxspec.core.protocols import SpellingDrafter
+from jaxspec.core.protocols import RememberingDrafter, SpellingDrafter
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
@@ -90,6 +91,13 @@ class Job:
     def prompt(self, row: int) -> list[int]:
         """Returns the token ids of a row's prompt."""
         return self.ids[row // self.samples]
+
+    def remember(self, weights: Weights, tokens: Sequence[int]) -> Weights:
+        """Returns the weights after an answer has ended, if the drafter may draft from it; see `RememberingDrafter`."""
+        drafter = self.decoder.drafter
+        if self.decoder.rule.noise is not Noise.SHARED or not isinstance(drafter, RememberingDrafter):
+            return weights
+        return weights._replace(draft=drafter.remember(weights.draft, tokens))
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
         """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""

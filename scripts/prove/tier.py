@@ -25,15 +25,15 @@ def findings(
 ) -> list[str]:
     """What must not be in the program, and is.
 
-    Of caches a device holds its share, of a matrix, and of what a drafter keeps beside a cache, at least the half.
+    Of caches a device holds its share, of a matrix at least the half, and half of the rows of a drafter's tables.
     """
     wrong = []
     loops = sum(one.op == "while" for one in parts["ENTRY"])
     if loops != 1:
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
     large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in {1, min(share, 2)}}
-    large |= {leaf.size // min(share, 2): "a drafter's table" for leaf in jax.tree.leaves(tables)}
     large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
+    kept = {(leaf.shape[0] // min(share, 2), *leaf.shape[1:]) for leaf in jax.tree.leaves(tables)}
     for name in hlo.reached(parts):
         for one in parts[name]:
             if one.op in HOST:
@@ -42,7 +42,8 @@ def findings(
                 wrong.append(f"it calls the host: {one.rest[:120]}")
             for op, type in hlo.written(parts, one):
                 big = op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE
-                if big and (what := large.get(hlo.elements(type))):
+                table = "a drafter's table" if hlo.shape(type) in kept else None
+                if big and (what := large.get(hlo.elements(type), table)):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
     return wrong
