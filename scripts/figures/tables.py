@@ -341,7 +341,7 @@ def replay(values: Values) -> str:
         parts.append(table([f"{model}: a table filled from", "", *headings], rows))
         rows = []
         for i, row in enumerate(first["trees"]):
-            cells = [f"{own['tokens_per_round']:.2f}: " + ", ".join(f"{own[kind]['median']:.2f}" for kind in kinds)
+            cells = [f"{own['tokens_per_round']:.2f}: " + ", ".join(f"{own[kind][0]:.2f}" for kind in kinds)
                      for own in (entry["trees"][i] for entry in tasks.values())]  # fmt: skip
             rows.append([row["drafter"], str(row["nodes"]), "warm" if row["warm"] else "cold", *cells])
         headings = [f"{task}: tokens per round: times plain, widths {', '.join(kinds)}" for task in tasks]

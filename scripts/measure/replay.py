@@ -104,7 +104,7 @@ def second_guesses(texts: list[Text]) -> list[float]:
 
 
 def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Returns tokens per round, and for each dtype the speeds of texts in times of plain decoding."""
+    """Returns tokens per round, and for each dtype the speeds of texts in times of plain decoding: the median and the least."""
     total = sum((collections.Counter(c) for c in found), collections.Counter())
     count = sum(v for k, v in total.items() if k != "tokens")
     out: dict[str, Any] = {"tokens_per_round": significant(total["tokens"] / count)}
@@ -115,7 +115,7 @@ def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float
             )
             for counts in found
         ]  # fmt: skip
-        out[dtype] = {"median": significant(float(np.median(speeds))), "least": significant(min(speeds))}
+        out[dtype] = [significant(float(np.median(speeds)), 3), significant(min(speeds), 3)]
     return out
 
 
@@ -127,24 +127,18 @@ PAYING, WIDE = (
     tuple((width - 1, assumed_cost(width)) for width in widths) for widths in ((1, 4, 8, 16), (1, 4, 8, 32))
 )
 TREES = {
-    "copies of one place, a match of 3": (Drafter(chain=3), (8,)),
     "copies of one place": (MATCH._replace(copies=1), (8,)),
     "copies": (MATCH, (8, 64)),
     "copies, what pays": (MATCH._replace(costs=PAYING), (16,)),
     "copies, what pays, earlier answers": (MATCH._replace(costs=PAYING, ring=1 << 16), (16,)),
-    "rows": (ROWS, (4, 8, 16, 64)),
+    "rows": (ROWS, (8, 64)),
     "rows, bigrams": (ROWS._replace(bigrams=True), (8,)),
-    "rows, guesses": (ROWS._replace(guesses=0.3), (8,)),
     "rows, copies": (BOTH, (8, 64)),
     "all": (ALL, (8, 16, 32, 64)),
     "all, bigrams": (ALL._replace(bigrams=True), (8, 64)),
     "all, what pays": (ALL._replace(depth=7, costs=WIDE), (32,)),
-    "all, what pays, bigrams": (ALL._replace(depth=7, costs=WIDE, bigrams=True), (32,)),
     "all, what pays, long copies alone": (ALL._replace(depth=7, costs=PAYING, alone=5), (16,)),
-    "all, what pays, long copies alone, earlier answers": (
-        ALL._replace(depth=7, costs=PAYING, alone=5, ring=1 << 16), (16,)
-    ),
-}  # fmt: skip
+}
 """Copies of the places of the longest matches, recycled rows, and second guesses of the root's law. The default of
 prompt lookup is "copies, what pays", that of recycling "all, what pays"."""
 
@@ -183,14 +177,14 @@ def costs_of(path: str | None) -> dict[str, dict[int, float]]:
 def replayed(texts: list[Text], bigrams: dict[int, dict[int, float]], costs: dict[str, Any]) -> dict[str, Any]:
     """Replays and prints a task's answers."""
     found: dict[str, Any] = {"texts": len(texts), "tokens": sum(len(text.tokens) - text.start for text in texts)}
-    found |= {"shares": [], "by_match": by_match(texts), "by_share": by_share(texts), "guesses": second_guesses(texts)}
+    found |= {"shares": [], "by_match": by_match(texts), "guesses": second_guesses(texts)}
     for warm in (False, True):
         for name, fill in FILLS.items():
             row = {"fill": name, "warm": warm, **shares(texts, fill, bigrams, warm)}
             found["shares"].append(row)
             print(f"  {'warm' if warm else 'cold'}, {name:28} next {row['one']}, next two {row['two']}", flush=True)
     print(f"  by match {[(row['match'], row['places'], row['right']) for row in found['by_match']]}")
-    print(f"  by share {[(row['share'], row['places'], row['right']) for row in found['by_share']]}")
+    print(f"  by share {[(row['share'], row['places'], row['right']) for row in by_share(texts)]}")
     print(f"  second guesses {found['guesses']}")
     found["trees"] = []
     for (name, (drafter, sizes)), warm in itertools.product(TREES.items(), (False, True)):
@@ -199,9 +193,7 @@ def replayed(texts: list[Text], bigrams: dict[int, dict[int, float]], costs: dic
         for nodes in sizes:
             row = predicted(rounds(drafter, nodes, texts, bigrams, warm), costs)
             found["trees"].append({"drafter": name, "nodes": nodes, "warm": warm, **row})
-            speeds = ", ".join(
-                f"{k} {v['median']:.2f} ({v['least']:.2f})" for k, v in row.items() if isinstance(v, dict)
-            )
+            speeds = ", ".join(f"{k} {median:.2f} ({least:.2f})" for k, (median, least) in ((k, row[k]) for k in costs))
             print(f"  {'warm' if warm else 'cold'} {name:50} {nodes:2} nodes: "
                   f"{row['tokens_per_round']:.2f} tokens per round; {speeds}", flush=True)  # fmt: skip
     return found

@@ -38,7 +38,7 @@ def read(state, row) -> dict[int, dict]:
     token, ids, probs = (np.asarray(a[row]) for a in state[:3])
     return {
         int(t): {int(i): pytest.approx(float(p), abs=1e-6) for i, p in zip(some, weights) if i >= 0}
-        for t, some, weights in zip(token, ids.T, probs.T)
+        for t, some, weights in zip(token, ids.reshape(-1, KEPT), probs.reshape(-1, KEPT))
         if t >= 0
     }
 
@@ -120,7 +120,7 @@ def test_any_table_gives_a_draft(tree, kind, seed):
     ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
     ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
     probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
-    state = Tables(*map(jnp.asarray, (token, ids[:, :SIZE].mT, probs.mT, ids[:, SIZE])))
+    state = Tables(*map(jnp.asarray, (token, ids[:, :SIZE].reshape(rows, -1), probs.reshape(rows, -1), ids[:, SIZE])))
     text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
     limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
     given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}
