@@ -9,13 +9,16 @@ import pytest
 
 from helpers.narrow import not_none
 from helpers.toys import decoder, generate, request, texts
+from jaxspec import Model
 from jaxspec.core.draw import Candidates, Draw, Noise
 from jaxspec.core.noise import RoundNoise
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Seen
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
+from jaxspec.decode.verify import likeliest
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.recycling import KEPT, Recycling, Tables
 from jaxspec.errors import InvalidConfig
@@ -218,6 +221,17 @@ def test_the_unlisted_share_lowers_the_worth():
     tokens, worth = draw.among(Candidates(jnp.array([[[4, -1, 7]]]), jnp.log(jnp.array([[[0.25, 0.5, 0.25]]]))), 0, 3)
     assert tokens.tolist() == [[[4, 7, -1]]]
     np.testing.assert_allclose(np.exp(worth), [[[0.25, 0.25, 0.0]]], rtol=1e-6)
+
+
+def test_memory_does_not_grow_with_the_vocabulary():
+    """At 152 thousand tokens and 16 rows, from shapes: 68 bytes for each slot, and no copy of the logits of a round."""
+    drafter, params = Recycling.build(DrafterInputs(Model(TableLM(151_936, order=0), {})))
+    state = jax.tree.leaves(jax.eval_shape(lambda: drafter.init(params, 16, 2048)))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT)
+    nodes = drafter.shape.nodes
+    tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
+    seen = jax.jit(lambda tokens, logits: likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
+    assert not_none(seen.memory_analysis()).temp_size_in_bytes < logits.size * 4 / 50
 
 
 @pytest.mark.parametrize(
