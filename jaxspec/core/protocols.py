@@ -169,16 +169,6 @@ class ObservingDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
-class RememberingDrafter(Drafter, Protocol):
-    """A drafter that drafts from earlier texts, too. It remembers them only under a rule whose noise is shared, since
-    under the others the number of rounds, and with it the text of a key, would depend on them."""
-
-    def remember(self, params: Params, tokens: Sequence[int]) -> Params:
-        """Returns the parameters with the tokens of an answer that has ended; called on the host."""
-        ...
-
-
-@runtime_checkable
 class ChoosingDrafter(Drafter, Protocol):
     """A drafter that chooses in every round how many nodes a row drafts, by what it expects to be accepted."""
 
