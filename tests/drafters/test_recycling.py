@@ -20,6 +20,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.decode.verify import likeliest
 from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import KEPT, Recycling, Tables
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import find
@@ -243,13 +244,17 @@ def test_trees_that_cannot_be_drafted_are_refused(tree, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["deterministic", "rejection", "coupled"])
-def test_text_follows_its_law_though_the_tables_decide_the_rounds(rule, seed):
-    """A table of this text decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
+@pytest.mark.parametrize(("drafter", "rule"), [
+    (Recycling(dynamic(3, 3, 6), 8), "deterministic"),
+    (Recycling(branching(2, 1), 8), "rejection"),
+    (Recycling(dynamic(3, 3, 6), 8), "coupled"),
+    (PromptLookup(dynamic(3, 3, 6)), "deterministic"),
+])  # fmt: skip
+def test_text_follows_its_law_though_the_tables_decide_the_rounds(drafter, rule, seed):
+    """A table, or the text, decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
     lm, sampling, prompt = TableLM(8, order=2), Sampling(temperature=0.8), [3, 1, 3, 1]
     params = lm.init_params(jax.random.key(7))
-    tree = branching(2, 1) if rule == "rejection" else dynamic(3, 3, 6)
-    config = Decoder(lm, Recycling(tree, 8), find("rule", rule)(), chunk=4)
+    config = Decoder(lm, drafter, find("rule", rule)(), chunk=4)
     found = sample_texts(config, Weights(params), prompt, 4, sampling, samples=100_000, seed=seed, stops=[2])
     test = g_test(found.counts, joint_law(model_law(lm, params, prompt, sampling), 4, [2]), max_cells=256)
     assert test.p > 1e-4
