@@ -98,7 +98,8 @@ class Job:
         drafter = self.decoder.drafter
         if self.decoder.rule.noise is not Noise.SHARED or not isinstance(drafter, RememberingDrafter):
             return weights
-        return weights._replace(draft=drafter.remember(weights.draft, tokens))
+        draft = drafter.remember(weights.draft, tokens)
+        return weights._replace(draft=draft if self.mesh is None else replicate(draft, self.mesh))
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
         """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""
