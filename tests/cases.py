@@ -51,7 +51,7 @@ class DrafterCase:
 
 DRAFTERS = {
     "none": DrafterCase(any_network=True),
-    "prompt-lookup": DrafterCase("1x1x1", any_network=True),
+    "prompt-lookup": DrafterCase("1x1x1", {"earlier": 64}, any_network=True),
     "recycling": DrafterCase("2x1", any_network=True),
     "early-exit": DrafterCase("2x1", {"exit_layers": 1}),
     "model": DrafterCase("2x1", any_network=True),

@@ -16,7 +16,7 @@ def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) ->
         most: the number of tokens that are compared.
     """
     places = jnp.arange(tokens.size)
-    padded = jnp.concatenate([jnp.full((most,), -1, tokens.dtype), tokens])
+    padded = jnp.concatenate([jnp.full((most,), -3, tokens.dtype), tokens])  # -1 ends an earlier answer
     match = jnp.zeros_like(places)
     equal = (places > 0) & (places < length)
     for back in range(1, most + 1):
@@ -33,14 +33,14 @@ def find_places(
     """Returns the places of the longest matches, the latest of equal ones, each with another token, and the matches.
 
     Args:
-        tokens: the text, and padding after it.
+        tokens: the text, and padding after it; -1 is never a place.
         length: its length.
         count: J.
         least: least number of matching tokens; a place with fewer, or none, has a match of 0.
         most: the number of tokens that are compared.
     """
     match, found = count_matches(tokens, length, most), []
-    match = jnp.where(match >= least, match, 0)
+    match = jnp.where((match >= least) & (tokens >= 0), match, 0)
     for _ in range(count):
         place = jnp.argmax(match * tokens.size + jnp.arange(tokens.size) * (match > 0))
         found.append((place, match[place]))

@@ -1,4 +1,4 @@
-"""The drafter "prompt-lookup": copies tokens from earlier places of the row's own text.
+"""The drafter "prompt-lookup": copies tokens from earlier places of the row's own text, or of earlier answers.
 
 This is prompt lookup decoding (Saxena 2023), computed on the device, for several places at once: those whose preceding
 tokens match the end of the text for longest, the latest of equal ones, each followed by another token. What followed a
@@ -7,14 +7,17 @@ together, and no more of them than are expected to pay.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.draw import Draw
+from jaxspec.core.checks import whole
+from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.schedule import check_widths
@@ -24,6 +27,9 @@ from jaxspec.drafters._paying import count_paying
 from jaxspec.errors import InvalidConfig
 
 TREE = dynamic(beam=4, depth=15, nodes=16)
+
+MOST_EARLIER = 1 << 16
+"""The most tokens of earlier answers: looking them through takes a part of every round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,8 @@ class PromptLookup:
         widths: numbers of nodes among which a row chooses in each round, besides that of the tree, root included: that
             with the most expected tokens for its assumed cost (`jaxspec.core.theory.assumed_cost`). One node is plain
             decoding.
+        earlier: the number of tokens of earlier answers that are copied from, too, where the rule is coupled: those of
+            other rows of the same call that have ended. 0 for none. Parameters are `{"earlier": tokens}`, -1 at first.
 
     Raises:
         InvalidConfig: the tree is neither a chain of at least one token nor dynamic, or the numbers are out of range.
@@ -47,8 +55,9 @@ class PromptLookup:
     min_match: int = 1
     max_match: int = 16
     widths: tuple[int, ...] = (1, 4, 8)
+    earlier: int = 0
 
-    takes: ClassVar[frozenset[str]] = frozenset({"tree"})
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "earlier"})
     draws = False
 
     def __post_init__(self):
@@ -65,10 +74,19 @@ class PromptLookup:
         if not 1 <= self.min_match <= self.max_match:
             raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
         check_widths(self.widths)
+        whole("earlier", self.earlier, 0, MOST_EARLIER)
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        return (cls() if inputs.tree is None else cls(inputs.tree)), None
+        drafter = cls(inputs.tree or TREE, earlier=inputs.options.get("earlier", 0))
+        return drafter, ({"earlier": jnp.full(drafter.earlier, -1, jnp.int32)} if drafter.earlier else None)
+
+    def remember(self, params: Params, tokens: Sequence[int]) -> Params:
+        """Returns the parameters with an answer that has ended, in place of the oldest ones; -1 ends each."""
+        if not self.earlier:
+            return params
+        kept = np.concatenate([np.asarray(params["earlier"]), np.asarray(tokens, np.int32), [-1]])
+        return {"earlier": jnp.asarray(kept[-self.earlier :], jnp.int32)}
 
     @property
     def shape(self) -> TreeShape:
@@ -86,9 +104,14 @@ class PromptLookup:
         return None
 
     def propose(self, params: Params, state: None, context: Context, draw: Draw) -> tuple[Proposal, None]:
-        copies, match = jax.vmap(self._look_up)(context.tokens, context.length)
-        allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)
-        return self._best(copies, jnp.where(allowed[:, :, None], self._worth(match), -jnp.inf)), None
+        text, length = context.tokens, context.length
+        if self.earlier and draw.kind is Noise.SHARED:
+            before = jnp.broadcast_to(params["earlier"], (len(text), self.earlier))
+            text, length = jnp.concatenate([before, text], 1), length + self.earlier
+        copies, match = jax.vmap(self._look_up)(text, length)
+        allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)[:, :, None]
+        allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
+        return self._best(copies, jnp.where(allowed, self._worth(match), -jnp.inf)), None
 
     @property
     def _places(self) -> int:

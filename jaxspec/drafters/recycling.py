@@ -39,8 +39,9 @@ class Tables(NamedTuple):
     """What is kept for each row. The entry of a token is in slot `token % M`; a later token replaces an earlier one."""
 
     token: Int[Array, "B M"]  # whose entry it is; -1: empty
-    ids: Int[Array, "B M K"]  # what may follow it; -1 for none
-    probs: Float[Array, "B M K"]
+    # What may follow it, -1 for none; K tokens of each slot. An axis of K alone would be padded to 128 on a TPU.
+    ids: Int[Array, "B MK"]
+    probs: Float[Array, "B MK"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
 
 
@@ -102,8 +103,8 @@ class Recycling:
         return 0
 
     def init(self, params: Params, batch: int, capacity: int) -> Tables:
-        entries = jnp.full((batch, self.size, KEPT), -1, jnp.int32)
-        return Tables(entries[..., 0], entries, jnp.zeros(entries.shape, jnp.float32), entries[:, 0])
+        none = jnp.full((batch, self.size * KEPT), -1, jnp.int32)
+        return Tables(none[:, : self.size], none, jnp.zeros(none.shape, jnp.float32), none[:, :KEPT])
 
     def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
         if advance.seen is None:
@@ -155,7 +156,10 @@ class Recycling:
         """Returns what followed each token; -1 and 0 where nothing is known."""
         slot = tokens % self.size
         hit = (jnp.take_along_axis(state.token, slot, 1) == tokens)[..., None]
-        ids, probs = (jnp.take_along_axis(a, slot[..., None], 1) for a in (state.ids, state.probs))
+        at = _places(slot)
+        ids, probs = (
+            jnp.take_along_axis(a, at.reshape(len(at), -1), 1).reshape(at.shape) for a in (state.ids, state.probs)
+        )
         return jnp.where(hit, ids, -1), jnp.where(hit, probs, 0.0)
 
     def propose(self, params: Params, state: Tables, context: Context, draw: Draw) -> tuple[Proposal, Tables]:
@@ -216,12 +220,18 @@ def _put(
     unique: bool = False,
 ) -> Tables:
     """Writes entries; those of slots beyond the table are dropped."""
-    at = jnp.arange(len(slot))[:, None], slot
 
-    def put(old: Array, new: Array) -> Array:
-        return old.at[at].set(new, mode="drop", unique_indices=unique)
+    def put(old: Array, new: Array, at: Array) -> Array:
+        rows = jnp.arange(len(at)).reshape(-1, *[1] * (at.ndim - 1))
+        return old.at[rows, at].set(new, mode="drop", unique_indices=unique)
 
-    return Tables(put(state.token, token), put(state.ids, ids), put(state.probs, probs), state.guesses)
+    at = _places(slot)
+    return Tables(put(state.token, token, slot), put(state.ids, ids, at), put(state.probs, probs, at), state.guesses)
+
+
+def _places(slot: Int[Array, "B n"]) -> Int[Array, "B n K"]:
+    """Returns where the entries of slots are."""
+    return slot[..., None] * KEPT + jnp.arange(KEPT)
 
 
 def _merge(ids: Int[Array, "B n R"], shares: Float[Array, "B n R"]) -> Candidates:

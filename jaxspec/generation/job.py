@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
+from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import groups, replicate, to_host
 from jaxspec.core.protocols import SpellingDrafter
 from jaxspec.core.sampling import Sampling
@@ -22,6 +23,7 @@ from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
+from jaxspec.generation.members import RememberingDrafter
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
@@ -90,6 +92,14 @@ class Job:
     def prompt(self, row: int) -> list[int]:
         """Returns the token ids of a row's prompt."""
         return self.ids[row // self.samples]
+
+    def remember(self, weights: Weights, tokens: Sequence[int]) -> Weights:
+        """Returns the weights after an answer has ended, if the drafter may draft from it; see `RememberingDrafter`."""
+        drafter = self.decoder.drafter
+        if self.decoder.rule.noise is not Noise.SHARED or not isinstance(drafter, RememberingDrafter):
+            return weights
+        draft = drafter.remember(weights.draft, tokens)
+        return weights._replace(draft=draft if self.mesh is None else replicate(draft, self.mesh))
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
         """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""

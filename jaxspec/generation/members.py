@@ -1,16 +1,30 @@
-"""Looks up rules and schedules by name, and checks the members that a user passes as objects."""
+"""Looks up rules and schedules by name, checks members passed as objects; the protocol of drafters that remember."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Drafter, ObservingDrafter, Rule, Schedule
-from jaxspec.core.records import Proposal
+from jaxspec.core.records import Params, Proposal
 from jaxspec.core.tree import chain
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.registry import find
+
+
+@runtime_checkable
+class RememberingDrafter(Drafter, Protocol):
+    """A drafter that drafts from answers that have ended, too.
+
+    It is given them only under a rule with shared noise. Under others the number of rounds, and with it the text of a
+    key, would depend on them.
+    """
+
+    def remember(self, params: Params, tokens: Sequence[int]) -> Params:
+        """Returns the parameters with the tokens of an answer that has ended; runs on the host."""
+        ...
 
 
 def check_member(kind: str, member: Any, protocol: type) -> None:

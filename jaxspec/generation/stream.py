@@ -83,12 +83,11 @@ class Stream(Iterator[Chunk]):
         self._timing = self.timing
         rows, self._queue = batch.initial_rows, collections.deque(batch.queue)
         if session is None:
-            self._session = None  # frees its memory before the next session is allocated
             job = self._job
+            weights = job.weights if self._session is None else self._session.weights
+            self._session = None  # frees its memory before the next session is allocated
             request = job.request(rows, batch.capacity)
-            session = Session(
-                job.decoder, job.weights, request, batch.capacity, job.mesh, len(batch.rows), self._notice
-            )
+            session = Session(job.decoder, weights, request, batch.capacity, job.mesh, len(batch.rows), self._notice)
         session.notice = self._notice
         self._session = session
         self._rows = [None if row is None else self._start_row(row) for row in rows]
@@ -127,6 +126,7 @@ class Stream(Iterator[Chunk]):
         for b in ended:
             row = self._rows[b]
             assert row is not None
+            session.weights = self._job.remember(session.weights, row.out.tokens)
             if self._on_end is not None:
                 self._on_end(row.index, row.out)
             self._rows[b] = None

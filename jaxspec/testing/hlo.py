@@ -65,10 +65,14 @@ def size(type: str, anywhere: bool = False) -> int:
     )
 
 
+def shape(type: str) -> tuple[int, ...]:
+    """Returns the shape of an array's type."""
+    return tuple(map(int, filter(None, re.findall(ARRAY, type)[0][1].split(","))))
+
+
 def elements(type: str) -> int:
     """Returns the number of elements of an array's type."""
-    dims = re.findall(ARRAY, type)[0][1]
-    return math.prod(map(int, filter(None, dims.split(","))))
+    return math.prod(shape(type))
 
 
 def called(instruction: Instruction, key: str) -> str:

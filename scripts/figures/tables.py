@@ -336,18 +336,22 @@ def vllm(values: Values) -> str:
 
 
 def replay(values: Values) -> str:
-    tasks = {name: entry for name, entry in values.items() if name != "costs"}
-    parts = []
-    for task, entry in tasks.items():
-        rows = [[("warm" if row["warm"] else "cold") + ", " + row["fill"],
-                 *(" / ".join(f"{share:.2f}" for share in row[key]) for key in ("one", "two"))]
-                for row in entry["shares"]]  # fmt: skip
-        parts.append(table([f"{task}: table filled from", "next token among the first 1, 2, 4, 8", "next two"], rows))
-        rows = [[row["drafter"], str(row["nodes"]), "warm" if row["warm"] else "cold", f"{row['tokens_per_round']:.2f}",
-                 *(f"{row[kind]['median']:.2f} ({row[kind]['least']:.2f})" for kind in values["costs"])]
-                for row in entry["trees"]]  # fmt: skip
-        speeds = [f"predicted speed, {kind} (least)" for kind in values["costs"]]
-        parts.append(table([f"{task}: drafter", "nodes", "table", "tokens per round", *speeds], rows))
+    parts, kinds = [], list(values["costs"])
+    for model, tasks in values["models"].items():
+        first, rows = next(iter(tasks.values())), []
+        for i, row in enumerate(first["shares"]):
+            cells = ["; ".join(" ".join(f"{share:.2f}" for share in entry["shares"][i][key]) for key in ("one", "two"))
+                     for entry in tasks.values()]  # fmt: skip
+            rows.append([row["fill"], "warm" if row["warm"] else "cold", *cells])
+        headings = [f"{task}: the next token among the first 1, 2, 4, 8; the next two" for task in tasks]
+        parts.append(table([f"{model}: a table filled from", "", *headings], rows))
+        rows = []
+        for i, row in enumerate(first["trees"]):
+            cells = [f"{own['tokens_per_round']:.2f}: " + ", ".join(f"{own[kind][0]:.2f}" for kind in kinds)
+                     for own in (entry["trees"][i] for entry in tasks.values())]  # fmt: skip
+            rows.append([row["drafter"], str(row["nodes"]), "warm" if row["warm"] else "cold", *cells])
+        headings = [f"{task}: tokens per round: times plain, widths {', '.join(kinds)}" for task in tasks]
+        parts.append(table([f"{model}: drafter", "nodes", "", *headings], rows))
     return "\n".join(parts)
 
 

@@ -1,10 +1,11 @@
 """Keeps a target's greedy answers, and the likeliest tokens of its logits along them, for `replay.py`.
 
-    python scripts/measure/keep_answers.py OUT.npz [--target T] [--dtype bfloat16] [--limit 40] [--tokens 128]
+    python scripts/measure/keep_answers.py OUT.npz [--target T] [--dtype bfloat16] [--limit 32] [--tokens 128]
 
-The answers are those to the first turns of MT-bench and HumanEval. The file holds, for every text, its tokens, the
-length of its prompt, and after every token the 16 likeliest next ones with their log-probabilities; and for every
-token of these texts the 8 likeliest ones after a chat's beginning and that token alone, the model's own bigrams.
+The answers are those to the first turns of MT-bench and HumanEval, and to requests for copies. The file holds, for
+every text, its tokens, the length of its prompt, and after every token the 16 likeliest next ones with their
+log-probabilities; and for every token of these texts the 8 likeliest ones after a chat's beginning and that token
+alone, the model's own bigrams.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = jaxspec.load(arguments.target, dtype=arguments.dtype)
     kept: dict[str, Any] = {}
-    for task in ("mt-bench", "humaneval"):
+    for task in ("mt-bench", "humaneval", "copy"):
         questions = tasks.load(task, limit=arguments.limit).questions
         prompts = [model.encode_chat([{"role": "user", "content": str(q.turns[0])}]) for q in questions]
         output = jaxspec.generate(

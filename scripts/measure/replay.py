@@ -1,19 +1,21 @@
 """Replays answers of a target, and predicts what drafters without training would gain. NumPy only.
 
-    python -m scripts.measure.replay KEPT.npz [--widths measurements/widths@MACHINE.json] [--record ID]
+    python -m scripts.measure.replay MODEL.npz ... [--widths measurements/widths@MACHINE.json] [--record ID]
 
 The answers are those that `keep_answers.py` keeps. Three questions, for every task:
 
 1. How often is the next token among the first 1, 2, 4, 8 tokens kept for the last one, and the next two tokens both, by
-   what the table is filled with? A cold table is empty before each text; a warm one has seen half of the task's texts.
+   what the table is filled with? A cold table is empty before each text; a warm one has seen the task's earlier texts.
 2. How often is the next token that which followed a match of so many tokens, and how often is it among the second
    guesses of the law that gave the last one?
 3. How many tokens would a round emit, and how fast would a text be, by drafter and by number of nodes? The table learns
-   from the nodes of the text alone, since the logits after rejected nodes are not known here.
+   from the nodes of the text alone, since the logits after rejected nodes are not known here. A speed is that of the
+   measured widths: what the drafter itself computes is not in it.
 """
 
 import argparse
 import collections
+import itertools
 import json
 import pathlib
 import sys
@@ -49,8 +51,6 @@ def shares(texts: list[Text], fill: Sequence[str], bigrams: dict, warm: bool) ->
         for place in range(text.start - 1, len(tokens) - 1):
             if place >= text.start and "nodes" in fill:
                 table.learn(text, place - 1)
-            if warm and index < len(texts) // 2:
-                continue
             places += 1
             first = rank(table[tokens[place]], tokens[place + 1])
             one[first:] += 1
@@ -104,9 +104,10 @@ def second_guesses(texts: list[Text]) -> list[float]:
 
 
 def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Returns tokens per round, and for each dtype the speeds of texts in times of plain decoding."""
+    """Returns tokens per round, and by dtype the median and the least of the texts' speeds, in times of plain decoding."""
     total = sum((collections.Counter(c) for c in found), collections.Counter())
-    out: dict[str, Any] = {"tokens_per_round": total["tokens"] / sum(v for k, v in total.items() if k != "tokens")}
+    count = sum(v for k, v in total.items() if k != "tokens")
+    out: dict[str, Any] = {"tokens_per_round": significant(total["tokens"] / count)}
     for dtype, cost in costs.items():
         speeds = [
             counts["tokens"] / sum(
@@ -114,27 +115,32 @@ def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float
             )
             for counts in found
         ]  # fmt: skip
-        out[dtype] = {"median": float(np.median(speeds)), "least": min(speeds)}
+        out[dtype] = [significant(float(np.median(speeds)), 3), significant(min(speeds), 3)]
     return out
 
 
 MATCH = Drafter(copies=4, depth=15)
 ROWS = Drafter(rows=1.0)
 BOTH = Drafter(rows=0.5, copies=4)
-PAYING = tuple((width - 1, assumed_cost(width)) for width in (1, 4, 8, 16))
+ALL = BOTH._replace(guesses=0.3)
+PAYING, WIDE = (
+    tuple((width - 1, assumed_cost(width)) for width in widths) for widths in ((1, 4, 8, 16), (1, 4, 8, 32))
+)
 TREES = {
-    "one place, at least 3": (Drafter(chain=3), (8, 16)),
-    "one place": (MATCH._replace(copies=1), (8,)),
-    "four places": (MATCH, (4, 8, 64)),
-    "four places, what pays": (MATCH._replace(costs=PAYING), (16,)),
-    "recycling": (ROWS, (4, 8, 16, 32, 64)),
-    "recycling, bigrams": (ROWS._replace(bigrams=True), (8,)),
-    "recycling, guesses": (ROWS._replace(guesses=0.3), (8,)),
-    "both": (BOTH, (8, 32, 64)),
-    "both, what pays": (BOTH._replace(costs=PAYING), (16,)),
-    "both, guesses": (BOTH._replace(guesses=0.3), (8, 32, 64)),
-    "all": (BOTH._replace(guesses=0.3, bigrams=True), (64,)),
+    "copies of one place": (MATCH._replace(copies=1), (8,)),
+    "copies": (MATCH, (8, 64)),
+    "copies, what pays": (MATCH._replace(costs=PAYING), (16,)),
+    "copies, what pays, earlier answers": (MATCH._replace(costs=PAYING, ring=1 << 16), (16,)),
+    "rows": (ROWS, (8, 64)),
+    "rows, bigrams": (ROWS._replace(bigrams=True), (8,)),
+    "rows, copies": (BOTH, (8, 64)),
+    "all": (ALL, (8, 16, 32, 64)),
+    "all, bigrams": (ALL._replace(bigrams=True), (8, 64)),
+    "all, what pays": (ALL._replace(depth=7, costs=WIDE), (32,)),
+    "all, what pays, long copies alone": (ALL._replace(depth=7, costs=PAYING, alone=5), (16,)),
 }
+"""Copies of the places of the longest matches, recycled rows, and second guesses of the root's law. The default of
+prompt lookup is "copies, what pays", that of recycling "all, what pays"."""
 
 
 def load(path: str) -> tuple[dict[str, list[Text]], dict[int, dict[int, float]]]:
@@ -164,44 +170,51 @@ def costs_of(path: str | None) -> dict[str, dict[int, float]]:
                 if (row["capacity"], row["temperature"]) == (512, 0.0)
             }  # fmt: skip
             wider = {w: known[16] + (known[16] - known[8]) / 8 * (w - 16) for w in WIDTHS if w > 16}
-            costs[dtype] = {w: known.get(w) or wider[w] for w in WIDTHS}
+            costs[dtype] = {w: significant(known.get(w) or wider[w]) for w in WIDTHS}
     return costs
+
+
+def replayed(texts: list[Text], bigrams: dict[int, dict[int, float]], costs: dict[str, Any]) -> dict[str, Any]:
+    """Replays and prints a task's answers."""
+    found: dict[str, Any] = {"texts": len(texts), "tokens": sum(len(text.tokens) - text.start for text in texts)}
+    found |= {"shares": [], "by_match": by_match(texts), "guesses": second_guesses(texts)}
+    for warm in (False, True):
+        for name, fill in FILLS.items():
+            row = {"fill": name, "warm": warm, **shares(texts, fill, bigrams, warm)}
+            found["shares"].append(row)
+            print(f"  {'warm' if warm else 'cold'}, {name:28} next {row['one']}, next two {row['two']}", flush=True)
+    print(f"  by match {[(row['match'], row['places'], row['right']) for row in found['by_match']]}")
+    print(f"  by share {[(row['share'], row['places'], row['right']) for row in by_share(texts)]}")
+    print(f"  second guesses {found['guesses']}")
+    found["trees"] = []
+    for (name, (drafter, sizes)), warm in itertools.product(TREES.items(), (False, True)):
+        if warm and not (drafter.rows or drafter.ring):
+            continue  # it keeps nothing
+        for nodes in sizes:
+            row = predicted(rounds(drafter, nodes, texts, bigrams, warm), costs)
+            found["trees"].append({"drafter": name, "nodes": nodes, "warm": warm, **row})
+            speeds = ", ".join(f"{k} {median:.2f} ({least:.2f})" for k, (median, least) in ((k, row[k]) for k in costs))
+            print(f"  {'warm' if warm else 'cold'} {name:50} {nodes:2} nodes: "
+                  f"{row['tokens_per_round']:.2f} tokens per round; {speeds}", flush=True)  # fmt: skip
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kept")
+    parser.add_argument("kept", nargs="+", help="a file for each model, with its name")
     parser.add_argument("--widths", help="the record of `speed.py widths` of this machine")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
-    (tasks, bigrams), costs = load(arguments.kept), costs_of(arguments.widths)
-    values: dict[str, Any] = {"costs": costs}
-    for task, texts in tasks.items():
-        found = {"texts": len(texts), "tokens": sum(len(text.tokens) - text.start for text in texts), "shares": []}
-        print(f"{task}: {found['texts']} answers of {found['tokens']} tokens")
-        for warm in (False, True):
-            for name, fill in FILLS.items():
-                row = {"fill": name, "warm": warm, **shares(texts, fill, bigrams, warm)}
-                found["shares"].append(row)
-                print(f"  {'warm' if warm else 'cold'}, {name:28} next {row['one']}, next two {row['two']}", flush=True)
-        found |= {"by_match": by_match(texts), "by_share": by_share(texts), "guesses": second_guesses(texts)}
-        print(f"  by match {[(row['match'], row['places'], row['right']) for row in found['by_match']]}")
-        print(f"  by share {[(row['share'], row['places'], row['right']) for row in found['by_share']]}")
-        print(f"  second guesses {found['guesses']}")
-        found["trees"] = []
-        for name, (drafter, sizes) in TREES.items():
-            for nodes in sizes:
-                for warm in (False, True):
-                    row = predicted(rounds(drafter, nodes, texts, bigrams, warm), costs)
-                    found["trees"].append({"drafter": name, "nodes": nodes, "warm": warm, **row})
-                    speeds = ", ".join(
-                        f"{k} {v['median']:.2f} ({v['least']:.2f})" for k, v in row.items() if isinstance(v, dict)
-                    )
-                    print(f"  {'warm' if warm else 'cold'} {name:34} {nodes:2} nodes: "
-                          f"{row['tokens_per_round']:.2f} tokens per round; {speeds}", flush=True)  # fmt: skip
-        values[task] = found
+    costs, models = costs_of(arguments.widths), {}
+    for path in arguments.kept:
+        (tasks, bigrams), name = load(path), pathlib.Path(path).stem
+        models[name] = {}
+        for task, texts in tasks.items():
+            print(f"{name}, {task}: {len(texts)} answers of {sum(len(t.tokens) - t.start for t in texts)} tokens")
+            models[name][task] = replayed(texts, bigrams, costs)
     if arguments.record:
-        print(f"written: {write(arguments.record, 'replay', sys.argv, values)}")
+        words = ["python", "-m", "scripts.measure.replay", *sys.argv[1:]]
+        print(f"written: {write(arguments.record, 'replay', words, {'costs': costs, 'models': models})}")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ class Drafter(NamedTuple):
         guesses: weight of the second guesses; 0 for none.
         chain: a match of so many tokens is copied as a chain; 0 for never.
         bigrams: whether the table starts with the target's own bigrams.
+        alone: from a match of so many tokens on, only copies are drafted, to a depth of 15; 0 for never.
+        ring: the number of tokens of earlier answers that are copied from, too; they count where tables are warm.
         costs: `(nodes, cost)`: each round has the number of nodes that promises most; none for all.
     """
 
@@ -81,13 +83,21 @@ class Drafter(NamedTuple):
     guesses: float = 0.0
     chain: int = 0
     bigrams: bool = False
+    alone: int = 0
+    ring: int = 0
     depth: int = 8
     costs: tuple[tuple[int, float], ...] = ()
 
 
-def draft(drafter: Drafter, nodes: int, text: Text, place: int, table: Table) -> list[tuple[int, ...]]:
-    """Returns the paths of the nodes that are likeliest to be accepted."""
-    tokens, found = text.tokens, matches(text.tokens, place)
+def draft(
+    drafter: Drafter, nodes: int, text: Text, place: int, table: Table, earlier: list[int]
+) -> list[tuple[int, ...]]:
+    """Returns the paths of the nodes that are likeliest to be accepted. `earlier` stands before the text."""
+    others = [t for t in text.ids[place - 1].tolist() if t != text.tokens[place]] if place >= text.start else []
+    tokens, place = [*earlier, *text.tokens], place + len(earlier)
+    found = matches(tokens, place)
+    if drafter.alone and found and found[0][0] >= drafter.alone:
+        drafter = drafter._replace(rows=0.0, guesses=0.0, depth=15)
     if drafter.chain and found and found[0][0] >= drafter.chain:
         other = found[0][1]
         copied = [tokens[other + 1 + i % (place - other)] for i in range(nodes - 1)]
@@ -114,10 +124,8 @@ def draft(drafter: Drafter, nodes: int, text: Text, place: int, table: Table) ->
             rest *= 1 - trust
         for token, share in table[path[-1] if path else tokens[place]].items() if drafter.rows else ():
             probs[token] = probs.get(token, 0.0) + rest * drafter.rows * share
-        if drafter.guesses and not path and place >= text.start:
-            others = [t for t in text.ids[place - 1].tolist() if t != tokens[place]]
-            for i, token in enumerate(others[:KEPT]):
-                probs[token] = probs.get(token, 0.0) + rest * drafter.guesses / (i + 2)
+        for i, token in enumerate(others[:KEPT]) if drafter.guesses and not path else ():
+            probs[token] = probs.get(token, 0.0) + rest * drafter.guesses / (i + 2)
         for token, prob in probs.items():
             made += 1
             heapq.heappush(heap, (worth * min(prob, 0.999), made, (*path, token), further[token]))
@@ -129,15 +137,15 @@ def draft(drafter: Drafter, nodes: int, text: Text, place: int, table: Table) ->
 
 def rounds(drafter: Drafter, nodes: int, texts: list[Text], bigrams: dict, warm: bool) -> list[collections.Counter]:
     """Returns for each text how many rounds had so many nodes, and under "tokens" its tokens."""
-    found, table = [], Table()
+    found, table, earlier = [], Table(), list[int]()
     for index, text in enumerate(texts):
         if index == 0 or not warm:
-            table = Table(bigrams if drafter.bigrams else None)
+            table, earlier = Table(bigrams if drafter.bigrams else None), []
         table.read_prompt(text, ("pairs",))
         place = text.start - 1
         counts: collections.Counter = collections.Counter({"tokens": len(text.tokens) - text.start})
         while place < len(text.tokens) - 1:
-            paths = set(draft(drafter, nodes, text, place, table))
+            paths = set(draft(drafter, nodes, text, place, table, earlier))
             counts[len(paths) + 1] += 1
             end = place + 1
             while end < len(text.tokens) - 1 and tuple(text.tokens[place + 1 : end + 1]) in paths:
@@ -145,6 +153,7 @@ def rounds(drafter: Drafter, nodes: int, texts: list[Text], bigrams: dict, warm:
             for learnt in range(place, end):
                 table.learn(text, learnt)
             place = end
-        if not warm or index >= len(texts) // 2:
-            found.append(counts)
+        if drafter.ring:
+            earlier = [*earlier, *text.tokens[text.start :], -1][-drafter.ring :]
+        found.append(counts)
     return found

@@ -20,14 +20,20 @@ COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
-def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any, share: int = 1) -> list[str]:
-    """What must not be in the program, and is. Of caches a device holds its share, of a matrix at least the half."""
+def findings(
+    parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any, share: int = 1, tables: Any = ()
+) -> list[str]:
+    """What must not be in the program, and is.
+
+    Of caches a device holds its share, of a matrix at least the half, and half of the rows of a drafter's tables.
+    """
     wrong = []
     loops = sum(one.op == "while" for one in parts["ENTRY"])
     if loops != 1:
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
     large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in {1, min(share, 2)}}
     large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
+    kept = {(leaf.shape[0] // min(share, 2), *leaf.shape[1:]) for leaf in jax.tree.leaves(tables)}
     for name in hlo.reached(parts):
         for one in parts[name]:
             if one.op in HOST:
@@ -36,7 +42,8 @@ def findings(parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any,
                 wrong.append(f"it calls the host: {one.rest[:120]}")
             for op, type in hlo.written(parts, one):
                 big = op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE
-                if big and (what := large.get(hlo.elements(type))):
+                table = "a drafter's table" if hlo.shape(type) in kept else None
+                if big and (what := large.get(hlo.elements(type), table)):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
     return wrong
@@ -50,7 +57,9 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
     read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)
-    wrong = findings(program.parts, weights, [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5], share)
+    held = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5]
+    tables = [leaf for leaf in jax.tree.leaves(state.draft) if leaf.ndim < 5 and leaf.size > LARGE / 4]
+    wrong = findings(program.parts, weights, held, share, tables)
     if memory.alias_size_in_bytes < caches:
         wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
     loop = next(one for one in program.parts["ENTRY"] if one.op == "while")

@@ -1,13 +1,13 @@
 """Compiles the decoder for TPUs without one, and says what the compiled loop does: `make tpu`.
 
-    python -m scripts.prove.tpu [--chips v5e,v6e,v5p] [--layers 32] [--capacity 2048] [--json out.json]
+    python -m scripts.prove.tpu [--chips v5e,v6e,v5p] [--layers 32] [--capacity 2048] [--batch 1] [--json out.json]
 
-The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, at batch 1, on one
-device and on a mesh of 2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs
-(package libtpu). What must hold is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or
-fetched from the host, nothing as large as a cache or a matrix written inside the loop or before it, the caches updated
-in place. What is printed: the bytes of HBM that a round moves, counted in the compiled program (`jaxspec.testing.hlo`;
-of two branches the costlier, of every loop inside one turn: the levels that a draft model drafts one after the other
+The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, on one device and on a mesh of 2 x 2
+(`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs (package libtpu). What must hold
+is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or fetched from the host, nothing as
+large as a cache, a matrix or a drafter's table written inside the loop or before it, the caches updated in place. What
+is printed: the bytes of HBM that a round moves, counted in the compiled program (`jaxspec.testing.hlo`; of two branches
+the costlier, of every loop inside one turn: the levels that a draft model drafts one after the other
 count once), beside those of the target's matrices, which every round must read; the FLOPs by the compiler's own count;
 and the time each would take at the chip's published bandwidth and peak. Nothing is run.
 """
@@ -46,12 +46,13 @@ def main() -> int:
     parser = tier.parser(__doc__, CHIPS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=2048, help="slots of the cache; a small one is moved to VMEM")
+    parser.add_argument("--batch", type=int, default=1, help="rows of one device; a mesh has twice as many")
     parser.add_argument("--int8", action="store_true", help="the target's matrices in int8")
     arguments = parser.parse_args()
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     names = loops.drafters(loops.llama(arguments.layers), arguments.layers)
     cases = (
-        Case(chip, name, mesh, 1 + mesh, arguments.int8, arguments.layers, arguments.capacity)
+        Case(chip, name, mesh, arguments.batch * (1 + mesh), arguments.int8, arguments.layers, arguments.capacity)
         for chip in arguments.chips.split(",")
         for mesh in (False, True)
         for name in names

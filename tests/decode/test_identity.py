@@ -61,6 +61,7 @@ DRAFTERS = {
         {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup())},
         [None],
     ),
+    "lookup-in-earlier-answers": (PromptLookup(dynamic(3, 5, 9), earlier=9), {}, [{"earlier": jnp.arange(9) % 5 - 1}]),
     "recycling": (Recycling(dynamic(3, 3, 8), size=8), {}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},

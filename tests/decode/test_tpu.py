@@ -103,6 +103,11 @@ def test_what_must_not_be_there_is_found():
     ]
     assert len(wrong) == 4
     assert all(line.startswith(start) for line, start in zip(wrong, said))
+    table = [jax.ShapeDtypeStruct((4096, 6144), "int32")]
+    assert any(
+        "a copy of a drafter's table before" in line
+        for line in tier.findings(hlo.computations(MODULE), {}, (), tables=table)
+    )
     fine = MODULE.replace(" copy(", " bitcast(").replace(" outfeed(", " tuple(").replace(" while(%t.2)", " tuple(%t.2)")
     assert tier.findings(hlo.computations(fine), weights, cache.kv) == []
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +114,16 @@ def test_a_text_that_does_not_fit_is_decoded_without_drafts():
         rounds = int(state.round[b])
         assert (drafted[b, :rounds] > 0).tolist() == fits[:rounds]
         assert 0 < sum(fits[:rounds]) < rounds
+
+
+def test_tables_take_what_the_page_says():
+    """From shapes: once for all rows, whatever the vocabularies; and the draft's text for each row."""
+    (drafter, params), ids = across(chain(2)), bridge()
+    tables = [leaf for name, leaf in params.items() if name != "model"]
+    assert sum(leaf.nbytes for leaf in tables) == 4 * (V + 1 + 2 * len(ids.common) + len(ids.spelling))
+    state = jax.eval_shape(lambda: drafter.init(params, 16, 2048))
+    own = jax.tree.leaves(state._replace(model=None))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in own) == 16 * 4 * (2 * 2048 + 2)
 
 
 def test_prompts_that_fill_the_room():

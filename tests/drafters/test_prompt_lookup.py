@@ -1,10 +1,13 @@
 """Tests prompt lookup against its definition in NumPy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.toy_text import go, tokens
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Context
@@ -25,7 +28,7 @@ def paths_by_hand(drafter, text, limit):
         match = 0
         while match < min(drafter.max_match, place) and text[place - 1 - match] == text[-1 - match]:
             match += 1
-        if match >= drafter.min_match:
+        if match >= drafter.min_match and text[place] >= 0:
             places.append((-match, -place))
     found, rest, seen = {}, 1.0, set()
     for match, place in ((-m, -p) for m, p in sorted(places)):
@@ -36,6 +39,8 @@ def paths_by_hand(drafter, text, limit):
         for step in range(min(drafter.shape.depth, limit)):
             worth *= TRUST[min(match + step, len(TRUST) - 1)]
             path = (*path, text[place + step % (len(text) - place)])
+            if path[-1] < 0:
+                break
             found[path] = worth
         rest *= 1 - TRUST[match]
     best = sorted(found, key=lambda path: -found[path])[: drafter.shape.nodes - 1]
@@ -49,16 +54,23 @@ def paths_by_hand(drafter, text, limit):
     PromptLookup(),
     PromptLookup(chain(5), min_match=2, max_match=3),
     PromptLookup(dynamic(3, 2, 6), widths=(1,)),
-], ids=["default", "chain", "small"])  # fmt: skip
+    PromptLookup(earlier=40),
+], ids=["default", "chain", "small", "earlier"])  # fmt: skip
 def test_the_likeliest_copies_are_proposed(drafter, letters):
     rng = np.random.default_rng(letters)
     text = rng.integers(0, letters, (ROWS, SLOTS))
     text[:4] = np.arange(SLOTS) % 7  # periodic
     limits = rng.integers(0, drafter.shape.depth + 1, ROWS)
     noise = RoundNoise(jax.random.split(jax.random.key(0), ROWS), jnp.asarray(LENGTHS), jnp.asarray(False), letters)
-    draw = Draw(Noise.NONE, noise, Sampling().rows(ROWS, letters), jnp.asarray(limits))
+    kind = Noise.SHARED if drafter.earlier else Noise.NONE
+    draw = Draw(kind, noise, Sampling().rows(ROWS, letters), jnp.asarray(limits))
+    params: Any = {"earlier": jnp.full(drafter.earlier, -1)}
+    for count in (3, 9, 11, 13) if drafter.earlier else ():
+        params = drafter.remember(params, rng.integers(0, letters, count).tolist())
+    earlier = np.asarray(params["earlier"]).tolist()
+    assert earlier.count(-1) == (4 if drafter.earlier else 0)
     context = Context(jnp.asarray(text), jnp.asarray(LENGTHS), None, None)  # pyright: ignore[reportArgumentType]
-    proposal = jax.device_get(jax.jit(lambda: drafter.propose(None, None, context, draw)[0])())
+    proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, None, context, draw)[0])())
     sizes = set()
     for row in range(ROWS):
         tree = type(proposal.tree)(*(a[row] if len(proposal.tokens) == len(a) else a for a in proposal.tree))
@@ -68,7 +80,7 @@ def test_the_likeliest_copies_are_proposed(drafter, letters):
         assert (drafted == np.arange(1, len(drafted) + 1)).all(), "what is not proposed comes last"
         paths = [tuple(proposal.tokens[row, node] for node in tree.paths[n][1:] if node >= 0) for n in drafted]
         assert len(set(paths)) == len(paths)
-        assert set(paths) == paths_by_hand(drafter, text[row, : LENGTHS[row]].tolist(), limits[row]), row
+        assert set(paths) == paths_by_hand(drafter, earlier + text[row, : LENGTHS[row]].tolist(), limits[row]), row
         sizes.add(len(paths))
     assert len(sizes) > 1
 
@@ -80,7 +92,28 @@ def test_the_likeliest_copies_are_proposed(drafter, letters):
     ({"min_match": 0}, "min_match"),
     ({"min_match": 17}, "min_match"),
     ({"widths": (0,)}, "widths"),
+    ({"earlier": -1}, "earlier"),
+    ({"earlier": 1 << 17}, "earlier"),
 ])  # fmt: skip
 def test_what_cannot_be_looked_up_is_refused(given, what):
     with pytest.raises(InvalidConfig, match=what):
         PromptLookup(**given)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "deterministic"])
+def test_ended_answers_are_copied_only_where_they_change_no_text(rule):
+    """The same prompt again and again, with one key: after the first answer the drafts are its copies."""
+    given: dict[str, Any] = {"batch": 1, "rule": rule, "tree": 3, "max_new_tokens": 24}
+    keys = jnp.stack([jax.random.key(5)] * 3)
+    without, with_earlier = (
+        go([[1, 2, 3]] * 3, "prompt-lookup", key=keys, drafter_options={"earlier": count}, **given) for count in (0, 64)
+    )
+    assert tokens(without) == tokens(with_earlier)
+    rounds = [[row.stats.rounds for row in output] for output in (without, with_earlier)]
+    assert rounds[0] == [rounds[0][0]] * 3
+    if rule == "deterministic":
+        assert rounds[1] == rounds[0]
+    else:
+        assert tokens(without) == tokens(go([[1, 2, 3]] * 3, key=keys, max_new_tokens=24))
+        assert rounds[1][0] == rounds[0][0]
+        assert max(rounds[1][1:]) < rounds[0][0] / 2

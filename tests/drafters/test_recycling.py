@@ -9,15 +9,19 @@ import pytest
 
 from helpers.narrow import not_none
 from helpers.toys import decoder, generate, request, texts
+from jaxspec import Model
 from jaxspec.core.draw import Candidates, Draw, Noise
 from jaxspec.core.noise import RoundNoise
+from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Seen
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
+from jaxspec.decode.verify import likeliest
 from jaxspec.drafters.none import NoDraft
-from jaxspec.drafters.recycling import KEPT, Recycling
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.drafters.recycling import KEPT, Recycling, Tables
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import find
 from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
@@ -38,7 +42,7 @@ def read(state, row) -> dict[int, dict]:
     token, ids, probs = (np.asarray(a[row]) for a in state[:3])
     return {
         int(t): {int(i): pytest.approx(float(p), abs=1e-6) for i, p in zip(some, weights) if i >= 0}
-        for t, some, weights in zip(token, ids, probs)
+        for t, some, weights in zip(token, ids.reshape(-1, KEPT), probs.reshape(-1, KEPT))
         if t >= 0
     }
 
@@ -103,12 +107,39 @@ def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
         assert [read(state, row) for row in range(rows)] == entries
 
 
-def proposed(drafter, state, text, length, kind=Noise.NONE, temperature=0.0, limit=None):
-    batch = len(length)
-    noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), jnp.asarray(temperature > 0), V)
-    draw = Draw(kind, noise, Sampling(temperature=temperature).rows(batch, V), limit)
+def proposed(drafter, state, text, length, kind=Noise.NONE, limit=None, **sampling):
+    batch, sampled = len(length), jnp.asarray(sampling.get("temperature", 0) > 0)
+    noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), sampled, V)
+    draw = Draw(kind, noise, Sampling(**sampling).rows(batch, V), limit)
     context = Context(jnp.asarray(text), jnp.asarray(length), None, None)  # pyright: ignore[reportArgumentType]
     return jax.device_get(jax.jit(lambda state: drafter.propose(None, state, context, draw)[0])(state))
+
+
+@pytest.mark.parametrize(("tree", "kind"), [(dynamic(3, 3, 6), Noise.SHARED), (branching(3, 2, 1), Noise.NONE)])
+def test_any_table_gives_a_draft(tree, kind, seed):
+    """Empty, full and other tables, entries with few tokens, and with ids that the row may not draw, as padding."""
+    rng, rows, padding = np.random.default_rng(seed), 36, (V - 2, V - 1)
+    token = np.arange(SIZE) + SIZE * rng.integers(0, V // SIZE, (rows, SIZE))
+    token = np.where(rng.random((rows, SIZE)) < np.repeat([0, 0.5, 1], rows // 3)[:, None], token, -1)
+    ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
+    ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
+    probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
+    state = Tables(*map(jnp.asarray, (token, ids[:, :SIZE].reshape(rows, -1), probs.reshape(rows, -1), ids[:, SIZE])))
+    text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
+    limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
+    given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}
+    found = proposed(Recycling(tree, SIZE, widths=(1, 4)), state, text, length, temperature=0.8, **given)
+    tokens = np.array(found.tokens)
+    parents, depths = (np.broadcast_to(a, tokens.shape) for a in (found.tree.parents, found.tree.depths))
+    drafted = (tokens >= 0) & (np.arange(tokens.shape[1]) > 0)
+    assert not np.isin(tokens[drafted], padding).any()
+    assert (tokens < V).all()
+    assert (depths <= limit[:, None])[drafted].all()
+    assert (np.take_along_axis(drafted, np.maximum(parents, 0), 1) | (parents == 0))[drafted].all()
+    for row in range(rows):
+        children = list(zip(parents[row][drafted[row]], tokens[row][drafted[row]]))
+        assert len(set(children)) == len(children)
+    assert all(some.any() for some in np.split(drafted, 3))
 
 
 def test_an_empty_table_proposes_nothing():
@@ -193,6 +224,17 @@ def test_the_unlisted_share_lowers_the_worth():
     np.testing.assert_allclose(np.exp(worth), [[[0.25, 0.25, 0.0]]], rtol=1e-6)
 
 
+def test_memory_does_not_grow_with_the_vocabulary():
+    """At 152 thousand tokens and 16 rows, from shapes: 68 bytes for each slot, and no copy of the logits of a round."""
+    drafter, params = Recycling.build(DrafterInputs(Model(TableLM(151_936, order=0), {})))
+    state = jax.tree.leaves(jax.eval_shape(lambda: drafter.init(params, 16, 2048)))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT)
+    nodes = drafter.shape.nodes
+    tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
+    seen = jax.jit(lambda tokens, logits: likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
+    assert not_none(seen.memory_analysis()).temp_size_in_bytes < logits.size * 4 / 50
+
+
 @pytest.mark.parametrize(
     ("tree", "what"), [(chain(0), "at least one token"), (dynamic(9, 2, 9), "9 children"), (branching(9), "9 children")]
 )
@@ -202,13 +244,17 @@ def test_trees_that_cannot_be_drafted_are_refused(tree, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["deterministic", "rejection", "coupled"])
-def test_text_follows_its_law_though_the_tables_decide_the_rounds(rule, seed):
-    """A table of this text decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
+@pytest.mark.parametrize(("drafter", "rule"), [
+    (Recycling(dynamic(3, 3, 6), 8), "deterministic"),
+    (Recycling(branching(2, 1), 8), "rejection"),
+    (Recycling(dynamic(3, 3, 6), 8), "coupled"),
+    (PromptLookup(dynamic(3, 3, 6)), "deterministic"),
+])  # fmt: skip
+def test_text_follows_its_law_though_the_tables_decide_the_rounds(drafter, rule, seed):
+    """A table, or the text, decides how long a round is, and so which noise draws its tokens. Fails below 1e-4."""
     lm, sampling, prompt = TableLM(8, order=2), Sampling(temperature=0.8), [3, 1, 3, 1]
     params = lm.init_params(jax.random.key(7))
-    tree = branching(2, 1) if rule == "rejection" else dynamic(3, 3, 6)
-    config = Decoder(lm, Recycling(tree, 8), find("rule", rule)(), chunk=4)
+    config = Decoder(lm, drafter, find("rule", rule)(), chunk=4)
     found = sample_texts(config, Weights(params), prompt, 4, sampling, samples=100_000, seed=seed, stops=[2])
     test = g_test(found.counts, joint_law(model_law(lm, params, prompt, sampling), 4, [2]), max_cells=256)
     assert test.p > 1e-4

@@ -34,6 +34,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 
 NOT_RUN = {
     r"jaxspec bench .*--peers ": "other systems are gigabytes of packages in environments of their own; test_peers.py",
+    r"python scripts/measure/keep_answers.py ": "minutes with a real model, whose answers it writes",
+    r"python -m scripts.measure.replay ": "reads what the command before it wrote",
     r"python scripts/measure/pair.py ": "hours with two models of gigabytes",
     r"python scripts/measure/compare_rules.py ": "reads what the commands before it wrote, two of which are not run",
     r"(vllm|text-generation-launcher) ": "another system; test_head_files.py reads its layout by its tensors' names",
