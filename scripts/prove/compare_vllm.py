@@ -67,7 +67,8 @@ def make(folder: pathlib.Path) -> tuple[jaxspec.Model, jaxspec.DraftHeads]:
 def peer(python: str, folder: pathlib.Path, layout: str, prompts: list[list[int]]) -> dict:
     """Returns what vLLM decoded with the heads of a layout."""
     given = json.dumps([str(folder / "target"), str(folder / layout), LENGTH, TOKENS, prompts])
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    threads = f"0-{len(os.sched_getaffinity(0)) - 1}"
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": threads}
     done = subprocess.run(
         [python, "-c", PEER, given], env=os.environ | own, capture_output=True, text=True, check=False
     )
