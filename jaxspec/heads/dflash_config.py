@@ -27,7 +27,7 @@ class DFlashConfig(TappedSizes):
 
     Attributes:
         decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
-        block_size: the most rows of a block: the last token of the text, and masks after it.
+        block_size: the rows of a whole block: the last token of the text, and masks after it.
         mask_token: the token whose embedding the masks have.
         from_anchor: whether a row names the token after its own position, and so the first row, which has the last
             token of the text, the first drafted one. Otherwise a row names the token at its own position, and the first
@@ -142,6 +142,14 @@ class DFlashConfig(TappedSizes):
     def is_causal(self, layer: int) -> bool:
         """Returns whether a row of the block sees in this layer only itself and the rows before it."""
         return bool(self.causal) and self.causal[layer]
+
+    def rows_for(self, depth: int) -> int:
+        """Returns the number of rows of a block that names `depth` tokens.
+
+        It is the whole block, as in training, unless all layers are causal: then no row sees those after it, and the
+        block ends with the last row that is needed.
+        """
+        return depth + self.skipped if self.causal and all(self.causal) else self.block_size
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.

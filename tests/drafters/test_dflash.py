@@ -19,6 +19,7 @@ from jaxspec.core.networks import with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
+from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import branching, chain, dynamic, from_paths
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.dflash import DFlash
@@ -81,11 +82,12 @@ def built(name: str, tree) -> tuple[DFlash, Any]:
 
 
 class ByHand:
-    """A head in numpy, in float64, after a text; written from the papers."""
+    """A whole block of a head in numpy, in float64, after a text; written from the papers."""
 
-    def __init__(self, name: str, features: np.ndarray, root: int, rows: int):
+    def __init__(self, name: str, features: np.ndarray, root: int):
         """`features` are those of the target at every token of the text before the root."""
         self.config = config = CONFIGS[name]
+        rows = config.block_size
         self.params = p = {key: np.asarray(a, np.float64) for key, a in flatten(heads(name).params).items()}
         d, length = config.decoder, len(features)
         embed = p.get("embed", np.asarray(PARAMS["embed"], np.float64))
@@ -155,6 +157,13 @@ class ByHand:
         logits[ids] = found
         return logits
 
+    def certainty(self, path: list[int]) -> float:
+        """The estimate of the confidence head after a path."""
+        reads = [self.states[len(path) - 1 + (not self.config.from_anchor)]]
+        reads += [self.params["markov_in"][path[-1]]] if self.config.confidence_reads_token else []
+        score = np.concatenate(reads) @ self.params["confidence"] + self.params["confidence_bias"]
+        return float(1 / (1 + np.exp(-score[0])))
+
 
 @functools.cache
 def told(name: str, tree):
@@ -172,29 +181,42 @@ def told(name: str, tree):
     return drafter, params, state, tokens, features
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", Noise)
-def test_proposals_are_those_computed_by_hand(name, kind):
-    """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
-    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
-    drafter, params, state, tokens, features = told(name, tree)
-    temperature = 0.7 if kind is not Noise.NONE else 0.0
+def by_hand(name: str, tree) -> list[tuple[int, ByHand]]:
+    """The root of each row, and the head."""
+    *_, tokens, features = told(name, tree)
+    roots = [int(tokens[row, LENGTH[row] - 1]) for row in range(2)]
+    before = [features[row, 1 : LENGTH[row]].astype(np.float64) for row in range(2)]
+    return [(root, ByHand(name, texts, root)) for root, texts in zip(roots, before)]
+
+
+def proposed(name: str, tree, kind: Noise, temperature: float, schedule=Constant()):
+    """The proposal of the drafter."""
+    drafter, params, state, tokens, _ = told(name, tree)
     context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
 
     @jax.jit
     def propose(params, state, context, keys, sampling):
         rounds = RoundNoise(keys, context.length, jnp.asarray(temperature > 0), V)
-        return drafter.propose(params, state, context, Draw(kind, rounds, sampling))[0]
+        draw = Draw(kind, rounds, sampling, stop_after=schedule.stop_after)
+        return drafter.propose(params, state, context, draw)[0]
 
-    proposal = propose(params, state, context, KEYS, Sampling(temperature=temperature).rows(2, V))
+    return propose(params, state, context, KEYS, Sampling(temperature=temperature).rows(2, V))
+
+
+MIXED = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", Noise)
+def test_proposals_are_those_computed_by_hand(name, kind):
+    """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
+    tree, temperature = MIXED, 0.7 if kind is not Noise.NONE else 0.0
+    proposal = proposed(name, tree, kind, temperature)
     ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(V)
     shared = np.asarray(noise.gumbel(KEYS, jnp.asarray(LENGTH)[:, None] + jnp.arange(3), V))
     fresh = np.zeros((2, tree.shape.nodes, V))
     fresh[..., ids] = noise.fresh(KEYS, jnp.asarray(LENGTH), jnp.arange(tree.shape.nodes), ids.size)
-    for row in range(2):
-        before = features[row, 1 : LENGTH[row]].astype(np.float64)
-        root = int(tokens[row, LENGTH[row] - 1])
-        head = ByHand(name, before, root, 3 + CONFIGS[name].skipped)
+    for row, (root, head) in enumerate(by_hand(name, tree)):
         for node in range(tree.shape.nodes):
             below = [child for child in tree.tree.children[node] if child >= 0]
             if not below:
@@ -213,14 +235,8 @@ def test_proposals_are_those_computed_by_hand(name, kind):
 def test_dynamic_trees_are_eagle2s(name):
     """The reader's whole beam at depth 0, and the memory of each path."""
     tree = dynamic(3, 3, 9)
-    drafter, params, state, tokens, features = told(name, tree)
-    context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
-    rounds = RoundNoise(KEYS, context.length, jnp.asarray(False), V)
-    draw = Draw(Noise.NONE, rounds, Sampling().rows(2, V))
-    proposal = jax.jit(lambda params, state: drafter.propose(params, state, context, draw)[0])(params, state)
-    for row in range(2):
-        root = int(tokens[row, LENGTH[row] - 1])
-        head = ByHand(name, features[row, 1 : LENGTH[row]].astype(np.float64), root, 3 + CONFIGS[name].skipped)
+    proposal = proposed(name, tree, Noise.NONE, 0.0)
+    for row, (root, head) in enumerate(by_hand(name, tree)):
 
         def log_share(text, head=head, root=root):
             return toys.log_softmax(head.logits([root, *text]))
@@ -230,10 +246,38 @@ def test_dynamic_trees_are_eagle2s(name):
         assert np.asarray(proposal.tokens)[row, 1:].tolist() == [text[-1] for text in nodes[1:]]
 
 
+@pytest.mark.parametrize(
+    ("name", "tree", "kind"),
+    [
+        ("dspark, gated", MIXED, Noise.FRESH),
+        ("dspark, rnn", MIXED, Noise.NONE),
+        ("dspark, rnn", dynamic(3, 3, 9), Noise.NONE),
+    ],
+)
+def test_a_confidence_head_is_the_schedules_doubt(name, tree, kind):
+    """Nothing is drafted below nodes of which the head, and not the law, is unsure; and everything below the others."""
+    found, rows = set(), by_hand(name, tree)
+    threshold = float(np.median([head.certainty([root, *[1] * depth]) for root, head in rows for depth in range(3)]))
+    proposal = proposed(name, tree, kind, 1.0 * (kind is Noise.FRESH), Confidence(threshold=threshold))
+    parents = np.broadcast_to(proposal.tree.parents, proposal.tokens.shape)
+    for row, (root, head) in enumerate(rows):
+        paths = {0: [root]}
+        for node in range(1, tree.shape.nodes):
+            token, above = int(proposal.tokens[row, node]), paths.get(int(parents[row, node]))
+            sure = above is not None and head.certainty(above) >= threshold
+            assert token < 0 or sure
+            assert token >= 0 or not sure or tree is not MIXED, "a dynamic tree leaves out others, too"
+            if above is not None:
+                found.add(sure)
+            if token >= 0 and above is not None:
+                paths[node] = [*above, token]
+    assert found == {False, True}
+
+
 @pytest.mark.parametrize("rule", [name for name, rule in WEIGHING.items() if rule.lossless])
 def test_rounds_follow_the_target_exactly(rule):
     """By enumeration with the laws of a Markov head, which depend on the path: every rule emits the target's law."""
-    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3, 4)
+    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3)
 
     def draft(text):
         law = np.exp(toys.log_softmax(head.logits([3, *(int(IDS[token]) for token in text)])[IDS[:4]]))
