@@ -91,7 +91,7 @@ class Pard:
         if advance.nodes is not None:
             return state
         end = jnp.where(advance.count > 0, advance.start + advance.count - 1, 0)
-        return PardState(self._read(params, state.cache, advance.text, end, advance.tokens.shape[1])[0])
+        return PardState(self.read(params, state.cache, advance.text, end, advance.tokens.shape[1])[0])
 
     def propose(self, params: Params, state: PardState, context: Context, draw: Draw) -> tuple[Proposal, PardState]:
         drafting, depth = draw.below(0), self.shape.depth
@@ -102,7 +102,7 @@ class Pard:
 
         def read(carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
             cache, kept = carry
-            after, features = self._read(params, cache, context.tokens, length, depth + 1, depth - 1)
+            after, features = self.read(params, cache, context.tokens, length, depth + 1, depth - 1)
             count = (after.length - cache.length)[:, None]
             rows = (jnp.maximum(count - 1, 0) + jnp.arange(depth))[:, :, None]
             return after, jnp.where(count[:, :, None] > 0, jnp.take_along_axis(features, rows, axis=1), kept)
@@ -123,7 +123,7 @@ class Pard:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         return grow(self.tree, root, draw, of_level, (), unroll=True).proposal, PardState(cache)
 
-    def _read(
+    def read(
         self, params: Params, cache: Cache, text: Int[Array, "B S"], length: Int[Array, "B"], size: int, masks: int = 0
     ) -> tuple[Cache, Float[Array, "B T E"]]:
         """Reads the next tokens of the text, at most `size` and none from `length` on, and masks after them.

@@ -470,6 +470,22 @@ MUTANTS = (
         ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
     ),
     Mutant(
+        "dflash-block-cut-short",
+        "a block has only the rows that the tree needs, though they see the masks after them",
+        "heads/dflash_config.py",
+        "return depth + self.skipped if self.causal and all(self.causal) else self.block_size",
+        "return depth + self.skipped",
+        ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
+    ),
+    Mutant(
+        "dflash-doubt-is-a-logit",
+        "a schedule compares the logit of a confidence head with a probability",
+        "drafters/dflash.py",
+        "jax.nn.sigmoid(head.certainty(own, words))",
+        "head.certainty(own, words)",
+        ("tests/drafters/test_dflash.py::test_a_confidence_head_is_the_schedules_doubt",),
+    ),
+    Mutant(
         "dflash-context-normed-twice",
         "the context takes the norm before attention, which is for the rows of blocks alone",
         "heads/dflash.py",
