@@ -100,7 +100,7 @@ class Figure:
 
 def has_laws(drafter: Drafter) -> bool:
     """Returns whether `drafting_model` gives the laws that a drafter samples from."""
-    return isinstance(drafter, ModelDrafter | WithHeads | Pard)
+    return isinstance(drafter, ModelDrafter | WithHeads) or (isinstance(drafter, Pard) and not drafter.states)
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | ByToken, Params]:
@@ -114,7 +114,7 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | B
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
-    if isinstance(built, Pard):
+    if isinstance(built, Pard) and not built.states:  # PARD-2 reads the target, too
         return MaskLaws(built), params
     if not isinstance(built, ModelDrafter):
         raise InvalidConfig(

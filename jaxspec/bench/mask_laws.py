@@ -35,22 +35,22 @@ class MaskLaws:
 
     def head(self, params: Params, rows: Float[Array, "n 1 E"]) -> Float[Array, "n 1 V"]:
         """Returns logits of the target's vocabulary."""
-        return self.drafter.network.head(params, rows)[..., : self.drafter.vocab]
+        return self.drafter.head(params, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _unroll(
     drafter: Pard, size: int, params: Params, text: Int[Array, "1 S"], length: Int[Array, "1"], first: Int[Array, ""]
 ) -> Float[Array, "size D E"]:
-    cache = lax.while_loop(
-        lambda cache: (cache.length < length).all(),
-        lambda cache: drafter.read(params, cache, text, length, sizes.CHUNK)[0],
-        drafter.network.init_cache(1, text.shape[1]),
+    state = lax.while_loop(
+        lambda state: (state.cache.length < length).all(),
+        lambda state: drafter.read(params, state, text, length, sizes.CHUNK)[0],
+        drafter.init(params, 1, text.shape[1]),
     )
 
     def guess(root: Int[Array, ""]) -> Float[Array, "D E"]:
         """Reads the root and masks, as a round does, after the text before the root."""
-        before = cache._replace(length=root[None])
+        before = state._replace(cache=state.cache._replace(length=root[None]))
         return drafter.read(params, before, text, root[None] + 1, 1, DRAFTED - 1)[1][0]
 
     return lax.map(guess, first + jnp.arange(size))

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import ModelConfig, Pard2, is_table
 from jaxspec.models.rope import Rope
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -92,6 +92,7 @@ class Checkpoint:
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
         pard_token: the mask token of a draft model trained by PARD, or None.
+        pard2: what a PARD-2 draft model reads of the target, or None.
     """
 
     config: ModelConfig
@@ -107,6 +108,7 @@ class Checkpoint:
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
     pard_token: int | None = None
+    pard2: Pard2 | None = None
 
     def __post_init__(self):
         ids = [("special token id", token) for token in self.stop_ids]

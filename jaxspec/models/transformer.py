@@ -194,6 +194,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
+        x = x if window.added is None else x + window.added
         entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):

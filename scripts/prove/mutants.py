@@ -585,8 +585,8 @@ MUTANTS = (
         "pard-keeps-its-masks",
         "keys and values of mask tokens stay in the cache of a PARD model",
         "drafters/pard.py",
-        "return caches.commit(cache, entries, count, ",
-        "return caches.commit(cache, entries, jnp.where(count > 0, size, 0), ",
+        "caches.commit(cache, entries, count, ",
+        "caches.commit(cache, entries, jnp.where(count > 0, size, 0), ",
         ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[ragged]",),
     ),
     Mutant(
@@ -595,7 +595,15 @@ MUTANTS = (
         "drafters/pard.py",
         "rows = (jnp.maximum(count - 1, 0) + jnp.arange(depth))[:, :, None]",
         "rows = (jnp.full_like(count, depth) + jnp.arange(depth))[:, :, None]",
-        ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[chain-3]",),
+        ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[ragged]",),
+    ),
+    Mutant(
+        "pard-2-masks-without-states",
+        "nothing of the target's states is added to the masks of a PARD-2 model",
+        "drafters/pard.py",
+        "jnp.minimum(places, last)",
+        "jnp.minimum(places, state.added.shape[1] - 1)",
+        ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[PARD-2]",),
     ),
     Mutant(
         "recycling-keeps-the-first-of-equal-nodes",
