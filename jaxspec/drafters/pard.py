@@ -85,9 +85,10 @@ class Pard:
                 "pard_token, as models trained by PARD have; if it is one, pass the option pard_token"
             )
         token = whole("pard_token", token, 0, _rows(draft) - 1)
-        built = cls(draft.lm, token, target.lm.vocab, inputs.tree or chain(8))
-        source = inputs.options.get("projection")  # empty for none
-        return _with_projection(built, draft, target, source) if source else (built, draft.params)
+        states, scale, params = (), 1.0, draft.params
+        if source := inputs.options.get("projection"):  # empty for none
+            states, scale, params = _project(draft, target, source)
+        return cls(draft.lm, token, target.lm.vocab, inputs.tree or chain(8), states, scale), params
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -109,7 +110,7 @@ class Pard:
 
     def absorb(self, params: Params, state: PardState, advance: Advance) -> PardState:
         """Reads a chunk of a prompt, but for its last token, which the next proposal starts from."""
-        if self.states:
+        if state.added is not None:
             state = state._replace(added=self._project(params, state.added, advance))
         if advance.nodes is not None:
             return state
@@ -194,8 +195,8 @@ class Pard:
         return added.at[jnp.arange(len(added))[:, None], places].set(projected, mode="drop")
 
 
-def _with_projection(built: Pard, draft: Model, target: Model, source: Any) -> tuple[Pard, Params]:
-    """Returns the drafter of a PARD-2 model and its parameters, with the projection in a file.
+def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None, ...], float, Params]:
+    """Returns `Pard.states`, `Pard.scale` and the parameters of a PARD-2 model with the projection in a file.
 
     Raises:
         InvalidConfig: the draft model is no PARD-2 model, or its layers or the projection do not fit the models.
@@ -224,7 +225,7 @@ def _with_projection(built: Pard, draft: Model, target: Model, source: Any) -> t
     projection = jnp.asarray(weight, dtype_of(draft.lm))
     own = tuple(None if state == depth else state for state in states)
     params = {"network": draft.params, "projection": projection, "bias": jnp.asarray(bias)}
-    return dataclasses.replace(built, states=own, scale=draft.pard2.scale), params
+    return own, draft.pard2.scale, params
 
 
 def _rows(model: Model) -> int:
