@@ -99,29 +99,29 @@ class Figure:
 
 
 def has_laws(drafter: Drafter) -> bool:
-    """Returns whether `drafting_model` gives the laws that a drafter samples from."""
-    return isinstance(drafter, ModelDrafter | WithHeads) or (isinstance(drafter, Pard) and not drafter.states)
+    """Returns whether `drafting_model` gives the laws that a drafter samples from; it does not for PARD-2, DFlash 2."""
+    if isinstance(drafter, Pard | DFlash):
+        return not (drafter.states if isinstance(drafter, Pard) else drafter.config.is_second)
+    return isinstance(drafter, ModelDrafter | WithHeads)
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | ByToken, Params]:
     """Returns the network or the heads whose laws a drafter samples from, and the parameters.
 
     Raises:
-        InvalidConfig: the drafter has neither.
+        InvalidConfig: the drafter has neither, or its laws along a text are not computed.
     """
     built, params = drafting.build_drafter(target)
+    if not has_laws(built):
+        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law along a text to compute acceptance from")
+    if isinstance(built, Pard):
+        return MaskLaws(built), params
     if isinstance(built, WithHeads):
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
-    if isinstance(built, Pard) and not built.states:  # PARD-2 reads the target, too
-        return MaskLaws(built), params
-    if not isinstance(built, ModelDrafter):
-        raise InvalidConfig(
-            f"the drafter {drafting.drafter!r} has no law to compute acceptance from, which takes a "
-            "model with the target's vocabulary"
-        )
-    return built.model, target.params if params is None else params
+    own: Any = built
+    return own.model, target.params if params is None else params
 
 
 def measure(

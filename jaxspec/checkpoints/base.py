@@ -240,7 +240,7 @@ def check_finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
 def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
     """Returns the file's shapes of a parameter's tensors: matrices are `[out, in]`, fused ones may be separate."""
     if parts == 1:
-        return [shape if is_table(kind) else shape[::-1]]
+        return [shape if is_table(kind) or len(shape) > 2 else shape[::-1]]
     *inputs, outputs = shape
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = (query, key, key) if kind.startswith("qkv") else (outputs // parts,) * parts

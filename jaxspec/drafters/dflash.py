@@ -118,6 +118,8 @@ class DFlash:
         def read(level: Level, memory: Float[Array, "B S m"]) -> tuple[Float[Array, "B n R"] | Judged, Array]:
             own, logits = (lax.dynamic_slice_in_dim(a, level.depth, 1, axis=1) for a in (states, base))
             words = None
+            if config.selector_rank:
+                return head.select(level.tokens, own, logits), memory
             if config.markov is not None:
                 words = head.words(level.tokens)
                 own = jnp.broadcast_to(own, (*words.shape[:2], own.shape[2]))

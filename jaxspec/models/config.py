@@ -143,7 +143,7 @@ class ModelConfig:
 
 def is_table(name: str) -> bool:
     """Returns whether the parameter of this name has a row per token, `[V, E]`; other matrices are `[in, out]`."""
-    return name in ("embed", "head", "markov_in", "markov_out")
+    return name in ("embed", "head", "markov_in", "markov_out", "selector_in", "selector_out")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,7 @@ IDS = np.arange(0, V, 2)
 CONFIGS = {
     "dflash": DFlashConfig(TWO, 5, 12),
     "dflash, from the anchor": DFlashConfig(ONE, 4, 12, from_anchor=True, taps=(1, 4, 4)),
+    "dflash 2": DFlashConfig(ONE, 5, 12, conv_size=2, conv_group=16, selector_rank=6, selector_top=5),
     "dflash, sliding": DFlashConfig(SLIDING, 5, 12, causal=(True, False), taps=(3,)),
     "dspark": DFlashConfig(TWO, 4, 12, from_anchor=True, markov="vanilla", markov_rank=6, own_embedding=True),
     "dspark, gated": DFlashConfig(
@@ -95,7 +96,8 @@ class ByHand:
         x = embed[[root] + [config.mask_token] * (rows - 1)]
         for layer in range(d.num_layers):
             self.at = f"layers.{layer}."
-            ours, theirs = self.heads(self.norm(x, self.at + "attn_norm"), length), self.heads(context, 0)
+            read, attended = self.convolved(layer, "attention", self.norm(x, self.at + "attn_norm"))
+            ours, theirs = self.heads(read, length), self.heads(context, 0)
             keys, values = (np.concatenate([theirs[i], ours[i]]) for i in (1, 2))
             query, key = length + np.arange(rows)[:, None], np.arange(length + rows)
             seen = (key < length) | (not config.is_causal(layer)) | (key <= query)
@@ -107,10 +109,27 @@ class ByHand:
                 score = ours[0][:, head] @ keys[:, head // group].T * d.head_dim**-0.5
                 weights = np.exp(np.where(seen, score, -np.inf))
                 mixed.append(weights / weights.sum(-1, keepdims=True) @ values[:, head // group])
-            x = x + np.concatenate(mixed, -1) @ p[self.at + "out"]
-            gate, up = np.split(self.norm(x, self.at + "mlp_norm") @ p[self.at + "gate_up"], 2, -1)
-            x = x + gate / (1 + np.exp(-gate)) * up @ p[self.at + "down"]
+            x = x + attended(np.concatenate(mixed, -1) @ p[self.at + "out"])
+            read, fed = self.convolved(layer, "mlp", self.norm(x, self.at + "mlp_norm"))
+            gate, up = np.split(read @ p[self.at + "gate_up"], 2, -1)
+            x = x + fed(gate / (1 + np.exp(-gate)) * up @ p[self.at + "down"])
         self.states = self.norm(x, "norm")
+
+    def convolved(self, layer, part, read):
+        """What a sublayer reads, and what becomes of its output."""
+        c, p, at = self.config, self.params, f"convs.{layer}.{part}_"
+        if not c.conv_size:
+            return read, lambda x: x
+        mixed = np.repeat((read @ p[at + "mix"]).reshape(len(read), 2, c.conv_size, -1), c.conv_group, axis=-1)
+
+        def convolve(x, side):
+            out = np.zeros_like(x)
+            for row in range(len(x)):
+                for back in range(min(c.conv_size, row + 1)):
+                    out[row] += (p[at + "base"][side, back] + mixed[row, side, back]) * x[row - back]
+            return out
+
+        return convolve(read, 0), lambda x: convolve(x, 1)
 
     def norm(self, x, name):
         scale = self.params.get(name)
@@ -139,6 +158,10 @@ class ByHand:
         ids = IDS if config.draft_vocab_size else np.arange(V)
         table = table if len(table) == len(ids) else table[ids]
         found = table @ row
+        if config.selector_rank:
+            best = np.argsort(-found)[: config.selector_top]
+            reads = p["selector_in"][path[-1]] * (row @ p["selector_mix"])
+            ids, found = best, found[best] + p["selector_out"][best] @ reads
         memory = np.zeros(config.markov_rank)
         for depth, token in enumerate(path if config.markov else []):
             word, state = p["markov_in"][token], self.states[depth + (not config.from_anchor)]
@@ -361,6 +384,7 @@ def test_the_kernels_compute_the_same(name):
     ("name", "tree"),
     [
         ("dflash", "chain-4"),
+        ("dflash 2", "ragged"),
         ("dflash, sliding", "ragged"),
         ("dflash, from the anchor", "dynamic"),
         ("dspark", "wide"),
@@ -461,6 +485,10 @@ def test_what_does_not_fit_is_refused():
         ({"markov": "gru", "markov_rank": 4}, "markov of a head must be one of vanilla, gated, rnn"),
         ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
         ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
+        ({"conv_size": 2}, "cannot have convolutions of 2 rows and groups of 0"),
+        ({"conv_size": 2, "conv_group": 24}, "a head of width 64 cannot have convolutions of 2 rows and groups of 24"),
+        ({"selector_rank": 4}, "a selector of rank 4 cannot choose of 0 tokens"),
+        ({"selector_rank": 4, "selector_top": 4, "confidence": True}, "with a selector has no Markov head, confidence"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
         ({"decoder": None}, "decoder of a DFlash head must be a ModelConfig"),
         ({"decoder": dataclasses.replace(SLIDING, window_rope=Rope(9.0))}, "have the same rotary positions"),
