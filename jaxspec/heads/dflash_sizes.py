@@ -171,9 +171,9 @@ class SizeReader(LayerReader):
                 )
         return found
 
-    def _second(self, hidden: int) -> dict[str, int]:
+    def _second(self, hidden: int) -> dict[str, Any]:
         """Returns the sizes of the convolutions and of the selector of DFlash 2."""
-        found: dict[str, int] = {}
+        found: dict[str, Any] = {}
         first = f"{LAYERS.format(0)}attention_conv."
         if (base := self._shapes.get(f"{first}base_kernel")) is not None:
             rows = self._matrix(f"{first}kernel_projection.weight")[0]

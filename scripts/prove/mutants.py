@@ -486,6 +486,22 @@ MUTANTS = (
         ("tests/drafters/test_dflash.py::test_a_confidence_head_is_the_schedules_doubt",),
     ),
     Mutant(
+        "dflash-2-one-kernel",
+        "the convolution after a sublayer has the kernel of the one before it",
+        "heads/dflash.py",
+        "kernels[:, :, side, back]",
+        "kernels[:, :, 0, back]",
+        ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
+    ),
+    Mutant(
+        "dflash-2-selector-reads-the-root",
+        "the selector reads the root after every node, and not the node's own token",
+        "drafters/dflash.py",
+        "head.select(level.tokens, own, logits)",
+        "head.select(jnp.broadcast_to(root[:, None], level.tokens.shape), own, logits)",
+        ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
+    ),
+    Mutant(
         "dflash-context-normed-twice",
         "the context takes the norm before attention, which is for the rows of blocks alone",
         "heads/dflash.py",

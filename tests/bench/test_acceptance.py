@@ -20,6 +20,7 @@ from jaxspec.bench.acceptance import EVERY, Positions
 from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
 from jaxspec.core.tree import branching
+from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads import dflash, eagle
@@ -157,6 +158,13 @@ def test_wrong_input():
         measured(max_new_tokens=500)
     with pytest.raises(InvalidConfig, match="no law"):
         acceptance.drafting_model(TARGET, Drafting())
+    second = dataclasses.replace(DSPARK, markov=None, markov_rank=0, selector_rank=4, selector_top=4)
+    heads = jaxspec.DraftHeads(second, dflash.init_params(second, jax.random.key(1)), name="second")
+    with pytest.raises(InvalidConfig, match="'dflash' has no law along a text"):
+        acceptance.drafting_model(WRITER, Drafting("dflash", heads=heads))
+    with pytest.raises(InvalidConfig, match="second is a DFlash 2 head of 1 layer, blocks of 5, whose laws"):
+        head_laws(WRITER, heads)
+    assert not acceptance.has_laws(Pard(LM, 1, V, states=(None,)))
 
 
 @pytest.fixture(scope="module")
