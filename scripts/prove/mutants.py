@@ -403,7 +403,7 @@ MUTANTS = (
         "train/batch.py",
         "return there & wanted(batch, step - 1, True) if blocks and step else there",
         "return there",
-        ("tests/train/test_dflash_training.py::test_losses_and_gradients_are_deepspecs[DSpark]",),
+        ("tests/train/test_dflash_training.py::test_a_token_of_a_block_counts_if_all_before_it_do",),
     ),
     Mutant(
         "training-markov-reads-the-token-itself",

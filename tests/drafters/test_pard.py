@@ -291,13 +291,15 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(token, tmp_path):
 PARD_2 = {"pard_token": 5, "pard2": True, "pard2_target_layers": [1, -1], "pard2_target_dim": 128, "pard2_scale": 0.5}
 
 
-def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_projection(tmp_path):
+def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_projection(tmp_path, capsys):
     config, held = tiny_config(), {f"target_proj.{name}": a.T.astype(np.float32, "C") for name, a in PROJECTION.items()}
     params = random_params(config)
     folder = write_hf(tmp_path / "draft", config, params, settings=PARD_2, tensors=held)
     loaded = jaxspec.load(folder)
     assert (loaded.pard_token, loaded.pard2) == (5, Pard2((1, -1), 0.5))
     assert jaxspec.load(jaxspec.save(loaded, tmp_path / "saved")).pard2 == loaded.pard2
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pard2_target_layers"] == "1, -1"
     target = dataclasses.replace(loaded, pard2=None)
     assert build(loaded, target=target)[0] == Pard(loaded.lm, 5, loaded.lm.vocab)
     for source in (write_torch(tmp_path / "warp_model.bin", held), folder / "model.safetensors"):
