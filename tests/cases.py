@@ -55,7 +55,7 @@ DRAFTERS = {
     "recycling": DrafterCase("2x1", any_network=True),
     "early-exit": DrafterCase("2x1", {"exit_layers": 1}),
     "model": DrafterCase("2x1", any_network=True),
-    "pard": DrafterCase("2x1", {"pard_token": 3}, any_network=True),
+    "pard": DrafterCase("2x1", {"pard_token": 3, "projection": ""}, any_network=True),
     "medusa": DrafterCase("2x1"),
     "eagle": DrafterCase("2x1", {"rope_theta": 5000.0, "taps": "1,2"}),
     "dflash": DrafterCase("2x1", {"taps": "1,2"}),

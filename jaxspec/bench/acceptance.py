@@ -1,8 +1,8 @@
 """Computes the acceptance of every rule from the laws of target and draft, along texts that the target has written.
 
 The target decodes each text without a draft, both read it (teacher forcing), and `jaxspec.analysis` compares their laws
-after every token. All rules and numbers of children are therefore measured on the same positions. The law of heads
-depends on how many tokens they have drafted since the target's last state: each drafted token has figures of its own.
+after every token. All rules and numbers of children are therefore measured on the same positions. The law of heads and
+PARD models depends on how many tokens they have drafted since the root: each drafted token has figures of its own.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from jaxspec import analysis
 from jaxspec.api import generate
 from jaxspec.bench.head_laws import HeadLaws, head_laws
+from jaxspec.bench.mask_laws import MaskLaws
 from jaxspec.bench.records import PLAIN
 from jaxspec.bench.summary import interval
 from jaxspec.core import cache as caches
@@ -32,12 +33,14 @@ from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.medusa import Medusa
+from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
 
 WithHeads = DFlash | Eagle | Medusa
+ByToken = HeadLaws | MaskLaws
 
 ROWS = 8
 """Texts that the target decodes in one batch."""
@@ -96,32 +99,34 @@ class Figure:
 
 
 def has_laws(drafter: Drafter) -> bool:
-    """Returns whether `drafting_model` gives the laws that a drafter samples from."""
+    """Returns whether `drafting_model` gives the laws that a drafter samples from; it does not for PARD-2, DFlash 2."""
+    if isinstance(drafter, Pard | DFlash):
+        return not (drafter.states if isinstance(drafter, Pard) else drafter.config.is_second)
     return isinstance(drafter, ModelDrafter | WithHeads)
 
 
-def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | HeadLaws, Params]:
+def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | ByToken, Params]:
     """Returns the network or the heads whose laws a drafter samples from, and the parameters.
 
     Raises:
-        InvalidConfig: the drafter has neither.
+        InvalidConfig: the drafter has neither, or its laws along a text are not computed.
     """
     built, params = drafting.build_drafter(target)
+    if not has_laws(built):
+        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law along a text to compute acceptance from")
+    if isinstance(built, Pard):
+        return MaskLaws(built), params
     if isinstance(built, WithHeads):
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
-    if not isinstance(built, ModelDrafter):
-        raise InvalidConfig(
-            f"the drafter {drafting.drafter!r} has no law to compute acceptance from, which takes a "
-            "model with the target's vocabulary"
-        )
-    return built.model, target.params if params is None else params
+    own: Any = built
+    return own.model, target.params if params is None else params
 
 
 def measure(
     target: Model,
-    draft: LanguageModel | HeadLaws,
+    draft: LanguageModel | ByToken,
     draft_params: Params,
     prompts: Sequence[tuple[str, list[int]]],
     *,
@@ -197,7 +202,7 @@ def measure(
 
 
 def _along(
-    draft: LanguageModel | HeadLaws, params: Params, text: list[int], first: int, most: int, slots: int
+    draft: LanguageModel | ByToken, params: Params, text: list[int], first: int, most: int, slots: int
 ) -> list[tuple[int, np.ndarray]]:
     """Returns, by drafted token, the place in the text after which it is the first time, and what `head` reads there.
 
@@ -209,7 +214,7 @@ def _along(
         most: the number of places with `first` at most.
         slots: the padded length of the text.
     """
-    if not isinstance(draft, HeadLaws):
+    if not isinstance(draft, ByToken):
         return [(first, np.stack([*read(draft, params, text, slots)])[first:])]
     root = max(first, 1)  # the text's first token has no state before it
     return [(root + i, rows) for i, rows in enumerate(draft.along(params, text, root, most, slots))]
@@ -236,7 +241,7 @@ def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tup
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _compare(
     target: LanguageModel,
-    draft: LanguageModel | HeadLaws,
+    draft: LanguageModel | ByToken,
     children: int,
     draws: int,
     limited: bool,

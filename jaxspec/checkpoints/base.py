@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import ModelConfig, Pard2, is_table
 from jaxspec.models.rope import Rope
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -92,6 +92,7 @@ class Checkpoint:
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
         pard_token: the mask token of a draft model trained by PARD, or None.
+        pard2: what a PARD-2 draft model reads of the target, or None.
     """
 
     config: ModelConfig
@@ -107,6 +108,7 @@ class Checkpoint:
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
     pard_token: int | None = None
+    pard2: Pard2 | None = None
 
     def __post_init__(self):
         ids = [("special token id", token) for token in self.stop_ids]
@@ -238,7 +240,7 @@ def check_finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
 def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
     """Returns the file's shapes of a parameter's tensors: matrices are `[out, in]`, fused ones may be separate."""
     if parts == 1:
-        return [shape if is_table(kind) else shape[::-1]]
+        return [shape if is_table(kind) or len(shape) > 2 else shape[::-1]]
     *inputs, outputs = shape
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = (query, key, key) if kind.startswith("qkv") else (outputs // parts,) * parts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxspec.checkpoints import base as common
-from jaxspec.checkpoints import folder
+from jaxspec.checkpoints import folder, pard2
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
 from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.errors import CheckpointError
@@ -60,6 +60,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         architecture=str(settings["model_type"]),
         stored=stored,
         pard_token=settings.get("pard_token"),
+        pard2=pard2.parse(str(directory / "config.json"), settings),
     )
 
 
@@ -86,7 +87,7 @@ def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tu
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
     # Ignore the rotary frequencies in some old files, which follow from rope_theta, Medusa heads (`jaxspec.heads`), and
-    # the projection of a PARD-2 model (arXiv:2605.08632), which drafts as a PARD model without it.
+    # the projection of a PARD-2 model (`pard2`), which drafts as a PARD model without it.
     stored = {key: tensor.stored for key, tensor in tensors.items()}
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: one.shape for key, one in stored.items() if not ignored.fullmatch(key)}

@@ -122,6 +122,7 @@ def load(
         name=name,
         preset=source if isinstance(source, str) and source in PRESETS else None,
         pard_token=checkpoint.pard_token,
+        pard2=checkpoint.pard2,
     )
 
 

@@ -29,7 +29,7 @@ from jaxspec.checkpoints.base import (
     parse_config,
 )
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, Pard2
 from jaxspec.storage.reading import check_path, read_json
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         "chat_template": None if template is None else template.source,
         "special_tokens": {} if template is None else template.special_tokens,
         "pard_token": model.pard_token,
+        "pard2": None if model.pard2 is None else dataclasses.asdict(model.pard2),
     }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +114,8 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         config = parse_config(where, manifest["config"])
         stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
         special = dict(manifest["special_tokens"])
+        reads = manifest.get("pard2")
+        reads = reads and Pard2(tuple(map(int, reads["layers"])), float(reads["scale"]))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -130,6 +133,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         architecture="jaxspec",
         stored=stored,
         pard_token=manifest.get("pard_token"),
+        pard2=reads,
     )
 
 

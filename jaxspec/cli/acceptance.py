@@ -1,10 +1,10 @@
 """Computes the acceptance of every rule from the laws of a target and a draft, and an upper bound.
 
 The target writes a text per prompt; then both read it, and their laws are compared after every token. Those of heads
-are compared for each drafted token by itself, where all before it are the text's own. The optimum is an upper bound for
-any lossless rule with the same candidates. For "rejection" these are sampled without replacement from the draft's law
-after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic" they are the draft's likeliest
-tokens.
+and PARD models are compared for each drafted token by itself, where all before it are the text's own. The optimum is an
+upper bound for any lossless rule with the same candidates. For "rejection" these are sampled without replacement from
+the draft's law after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic" they are the
+draft's likeliest tokens.
 """
 
 import argparse
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
-DRAFTERS = ("model", "early-exit", "medusa", "eagle", "dflash")
+DRAFTERS = ("model", "early-exit", "pard", "medusa", "eagle", "dflash")
 
 
 def add_options(parser: Parser) -> None:

@@ -16,16 +16,16 @@ from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.drafting import (
+    MODELS,
     TREE_GRAMMAR,
-    WITH_DRAFT,
-    WITH_HEADS,
     add_drafter_options,
     add_heads,
     load_heads,
     load_models,
+    missing,
     own_draft,
-    own_heads,
     parse_tree,
+    takers,
 )
 from jaxspec.cli.options import (
     MAX_NODES,
@@ -231,9 +231,12 @@ def parse_drafters(text: str) -> list["Method"]:
 def completed(
     method: "Method", draft: "Model | None", heads: "DraftHeads | None", options: Mapping[str, Any]
 ) -> "Method":
-    """Adds to a method the models and options that its drafter takes; its own options take precedence."""
+    """Adds to a method the models and options that its drafter takes; its own options take precedence.
+
+    Heads are for one drafter; others that take heads have those of the target's preset.
+    """
     own = method.drafting
-    heads = heads if heads is None or own.drafter not in WITH_HEADS or own.drafter == heads.config.drafter else None
+    heads = heads if heads is not None and own.drafter == heads.config.drafter else None
     all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
@@ -263,19 +266,17 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         methods.append(Method("tuned", Drafting.load(args.tuned)))
     names = [str(method.drafting.drafter) for method in methods]
     takes = set().union(*(find("drafter", name).takes for name in names))
-    for option, field, users in (("draft_model", "draft", WITH_DRAFT), ("heads", "heads", WITH_HEADS)):
+    for option, field in MODELS.items():
         if getattr(args, option) is not None and field not in takes:
-            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {' or '.join(users)}, not in --drafters")
+            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {takers(field)}, not in --drafters")
     for name, _ in args.drafter_option:
         if name not in takes:
             raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
     if "model" in names:
         args.draft_model = args.draft_model or own_draft(args.target)
     for name in names:
-        if name in WITH_DRAFT and args.draft_model is None:
-            raise UsageError(f"the drafter {name} needs --draft-model SOURCE")
-        if name in WITH_HEADS and args.heads is None and own_heads(args.target, name) is None:
-            raise UsageError(f"the drafter {name} needs --heads SOURCE")
+        if (option := missing(name, args)) is not None:
+            raise UsageError(f"the drafter {name} needs {option} SOURCE")
     return methods
 
 

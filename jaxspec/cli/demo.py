@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.table import Table
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.drafting import WITH_HEADS, own_draft, own_heads
+from jaxspec.cli.drafting import own_draft, own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
 from jaxspec.cli.wrap import wrap
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     bench.stream(QUESTION, 96)
 
     names = [name for name in sorted(DRAFTERS, key=PLAIN.__ne__) if name in (PLAIN, *NOTES)]
-    names = [name for name in names if name not in WITH_HEADS or own_heads(args.target, name)]
+    names = [name for name in names if "heads" not in find("drafter", name).takes or own_heads(args.target, name)]
     tasks = {task: bench.compare(names, prompt, count) for task, (prompt, count) in TASKS.items()}
     sampling, key = jaxspec.Sampling(temperature=0.8, top_p=0.95), jax.random.key(0)
     drawn = [bench.decode(name, QUESTION, 96, sampling=sampling, key=key) for name in (PLAIN, QUICK)]

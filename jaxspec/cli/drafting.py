@@ -17,16 +17,30 @@ if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
-WITH_DRAFT = ("model", "pard")
-"""The drafters that take `--draft-model`."""
-WITH_HEADS = ("medusa", "eagle", "dflash")
-"""The drafters that take `--heads`."""
+MODELS = {"draft_model": "draft", "heads": "heads"}
+"""The options that load what some drafters are built from, and its name among what a drafter takes."""
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
     "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
     "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
     "expanded), or a name (mc_sim_7b_63: Medusa's, of 64 nodes)"
 )
+
+
+def takers(field: str) -> str:
+    """Returns the names of the drafters that take "draft" or "heads", for a message; imports all of jaxspec's own."""
+    return " or ".join(name for name in DRAFTERS if DRAFTERS.own(name) and field in find("drafter", name).takes)
+
+
+def missing(drafter: str, args: argparse.Namespace) -> str | None:
+    """Returns the option that a drafter of jaxspec's own needs and that is not given, such as `--heads`; or None.
+
+    Heads may also come with jaxspec. Other packages' drafters say themselves what they miss.
+    """
+    takes = find("drafter", drafter).takes if DRAFTERS.own(drafter) else ()
+    if "draft" in takes and args.draft_model is None:
+        return "--draft-model"
+    return "--heads" if "heads" in takes and args.heads is None and own_heads(args.target, drafter) is None else None
 
 
 def add_heads(add: Callable) -> None:
@@ -104,17 +118,16 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
     if args.drafter == "model":
         args.draft_model = args.draft_model or own_draft(args.target)
-    if args.drafter in WITH_HEADS:
-        args.heads = args.heads or own_heads(args.target, args.drafter)
-    for option, drafters in (("draft_model", WITH_DRAFT), ("heads", WITH_HEADS)):
-        if getattr(args, option) is not None and args.drafter not in drafters:
-            name, users = option.replace("_", "-"), " or ".join(drafters)
-            raise UsageError(f"--{name} is for --drafter {users}, not {args.drafter}")
+    takes = find("drafter", args.drafter).takes
+    for option, field in MODELS.items():
+        if getattr(args, option) is not None and field not in takes:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} is for --drafter {takers(field)}, not {args.drafter}")
     check_drafter_options(args)
-    if args.drafter in WITH_DRAFT and args.draft_model is None:
-        raise UsageError(f"--drafter {args.drafter} needs --draft-model SOURCE")
-    if args.drafter in WITH_HEADS and args.heads is None:
-        raise UsageError(f"--drafter {args.drafter} needs --heads SOURCE")
+    if (option := missing(args.drafter, args)) is not None:
+        raise UsageError(f"--drafter {args.drafter} needs {option} SOURCE")
+    if "heads" in takes:
+        args.heads = args.heads or own_heads(args.target, args.drafter)
     if tuned is not None:
         return tuned
     return args.draft_length if args.tree is None else parse_tree(args.tree)
@@ -171,7 +184,7 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
         UsageError: if `--draft-dtype` is used without a draft model.
     """
     if args.draft_dtype is not None and args.draft_model is None:
-        raise UsageError("--draft-dtype is for the draft model of --drafter model or pard, and there is none")
+        raise UsageError(f"--draft-dtype is for the draft model of --drafter {takers('draft')}, and there is none")
     from jaxspec.cli import show
 
     target = show.load(args.target, args.dtype, args.context)

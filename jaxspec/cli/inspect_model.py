@@ -41,6 +41,8 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         length = args.length or min(LENGTH, config.max_position)
         report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
         report |= {} if checkpoint.pard_token is None else {"pard_token": checkpoint.pard_token}
+        if checkpoint.pard2 is not None:
+            report["pard2_target_layers"] = ", ".join(map(str, checkpoint.pard2.layers))
         report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
         if args.dtype == FILE:

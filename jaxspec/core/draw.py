@@ -37,6 +37,13 @@ class Candidates(NamedTuple):
     logits: Float[Array, "B n R"]
 
 
+class Judged(NamedTuple):
+    """Logits of a drafter that estimates by itself how much of the law after each node the target shares."""
+
+    logits: Float[Array, "B n R"]
+    estimate: Float[Array, "B n"]  # 0 to 1; depends on no token below the node
+
+
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """Draws the children of nodes, for all rows of one round.
@@ -46,14 +53,15 @@ class Draw:
         noise: the round's random numbers. A drafter with a smaller vocabulary shares the noise of the tokens it has.
         sampling: the rows' settings.
         limit: the depth to which each row may draft; None for no limit.
-        stop_after: `Schedule.stop_after`: returns the nodes, by their law, below which nothing is drafted.
+        stop_after: `Schedule.stop_after`: returns the nodes, by their law or the drafter's own estimate, below which
+            nothing is drafted.
     """
 
     kind: Noise
     noise: RoundNoise
     sampling: Sampling
     limit: Int[Array, "B"] | None = None
-    stop_after: Callable[[Array], Array | None] = lambda law: None
+    stop_after: Callable[..., Array | None] = lambda law, estimate=None: None
 
     @property
     def roots(self) -> Int[Array, "B"]:
@@ -75,6 +83,7 @@ class Draw:
         depth: Array | int,
         width: int,
         ids: Int[Array, "R"] | None = None,
+        estimate: Float[Array, "B n"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
         """Draws the children of nodes, and returns their tokens and the log-law they were drawn from.
 
@@ -86,6 +95,7 @@ class Draw:
             depth: their depth.
             width: C, children per node.
             ids: the target's id of each of the drafter's tokens; None if they are the target's first R.
+            estimate: see `Judged`; None if the drafter has none.
 
         Returns:
             The tokens, and the log-law; None if the rule reads no law. A token is -1 if the law has no further token,
@@ -100,10 +110,10 @@ class Draw:
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
             extra = self.noise.fresh(nodes, logits.shape[-1])
             perturbed = law + jnp.where(greedy, 0.0, extra)
-            stopped = self.stop_after(law)
+            stopped = self._stopped(law, estimate)
         else:
             perturbed = self._perturbed(logits, depth, ids)
-            stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, sampling), -1))
+            stopped = self._stopped(jax.nn.log_softmax(tempered(logits, sampling), -1), estimate)
         tokens = self._allowed(*_highest(perturbed, width), stopped, depth)[0]
         if ids is None:
             return tokens, law
@@ -117,6 +127,7 @@ class Draw:
         depth: Array | int,
         width: int,
         ids: Int[Array, "R"] | None = None,
+        estimate: Float[Array, "B n"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
         """Draws children as above for a rule that reads no law, and scores how likely each is to be accepted.
 
@@ -127,7 +138,7 @@ class Draw:
             The tokens, and their scores as logarithms.
         """
         perturbed = self._perturbed(logits, depth, ids)
-        stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1))
+        stopped = self._stopped(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1), estimate)
         tokens, best = self._allowed(*_highest(perturbed, width), stopped, depth)
         worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
         worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
@@ -178,6 +189,9 @@ class Draw:
         extra = self.noise.target(depth)
         extra = extra[..., : logits.shape[-1]] if ids is None else extra[..., ids]
         return score + jnp.where(self._greedy, 0.0, extra)
+
+    def _stopped(self, law: Float[Array, "B n R"], estimate: Float[Array, "B n"] | None) -> Bool[Array, "B n"] | None:
+        return self.stop_after(law) if estimate is None else self.stop_after(law, estimate)
 
     def _allowed(self, tokens: Array, best: Array, stopped: Array | None, depth: Array | int) -> tuple[Array, Array]:
         """Returns the tokens, -1 if there is none or nothing may be drafted, and their scores."""

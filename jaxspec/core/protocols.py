@@ -68,13 +68,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
-        """Proposes a tree below the last committed token.
+        """Proposes a tree below the last committed token; returns it, and the state for `absorb`.
 
         Children are drawn with `draw`, and the law that it returns is part of the proposal. Tokens may also follow from
         committed text alone; the proposal's law is then None.
-
-        Returns:
-            The proposal, and the state for `absorb`.
         """
         ...
 
@@ -292,9 +289,12 @@ class Schedule(Protocol):
         """Returns the state after a round."""
         ...
 
-    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(
+        self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
+    ) -> Bool[Array, "*b"] | None:
         """Returns the nodes below which nothing is drafted, by the draft's log-law after each; None for no such test.
 
-        The law is the one that children are drawn from: tempered, and truncated if the rule reads it.
+        The law is the one that children are drawn from: tempered, and truncated if the rule reads it. `estimate` is
+        passed if the drafter has its own of how much of each law the target shares (`jaxspec.core.draw.Judged`).
         """
         ...

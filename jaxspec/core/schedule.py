@@ -48,5 +48,7 @@ class Constant:
     def update(self, state: Int[Array, "B"], result: RoundResult) -> Int[Array, "B"]:
         return state
 
-    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(
+        self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
+    ) -> Bool[Array, "*b"] | None:
         return None

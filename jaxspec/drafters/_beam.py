@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Candidates, Draw
+from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Dynamic, build
 from jaxspec.drafters._level import Level, count_slots
@@ -87,13 +87,16 @@ class DynamicTree:
             state.beam_ancestors[:, :width],
         )
 
-    def add(self, state: DynamicState, level: Level, logits: Float[Array, "B n R"] | Candidates) -> DynamicState:
+    def add(
+        self, state: DynamicState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates
+    ) -> DynamicState:
         """Expands a level's nodes by their logits, or by the only ones, and picks the beam among their children."""
         nodes, depth, width, (batch, room) = level.nodes, level.depth, self.topology.beam, state.tokens.shape
         if isinstance(logits, Candidates):
             ranked = self.draw.among(logits, depth, width)
         else:
-            ranked = self.draw.ranked(logits, depth, width, self.ids)
+            logits, estimate = logits if isinstance(logits, Judged) else (logits, None)
+            ranked = self.draw.ranked(logits, depth, width, self.ids, estimate)
         tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
         worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
         worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)

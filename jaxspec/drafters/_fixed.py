@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Candidates, Draw
+from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Topology
 from jaxspec.drafters._level import Level, count_slots
@@ -63,7 +63,7 @@ class FixedTree:
             jnp.broadcast_to(ancestors, (batch, *ancestors.shape)),
         )
 
-    def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Candidates) -> FixedState:
+    def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates) -> FixedState:
         """Draws the children of a level's nodes from their logits, or from the only ones: then nodes share their
         children, unless the rule reads the law, which takes a draw for each."""
         nodes = level.nodes
@@ -75,10 +75,11 @@ class FixedTree:
         if isinstance(logits, Candidates):
             tokens, law = self.draw.among(logits, level.depth, below.shape[1])[0], None
         else:
+            logits, estimate = logits if isinstance(logits, Judged) else (logits, None)
             if state.law is not None:
                 logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
             drawn = jnp.asarray(nodes[: logits.shape[1]])
-            tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids)
+            tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids, estimate)
         return FixedState(
             state.tokens.at[:, below].set(tokens),
             None if state.law is None or law is None else state.law.at[:, nodes].set(law),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.draw import Candidates, Draw
+from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
 from jaxspec.core.tree import Dynamic, Topology
 from jaxspec.drafters._beam import Count, DynamicTree
@@ -16,7 +16,7 @@ from jaxspec.drafters._fixed import FixedTree
 from jaxspec.drafters._level import Level
 
 Carry = Any  # a pytree of arrays
-Read = Callable[[Level, Carry], tuple[Float[Array, "B n R"] | Candidates, Carry]]
+Read = Callable[[Level, Carry], tuple[Float[Array, "B n R"] | Judged | Candidates, Carry]]
 
 
 class Grown(NamedTuple):
@@ -49,8 +49,8 @@ def grow(
         root: the last token of each row's text.
         draw: draws the children.
         read: `read(level, carry)` returns the logits after the nodes of a level, `[B, n, R]`, and the new carry.
-            Logits `[B, 1, R]` serve all nodes of the level. A drafter without a law of its own may return `Candidates`
-            instead, unless the rule reads laws.
+            Logits `[B, 1, R]` serve all nodes of the level. A drafter that estimates its acceptance returns `Judged`
+            logits. One without a law of its own may return `Candidates`, unless the rule reads laws.
         carry: what `read` needs beyond the level's tokens, of the drafter's own making: nothing, keys and values, the
             tokens of paths, hidden states. Arrays with one entry for each slot let a node read its parent's or its
             ancestors' entries, see `Level`. Every entry starts with the value that the first level reads.

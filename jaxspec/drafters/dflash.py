@@ -1,19 +1,22 @@
 """The drafter "dflash": a DFlash or DSpark head, which names a block of tokens in one call (`jaxspec.heads.dflash`).
 
 Its cache holds keys and values of the target's states before the root, and no others: those of a block's rows are
-dropped. A tree has the rows of one block: the nodes of a level share a row, whose law the Markov head changes by the
-node's token, or by the tokens of its path. So the law after a node depends on nothing below it, for every rule.
+dropped. The nodes of a level share a row of the block, whose law the Markov head changes by the node's token, or by the
+tokens of its path. So the law after a node depends on nothing below it, for every rule, and neither does the estimate
+of a confidence head, which a schedule may read. Where rows see later ones, a block has all the rows it was trained
+with, however shallow the tree: fewer masks would be other laws.
 """
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core.draw import Draw
+from jaxspec.core.draw import Draw, Judged
 from jaxspec.core.networks import LanguageModel, TappedTarget
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Cache, Context, Params, Proposal
@@ -41,8 +44,7 @@ class DFlash:
     Attributes:
         config: sizes of the head; the option `taps` replaces what its file says.
         target: the model whose states the head reads, and whose embedding and projection it may share.
-        tree: the topology, or the sizes of a dynamic tree; at most `DFlashConfig.max_depth` deep. A block has as many
-            rows as the tree needs.
+        tree: the topology, or the sizes of a dynamic tree; at most `DFlashConfig.max_depth` deep.
 
     Raises:
         InvalidConfig: the tree is deeper than a block, has only its root, or has nodes with more children than the head
@@ -113,14 +115,17 @@ class DFlash:
 
         states, base = lax.cond(draw.below(0).any(), block, nothing)
 
-        def read(level: Level, memory: Float[Array, "B S m"]) -> tuple[Float[Array, "B n R"], Float[Array, "B S m"]]:
+        def read(level: Level, memory: Float[Array, "B S m"]) -> tuple[Float[Array, "B n R"] | Judged, Array]:
             own, logits = (lax.dynamic_slice_in_dim(a, level.depth, 1, axis=1) for a in (states, base))
-            if config.markov is None:
-                return logits, memory
-            words = head.words(level.tokens)
-            own = jnp.broadcast_to(own, (*words.shape[:2], own.shape[2]))
-            followed, new = head.follow(words, own, level.of_parents(memory))
-            return logits + head.correction(followed)[..., : base.shape[2]], level.put(memory, new)
+            words = None
+            if config.selector_rank:
+                return head.select(level.tokens, own, logits), memory
+            if config.markov is not None:
+                words = head.words(level.tokens)
+                own = jnp.broadcast_to(own, (*words.shape[:2], own.shape[2]))
+                followed, new = head.follow(words, own, level.of_parents(memory))
+                logits, memory = logits + head.correction(followed)[..., : base.shape[2]], level.put(memory, new)
+            return Judged(logits, jax.nn.sigmoid(head.certainty(own, words))) if config.confidence else logits, memory
 
         memory = jnp.zeros((root.size, count_slots(self.tree), config.memory), jnp.float32)
         return grow(self.tree, root, draw, read, memory, ids=params.get("tokens")).proposal, state
@@ -131,10 +136,10 @@ class DFlash:
         """Returns the states of the rows that name the tokens of each level."""
         target: Any = self.target
         table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
-        rows = jnp.arange(self.shape.depth + self.config.skipped)
+        rows = jnp.arange(self.config.rows_for(self.shape.depth))
         tokens = jnp.where(rows == 0, root[:, None], self.config.mask_token)
         states = head(look_up(table, tokens), cache.length[:, None] + rows, cache, self._kernels)
-        return states[:, self.config.skipped :]
+        return states[:, self.config.skipped :][:, : self.shape.depth]
 
     def _logits(self, head: DFlashHead, context: Context, states: Float[Array, "B D E"]) -> Float[Array, "B D R"]:
         if head.head is None:

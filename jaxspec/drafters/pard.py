@@ -4,26 +4,32 @@ The model was trained to continue a text in which mask tokens stand for the last
 that it has not read yet and D - 1 masks; its last D rows are the distributions of the next D tokens. No row reads a
 drafted token, so all nodes of a level have the same children, as in Medusa's Cartesian trees. Only the text's keys and
 values are kept.
+
+PARD-2 (2026, arXiv:2605.08632) adds to the embedding of every token a projection of the target's states of the token
+before it. Masks have that of the last token of the text, as in amd's code (`pard2_infer.py`).
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.checkpoints.pard2 import read_projection
 from jaxspec.core import cache as caches
 from jaxspec.core.checks import whole
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, no_feature
+from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature
 from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level
+from jaxspec.drafters._tapped import dtype_of
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
+from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import same_vocab
@@ -33,6 +39,7 @@ class PardState(NamedTuple):
     """What the draft model has read of the text. It reads the rest in the call that drafts."""
 
     cache: Cache
+    added: Float[Array, "B S E"] | None = None  # of PARD-2, to the embedding at each position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +51,9 @@ class Pard:
         token: the mask token, a row of the draft model's embedding.
         vocab: V, the target's vocabulary; the draft model may have more rows, which are padding.
         tree: the topology, or the sizes of a dynamic tree.
+        states: of PARD-2, the taps of the target that are projected (`jaxspec.core.networks.TappedTarget`), in their
+            order; None stands for the target's own feature. Empty for PARD.
+        scale: factor applied to the projection.
 
     Raises:
         InvalidConfig: the tree has only its root, or nodes with more children than the vocabulary has tokens.
@@ -53,8 +63,10 @@ class Pard:
     token: int
     vocab: int
     tree: Topology | Dynamic = chain(8)
+    states: tuple[int | None, ...] = ()
+    scale: float = 1.0
 
-    takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft", "pard_token"})
+    takes: ClassVar[frozenset[str]] = frozenset({"tree", "draft", "pard_token", "projection"})
     draws = True
 
     def __post_init__(self):
@@ -73,7 +85,14 @@ class Pard:
                 "pard_token, as models trained by PARD have; if it is one, pass the option pard_token"
             )
         token = whole("pard_token", token, 0, _rows(draft) - 1)
-        return cls(draft.lm, token, target.lm.vocab, inputs.tree or chain(8)), draft.params
+        states, scale, params = (), 1.0, draft.params
+        if source := inputs.options.get("projection"):  # empty for none
+            states, scale, params = _project(draft, target, source)
+        return cls(draft.lm, token, target.lm.vocab, inputs.tree or chain(8), states, scale), params
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return tuple(state for state in self.states if state is not None)
 
     @property
     def shape(self) -> TreeShape:
@@ -84,36 +103,41 @@ class Pard:
         return 1
 
     def init(self, params: Params, batch: int, capacity: int) -> PardState:
-        return PardState(self.network.init_cache(batch, capacity))
+        added = None
+        if self.states:
+            added = jnp.zeros((batch, capacity, params["projection"].shape[1]), jnp.float32)
+        return PardState(self.network.init_cache(batch, capacity), added)
 
     def absorb(self, params: Params, state: PardState, advance: Advance) -> PardState:
         """Reads a chunk of a prompt, but for its last token, which the next proposal starts from."""
+        if state.added is not None:
+            state = state._replace(added=self._project(params, state.added, advance))
         if advance.nodes is not None:
             return state
         end = jnp.where(advance.count > 0, advance.start + advance.count - 1, 0)
-        return PardState(self._read(params, state.cache, advance.text, end, advance.tokens.shape[1])[0])
+        return self.read(params, state, advance.text, end, advance.tokens.shape[1])[0]
 
     def propose(self, params: Params, state: PardState, context: Context, draw: Draw) -> tuple[Proposal, PardState]:
         drafting, depth = draw.below(0), self.shape.depth
         length = jnp.where(drafting, context.length, 0)
 
-        def behind(carry: tuple[Cache, Array]) -> Array:
-            return jnp.any(length > carry[0].length)
+        def behind(carry: tuple[PardState, Array]) -> Array:
+            return jnp.any(length > carry[0].cache.length)
 
-        def read(carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
-            cache, kept = carry
-            after, features = self._read(params, cache, context.tokens, length, depth + 1, depth - 1)
-            count = (after.length - cache.length)[:, None]
+        def read(carry: tuple[PardState, Array]) -> tuple[PardState, Array]:
+            before, kept = carry
+            after, features = self.read(params, before, context.tokens, length, depth + 1, depth - 1)
+            count = (after.cache.length - before.cache.length)[:, None]
             rows = (jnp.maximum(count - 1, 0) + jnp.arange(depth))[:, :, None]
             return after, jnp.where(count[:, :, None] > 0, jnp.take_along_axis(features, rows, axis=1), kept)
 
-        feature = no_feature(self.network, params, state.cache)
+        feature = no_feature(self.network, self._network_params(params), state.cache)
         features = jnp.zeros((feature.shape[0], depth, feature.shape[1]), feature.dtype)
         # One turn, unless a schedule has left some text unread.
-        cache, features = lax.while_loop(behind, read, (state.cache, features))
+        state, features = lax.while_loop(behind, read, (state, features))
         logits = lax.cond(
             drafting.any(),
-            lambda: self.network.head(params, features)[..., : self.vocab],
+            lambda: self.head(params, features),
             lambda: jnp.zeros((*features.shape[:2], self.vocab), jnp.float32),
         )
 
@@ -121,26 +145,87 @@ class Pard:
             return logits[:, level.depth : level.depth + 1], carry
 
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        return grow(self.tree, root, draw, of_level, (), unroll=True).proposal, PardState(cache)
+        return grow(self.tree, root, draw, of_level, (), unroll=True).proposal, state
 
-    def _read(
-        self, params: Params, cache: Cache, text: Int[Array, "B S"], length: Int[Array, "B"], size: int, masks: int = 0
-    ) -> tuple[Cache, Float[Array, "B T E"]]:
+    def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Returns the logits of the target's vocabulary."""
+        return self.network.head(self._network_params(params), features)[..., : self.vocab]
+
+    def read(
+        self,
+        params: Params,
+        state: PardState,
+        text: Int[Array, "B S"],
+        length: Int[Array, "B"],
+        size: int,
+        masks: int = 0,
+    ) -> tuple[PardState, Float[Array, "B T E"]]:
         """Reads the next tokens of the text, at most `size` and none from `length` on, and masks after them.
 
         Returns:
-            The cache with the text's entries, and the features of the T = `size` + `masks` tokens: each row's text,
+            The state with the text's entries, and the features of the T = `size` + `masks` tokens: each row's text,
             then masks to the end.
         """
-        steps = jnp.arange(size + masks)
+        cache, steps = state.cache, jnp.arange(size + masks)
         count = jnp.clip(length - cache.length, 0, size)
         places = cache.length[:, None] + steps
         tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)
         tokens = jnp.where(steps < count[:, None], tokens, self.token)
         causal = jnp.broadcast_to(steps[:, None] >= steps, (length.shape[0], steps.size, steps.size))
-        features, entries = self.network.apply(params, Window(tokens, places, causal), cache)
+        added = None
+        if state.added is not None:
+            last = jnp.clip(length - 1, 0, state.added.shape[1] - 1)[:, None]
+            added = jnp.take_along_axis(state.added, jnp.minimum(places, last)[:, :, None], axis=1)
+        window = Window(tokens, places, causal, added=added)
+        features, entries = self.network.apply(self._network_params(params), window, cache)
         entries = KV(*(a[:, :, :, :size] for a in entries))
-        return caches.commit(cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32)), features
+        after = caches.commit(cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+        return state._replace(cache=after), features
+
+    def _network_params(self, params: Params) -> Params:
+        return params["network"] if self.states else params
+
+    def _project(self, params: Params, added: Float[Array, "B S E"], advance: Advance) -> Float[Array, "B S E"]:
+        """Projects the target's states before the committed tokens, for the tokens' positions."""
+        own, *tapped = jnp.split(advance.features, 1 + len(self.taps), axis=-1)
+        parts = [own if state is None else tapped.pop(0) for state in self.states]
+        projected = (matmul(jnp.concatenate(parts, -1), params["projection"]) + params["bias"]) * self.scale
+        steps = jnp.arange(advance.tokens.shape[1])
+        places = jnp.where(steps < advance.count[:, None], advance.start[:, None] + steps, added.shape[1])
+        return added.at[jnp.arange(len(added))[:, None], places].set(projected, mode="drop")
+
+
+def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None, ...], float, Params]:
+    """Returns `Pard.states`, `Pard.scale` and the parameters of a PARD-2 model with the projection in a file.
+
+    Raises:
+        InvalidConfig: the draft model is no PARD-2 model, or its layers or the projection do not fit the models.
+    """
+    if draft.pard2 is None or not isinstance(draft.lm, TransformerLM):
+        raise InvalidConfig(
+            f"{draft.name} is no PARD-2 model, whose config.json has pard2_target_layers; leave out the option "
+            "projection"
+        )
+    layers, lm = draft.pard2.layers, target.lm
+    depth = lm.depth if isinstance(lm, TappedTarget) else 0
+    states = tuple(i if i >= 0 else i + depth + 1 for i in layers)
+    if not all(0 < state <= depth for state in states):
+        raise InvalidConfig(
+            f"{draft.name} reads the states {layers} of its target, and {target.name} has "
+            + (f"those from 1 to {depth}, or -{depth} to -1" if depth else "none to read")
+        )
+    weight, bias = read_projection(source)
+    width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[1]
+    expected = len(layers) * width, draft.lm.config.hidden_size
+    if weight.shape != expected:
+        raise InvalidConfig(
+            f"{source}: the projection makes {weight.shape[1]} numbers of {weight.shape[0]}, expected {expected[1]} of "
+            f"{expected[0]}: the embeddings of {draft.name} of {len(layers)} states of {target.name}"
+        )
+    projection = jnp.asarray(weight, dtype_of(draft.lm))
+    own = tuple(None if state == depth else state for state in states)
+    params = {"network": draft.params, "projection": projection, "bias": jnp.asarray(bias)}
+    return own, draft.pard2.scale, params
 
 
 def _rows(model: Model) -> int:

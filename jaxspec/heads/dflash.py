@@ -7,6 +7,9 @@ to keys and values that the layer makes of the context before the root, and to t
 DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head adds to a row's logits what follows from the
 token before it, a product of rank r; so the tokens of a block depend on each other, at little cost. The confidence head
 estimates how much of a row's law the target shares.
+
+DFlash 2 (2026) has convolutions along the rows of a block, and a selector in the Markov head's place, which chooses
+among a row's likeliest tokens alone.
 """
 
 import functools
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -28,6 +32,39 @@ from jaxspec.models.packed import Matrix
 from jaxspec.models.transformer import Block, project
 
 
+class Convolutions(nnx.Module):
+    """The convolutions of a layer of DFlash 2: two around its attention, and two around its MLP.
+
+    A row is mixed with those before it, channel by channel. The kernel is a static one and one that a linear map makes
+    of the input, the same for all channels of a group.
+    """
+
+    def __init__(self, config: DFlashConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Draws random parameters."""
+        shapes, self.config = config.param_shapes(), config
+
+        def draw(name: str, dtype: DTypeLike) -> nnx.Param:
+            shape, scale = shapes[f"convs.0.{name}"], config.hidden_size**-0.5
+            return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, jnp.float32).astype(dtype))
+
+        self.attention_base, self.attention_mix = draw("attention_base", "float32"), draw("attention_mix", dtype)
+        self.mlp_base, self.mlp_mix = draw("mlp_base", "float32"), draw("mlp_mix", dtype)
+
+    def around(
+        self, base: nnx.Param, mix: nnx.Param, read: Float[Array, "B b E"], sublayer: Callable[[Array], Array]
+    ) -> Float[Array, "B b E"]:
+        """Returns the output of a sublayer for a normed input, with a convolution before it and one after it."""
+        rows, size = read.shape[1], self.config.conv_size
+        mixed = project(read, mix, None).reshape(*read.shape[:2], 2, size, -1)
+        kernels = base[...] + jnp.repeat(mixed, self.config.conv_group, axis=-1)
+
+        def convolve(x: Float[Array, "B b E"], side: int) -> Float[Array, "B b E"]:
+            parts = (jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :rows] for back in range(size))
+            return sum((kernels[:, :, side, back] * part for back, part in enumerate(parts)), jnp.zeros_like(x))
+
+        return convolve(sublayer(convolve(read, 0)), 1)
+
+
 class DFlashHead(nnx.Module):
     """The head of a `DFlashConfig`. Activations are float32 between matmuls; norms and biases are float32."""
 
@@ -38,8 +75,8 @@ class DFlashHead(nnx.Module):
         def matrix(name: str) -> nnx.Param | None:
             if name not in shapes:
                 return None
-            scale = shapes[name][1 if name in ("embed", "head", "markov_out") else 0] ** -0.5
-            scale = 1.0 if name == "markov_in" else scale
+            scale = shapes[name][1 if name in ("embed", "head", "markov_out", "selector_out") else 0] ** -0.5
+            scale = 1.0 if name in ("markov_in", "selector_in") else scale
             return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shapes[name], jnp.float32).astype(dtype))
 
         def vector(name: str, value: float = 0) -> nnx.Param | None:
@@ -48,10 +85,14 @@ class DFlashHead(nnx.Module):
         self.config = config
         self.fc, self.hidden_norm, self.norm = matrix("fc"), vector("hidden_norm", 1), vector("norm", 1)
         self.layers = nnx.List(Block(c.decoder, dtype, rngs) for _ in range(c.decoder.num_layers))
+        convs = c.decoder.num_layers if c.conv_size else 0
+        self.convs = nnx.List(Convolutions(c, dtype, rngs) for _ in range(convs))
         self.embed, self.head = matrix("embed"), matrix("head")
         self.markov_in, self.markov_out = matrix("markov_in"), matrix("markov_out")
         self.markov_mix, self.markov_mix_bias = matrix("markov_mix"), vector("markov_mix_bias")
         self.confidence, self.confidence_bias = matrix("confidence"), vector("confidence_bias")
+        self.selector_mix = matrix("selector_mix")
+        self.selector_in, self.selector_out = matrix("selector_in"), matrix("selector_out")
         # Ids of the tokens that can be guessed, ascending; row r of `head` and `markov_out` belongs to token tokens[r].
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
@@ -109,7 +150,13 @@ class DFlashHead(nnx.Module):
             kernels: use the CPU kernels.
         """
         for layer, block in enumerate(self.layers):
-            x = block.mlp(x + attention(layer, block.norm(x, block.attn_norm, kernels)), kernels=kernels)
+            attend, feed = functools.partial(attention, layer), functools.partial(block.feed, kernels=kernels)
+            if self.convs:
+                conv = self.convs[layer]
+                attend = functools.partial(conv.around, conv.attention_base, conv.attention_mix, sublayer=attend)
+                feed = functools.partial(conv.around, conv.mlp_base, conv.mlp_mix, sublayer=feed)
+            x = x + attend(block.norm(x, block.attn_norm, kernels))
+            x = x + feed(block.norm(x, block.mlp_norm, kernels))
         return self._norm(x, self.norm, kernels)
 
     def logits(self, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
@@ -147,6 +194,26 @@ class DFlashHead(nnx.Module):
         """Returns what the Markov head adds to the logits."""
         assert self.markov_out is not None
         return matmul(followed, self.markov_out[...], transposed=True)
+
+    def select(
+        self, tokens: Int[Array, "B n"], states: Float[Array, "B 1 E"], logits: Float[Array, "B 1 V"]
+    ) -> Float[Array, "B n V"]:
+        """Returns the logits after tokens by the selector; minus infinity but for the likeliest tokens of the row.
+
+        Args:
+            tokens: the tokens before the row.
+            states: of the row.
+            logits: of the row.
+        """
+        assert self.selector_in is not None
+        assert self.selector_out is not None
+        assert self.selector_mix is not None
+        best, ids = lax.top_k(logits, self.config.selector_top)
+        reads = look_up(self.selector_in[...], tokens) * project(states, self.selector_mix, None)
+        follows = jnp.einsum("bnr,bkr->bnk", reads, look_up(self.selector_out[...], ids[:, 0]), precision="highest")
+        row, node = jnp.arange(len(tokens))[:, None, None], jnp.arange(tokens.shape[1])[None, :, None]
+        none = jnp.full((*tokens.shape, logits.shape[2]), -jnp.inf)
+        return none.at[row, node, ids].set(best + follows)
 
     def certainty(
         self, states: Float[Array, "B n E"], words: Float[Array, "B n r"] | None = None

@@ -1,4 +1,4 @@
-"""The sizes of a DFlash head, and of the two small heads that DSpark puts on top of it. Nothing here imports JAX."""
+"""The sizes of a DFlash head, and of what DSpark and DFlash 2 add to it. Nothing here imports JAX."""
 
 import dataclasses
 from typing import ClassVar
@@ -23,11 +23,13 @@ def default_taps(depth: int, count: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(TappedSizes):
-    """The sizes of a DFlash head; static and hashable. With a Markov head or a confidence head it is a DSpark head.
+    """The sizes of a DFlash head; static and hashable.
+
+    With a Markov head or a confidence head it is a DSpark head, with convolutions or a selector a DFlash 2 head.
 
     Attributes:
         decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
-        block_size: the most rows of a block: the last token of the text, and masks after it.
+        block_size: the rows of a whole block: the last token of the text, and masks after it.
         mask_token: the token whose embedding the masks have.
         from_anchor: whether a row names the token after its own position, and so the first row, which has the last
             token of the text, the first drafted one. Otherwise a row names the token at its own position, and the first
@@ -47,6 +49,12 @@ class DFlashConfig(TappedSizes):
             tokens of the vocabulary.
         own_embedding: whether the head has an embedding, and does not read the target's.
         own_projection: whether the head has a projection to logits, and does not use the target's.
+        conv_size: the rows that a convolution reads, itself and those before it, around the attention and the MLP of
+            every layer; 0 without convolutions.
+        conv_group: the channels that have the same dynamic kernel; 0 without convolutions.
+        selector_rank: the width of the selector, which adds to the logits of a row's likeliest tokens what follows from
+            the row's state and the token before; 0 without one.
+        selector_top: the number of these tokens, which are all that can be drafted there; 0 without a selector.
 
     Raises:
         InvalidConfig: a value is out of range or of another type, or two values exclude one another.
@@ -66,6 +74,10 @@ class DFlashConfig(TappedSizes):
     draft_vocab_size: int | None = None
     own_embedding: bool = False
     own_projection: bool = False
+    conv_size: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top: int = 0
 
     drafter: ClassVar[str] = "dflash"
 
@@ -82,6 +94,10 @@ class DFlashConfig(TappedSizes):
             "target_size": (1, most),
             "markov_rank": (0, most),
             "draft_vocab_size": (1, vocab),
+            "conv_size": (0, 1 << 10),
+            "conv_group": (0, self.decoder.hidden_size),
+            "selector_rank": (0, most),
+            "selector_top": (0, vocab),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -105,6 +121,17 @@ class DFlashConfig(TappedSizes):
             raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
         if self.confidence_reads_token and not (self.confidence and self.markov):
             raise InvalidConfig("confidence_reads_token needs a confidence head and a Markov head")
+        if not self.conv_size == self.conv_group == 0 and not (
+            self.conv_size and self.conv_group and self.hidden_size % self.conv_group == 0
+        ):
+            raise InvalidConfig(
+                f"a head of width {self.hidden_size} cannot have convolutions of {self.conv_size} rows and groups of "
+                f"{self.conv_group}"
+            )
+        if (self.selector_rank == 0) != (self.selector_top == 0):
+            raise InvalidConfig(f"a selector of rank {self.selector_rank} cannot choose of {self.selector_top} tokens")
+        if self.selector_rank and (self.markov or self.confidence or self.draft_vocab_size is not None):
+            raise InvalidConfig("a head with a selector has no Markov head, confidence head or reduced vocabulary")
         self._check_width()
         if self.decoder.window_rope is not None:
             raise InvalidConfig("the layers of a DFlash head have the same rotary positions")
@@ -128,7 +155,13 @@ class DFlashConfig(TappedSizes):
     def summary(self) -> str:
         """The kind of head in a few words."""
         layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
+        kind = "DFlash 2" if self.is_second else kind
         return f"a {kind} head of {layers} layer{'s' * (layers > 1)}, blocks of {self.block_size}"
+
+    @property
+    def is_second(self) -> bool:
+        """Whether it is a DFlash 2 head."""
+        return self.conv_size > 0 or self.selector_rank > 0
 
     @property
     def num_taps(self) -> int:
@@ -143,15 +176,27 @@ class DFlashConfig(TappedSizes):
         """Returns whether a row of the block sees in this layer only itself and the rows before it."""
         return bool(self.causal) and self.causal[layer]
 
+    def rows_for(self, depth: int) -> int:
+        """Returns the number of rows of a block that names `depth` tokens.
+
+        It is the whole block, as in training, unless all layers are causal: then no row sees those after it, and the
+        block ends with the last row that is needed.
+        """
+        return depth + self.skipped if self.causal and all(self.causal) else self.block_size
+
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.
 
-        `markov_in` is `[V, r]` and `markov_out` `[R, r]`, tables as `embed` and `head`.
+        `markov_in` is `[V, r]` and `markov_out` `[R, r]`, tables as `embed` and `head`; so are `selector_in` and
+        `selector_out`. A convolution's static kernels are `[2, conv_size, E]`: those before and after its sublayer.
         """
         e, r = self.hidden_size, self.markov_rank
         shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}
         for layer in range(self.decoder.num_layers):
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.decoder.block_shapes().items()}
+            for part in ("attention", "mlp") if self.conv_size else ():
+                shapes[f"convs.{layer}.{part}_base"] = (2, self.conv_size, e)
+                shapes[f"convs.{layer}.{part}_mix"] = (e, 2 * self.conv_size * e // self.conv_group)
         shapes["norm"] = (e,)
         if self.own_embedding:
             shapes["embed"] = (self.vocab_size, e)
@@ -164,6 +209,9 @@ class DFlashConfig(TappedSizes):
             shapes |= {"markov_mix": (reads, writes), "markov_mix_bias": (writes,)}
         if self.confidence:
             shapes |= {"confidence": (e + r * self.confidence_reads_token, 1), "confidence_bias": (1,)}
+        if self.selector_rank:
+            tables = dict.fromkeys(("selector_in", "selector_out"), (self.vocab_size, self.selector_rank))
+            shapes |= {"selector_mix": (e, self.selector_rank)} | tables
         if self.draft_vocab_size is not None:
             shapes["tokens"] = (self.draft_vocab_size,)
         return shapes

@@ -22,6 +22,13 @@ NAMES = layer_names(LAYERS) | {
     "markov_out": ("markov_head.markov_w2.weight",),
     "confidence": ("confidence_head.proj.weight",),
     "confidence_bias": ("confidence_head.proj.bias",),
+    "attention_base": (LAYERS + "attention_conv.base_kernel",),
+    "attention_mix": (LAYERS + "attention_conv.kernel_projection.weight",),
+    "mlp_base": (LAYERS + "mlp_conv.base_kernel",),
+    "mlp_mix": (LAYERS + "mlp_conv.kernel_projection.weight",),
+    "selector_mix": ("candidate_selector.hidden_projection.weight",),
+    "selector_in": ("candidate_selector.predecessor_codebook",),
+    "selector_out": ("candidate_selector.successor_codebook",),
 }
 """The tensors of each kind of parameter, as in `Family.all_names`, without those of `mix_names`."""
 
@@ -30,6 +37,16 @@ def mix_names(markov: str) -> dict[str, tuple[str, ...]]:
     """Returns the tensors with which a Markov head of the kind "gated" or "rnn" mixes what it reads."""
     name = "markov_head.gate_proj" if markov == "gated" else "markov_head.joint_proj"
     return {"markov_mix": (f"{name}.weight",), "markov_mix_bias": (f"{name}.bias",)}
+
+
+def second_settings(config: DFlashConfig) -> dict[str, int]:
+    """Returns the entries of config.json about the convolutions and the selector of DFlash 2."""
+    return {
+        "conv_kernel_size": config.conv_size,
+        "conv_group_size": config.conv_group,
+        "selector_rank": config.selector_rank,
+        "selector_top_k": config.selector_top,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +101,11 @@ class DFlashLayout:
         ids = [tap - self.first_tap for tap in taps]
         if not self.nested:
             switches = {"mask_token_id": config.mask_token, self.taps_key: ids, "causal": config.is_causal(0)}
-            own = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size, "dflash_config": switches}
-            return layer | own | named(base)
+            own: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
+            if config.is_second:
+                switches |= {"block_size": own.pop("block_size")} | second_settings(config)
+                own |= {"architectures": ["DFlash2DraftModel"]}
+            return layer | own | {"dflash_config": switches} | named(base)
         switches = {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token,
@@ -113,6 +133,8 @@ class DFlashLayout:
             return f"the layout {self.name} has norms of queries and keys, this head has none"
         if scales_positions(config.decoder):
             return f"the layout {self.name} has no scaled rotary positions here"
+        if config.is_second and (self.nested or not (config.conv_size and config.selector_rank)):
+            return f"the layout {self.name} has no place for the convolutions or the selector of this DFlash 2 head"
         taps = config.taps or ()
         if sorted(taps) != list(taps):
             return f"the layout {self.name} has taps in ascending order, this head has {taps}"

@@ -12,6 +12,7 @@ KINDS = {"dflash": False, "dspark": True}
 """The kinds of heads of speculators that are read, and whether the first row of their blocks names a token."""
 NEUTRAL: dict[str, Any] = {
     "output_multiplier": 1.0,
+    "input_embedding_scale": 1.0,
     "logit_scale": 1.0,
     "final_logit_softcapping": None,
     "fc_layernorm": False,
@@ -71,6 +72,7 @@ class SizeReader(LayerReader):
                 own_embedding="embed_tokens.weight" in self._shapes,
                 own_projection=rows is not None,
                 **self._small_heads(hidden),
+                **self._second(hidden),
             )
         except InvalidConfig as error:
             raise CheckpointError(f"{self._where}: {error}") from None
@@ -166,6 +168,29 @@ class SizeReader(LayerReader):
             if key in self._more and self._more[key] != value:
                 raise CheckpointError(
                     f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {value!r}"
+                )
+        return found
+
+    def _second(self, hidden: int) -> dict[str, Any]:
+        """Returns the sizes of the convolutions and of the selector of DFlash 2."""
+        found: dict[str, Any] = {}
+        first = f"{LAYERS.format(0)}attention_conv."
+        if (base := self._shapes.get(f"{first}base_kernel")) is not None:
+            rows = self._matrix(f"{first}kernel_projection.weight")[0]
+            if len(base) != 3 or base[0] != 2 or 0 in base or rows % (2 * base[1]) or hidden % (rows // (2 * base[1])):
+                raise CheckpointError(
+                    f"{self._where}: {first}base_kernel has shape {list(base)} and its kernel_projection {rows} rows, "
+                    f"expected [2, rows, {hidden}] and kernels for groups of channels"
+                )
+            found |= {"conv_size": base[1], "conv_group": hidden // (rows // (2 * base[1]))}
+        if "candidate_selector.hidden_projection.weight" in self._shapes:
+            rank = self._matrix("candidate_selector.hidden_projection.weight")[0]
+            found |= {"selector_rank": rank, "selector_top": self._stated("selector_top_k")}
+        keys = {"conv_size": "conv_kernel_size", "conv_group": "conv_group_size", "selector_rank": "selector_rank"}
+        for ours, key in keys.items():
+            if key in self._more and self._more[key] != found.get(ours, 0):
+                raise CheckpointError(
+                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {found.get(ours, 0)}"
                 )
         return found
 

@@ -59,7 +59,7 @@ def file_tensors(config: Any, params: Mapping[str, Any], names: Mapping[str, tup
             continue
         parts, kind = file_names(names, ours)
         array = np.asarray(params[ours])
-        array = array if array.ndim < 2 or is_table(kind) else array.T
+        array = array if array.ndim != 2 or is_table(kind) else array.T
         ends = np.cumsum([rows for rows, *_ in file_shapes(config.decoder, kind, shape, len(parts))])
         tensors |= zip(parts, np.split(array, ends[:-1]), strict=True)
     return tensors

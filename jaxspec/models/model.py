@@ -9,6 +9,7 @@ import jax
 from jaxspec.core.networks import NETWORK, LanguageModel, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source
+from jaxspec.models.config import Pard2
 from jaxspec.models.packed import is_packed, stored_types
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Model:
         name: the name in tables and messages.
         preset: name of the preset it was loaded from, whose draft model and heads are then the default; None otherwise.
         pard_token: the mask token of a draft model trained by PARD, see `jaxspec.drafters.pard`; None for other models.
+        pard2: what a PARD-2 draft model reads of the target; None for other models.
 
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
@@ -40,6 +42,7 @@ class Model:
     name: str = "model"
     preset: str | None = None
     pard_token: int | None = None
+    pard2: Pard2 | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_packed)

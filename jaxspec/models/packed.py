@@ -108,9 +108,9 @@ def pack_param(name: str, leaf: Any) -> Any:
     """Packs a parameter of a transformer if it is a matrix. `name` is the last part of its name."""
     if isinstance(leaf, Blocks):
         return leaf
-    if isinstance(leaf, Quantized) or (leaf.ndim > 1 and is_table(name)):
+    if isinstance(leaf, Quantized) or (leaf.ndim == 2 and is_table(name)):
         return Packed.pack(leaf)
-    return Packed.pack(leaf.T) if leaf.ndim > 1 else leaf
+    return Packed.pack(leaf.T) if leaf.ndim == 2 else leaf
 
 
 def unpack_param(name: str, leaf: Any) -> Any:

@@ -133,11 +133,15 @@ class Block(nnx.Module):
 
     def mlp(self, x: Float[Array, "B T E"], shards: int = 1, kernels: bool = False) -> Float[Array, "B T E"]:
         """Returns the residual stream after the MLP."""
-        c, (batch, tokens, _) = self.config, x.shape
-        both = project(self.norm(x, self.mlp_norm, kernels), self.gate_up, self.gate_up_bias)
+        return x + self.feed(self.norm(x, self.mlp_norm, kernels), shards, kernels)
+
+    def feed(self, read: Float[Array, "B T E"], shards: int = 1, kernels: bool = False) -> Float[Array, "B T E"]:
+        """Returns the output of the MLP for a normed input."""
+        c, (batch, tokens, _) = self.config, read.shape
+        both = project(read, self.gate_up, self.gate_up_bias)
         gate, up = (a.reshape(batch, tokens, -1) for a in jnp.split(both.reshape(batch, tokens, shards, -1), 2, axis=3))
         gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return x + self.norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm, kernels)
+        return self.norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm, kernels)
 
 
 def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
@@ -194,6 +198,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
+        x = x if window.added is None else x + window.added
         entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):

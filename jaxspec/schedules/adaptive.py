@@ -147,7 +147,9 @@ class Adaptive:
         )
         return self._choose_depth(updated)
 
-    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(
+        self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
+    ) -> Bool[Array, "*b"] | None:
         return None
 
 

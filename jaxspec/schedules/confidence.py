@@ -1,9 +1,10 @@
 """The schedule "confidence": stops drafting where the draft model is unsure of the next token.
 
-Confidence is the probability of the likeliest token (Hugging Face's assisted generation; Mamou et al. 2024,
-arXiv:2405.04304), or a bound from the entropy of the law: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351), section 3.
-Those methods draw a token, look at it, and keep it. This schedule decides from the law before a token is drawn, so
-that drafted tokens remain samples of the law.
+Confidence is the drafter's own estimate of how much of its law the target shares, where it has one: that of a
+confidence head (DSpark, 2026, arXiv:2607.05147). Otherwise it is the probability of the likeliest token (Hugging Face's
+assisted generation; Mamou et al. 2024, arXiv:2405.04304), or a bound from the entropy of the law: AdaEDL (Agrawal et
+al. 2024, arXiv:2410.18351), section 3. The latter methods draw a token, look at it, and keep it. This schedule decides
+before a token is drawn, so that drafted tokens remain samples of the law.
 """
 
 import dataclasses
@@ -24,8 +25,8 @@ class Confidence(Constant):
 
     Attributes:
         threshold: 0 to 1.
-        entropy: measure confidence as `1 - sqrt(0.2 H)`, with H the law's entropy in nats, instead of as the law's
-            highest probability.
+        entropy: measure confidence as `1 - sqrt(0.2 H)`, with H the law's entropy in nats, instead of as the estimate
+            of a confidence head or, without one, as the law's highest probability.
     """
 
     widths: tuple[int, ...] = (3, 5, 9)
@@ -41,8 +42,10 @@ class Confidence(Constant):
         if not 0 <= self.threshold <= 1:
             raise InvalidConfig(f"threshold must be between 0 and 1, got {self.threshold!r}")
 
-    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
+    def stop_after(self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None) -> Bool[Array, "*b"]:
         if not self.entropy:
+            if estimate is not None:
+                return estimate < self.threshold
             return jnp.exp(law.max(-1)) < self.threshold
         entropy = -jnp.where(law > -jnp.inf, jnp.exp(law) * law, 0.0).sum(-1)
         return 1 - jnp.sqrt(ENTROPY_FACTOR * jnp.maximum(entropy, 0.0)) < self.threshold

@@ -56,5 +56,7 @@ class PlusMinus:
         depth = jnp.where(result.accepted >= result.drafted, state.depth + 2, jnp.maximum(state.depth - 1, self.least))
         return state._replace(depth=jnp.where(result.drafted > 0, jnp.minimum(depth, state.deepest), state.depth))
 
-    def stop_after(self, law: Float[Array, "*b V"]) -> Bool[Array, "*b"] | None:
+    def stop_after(
+        self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
+    ) -> Bool[Array, "*b"] | None:
         return None

@@ -232,6 +232,8 @@ def make_trainee(kind: Any, target: Model, draft_vocab: int, start: DraftHeads |
         check_start(kind, ("anchors", "gamma", "confidence"))
         if not isinstance(start.config, DFlashConfig):
             raise InvalidConfig(f"start: {start.name} is {start.config.summary}, and a DFlash head is trained")
+        if start.config.is_second:
+            raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
         config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
     else:
         taps = tuple(int(part) for part in kind.taps.split(",")) if kind.taps else default_taps(lm.depth, kind.layers)
@@ -255,5 +257,13 @@ def make_trainee(kind: Any, target: Model, draft_vocab: int, start: DraftHeads |
 
 
 def trainee_of(heads: DraftHeads) -> DFlashTrainee | None:
-    """Returns the trainee that a DFlash or DSpark head comes from; None for heads of another kind."""
-    return DFlashTrainee(heads.config, ANY) if isinstance(heads.config, DFlashConfig) else None
+    """Returns the trainee that a DFlash or DSpark head comes from; None for heads of another kind.
+
+    Raises:
+        InvalidConfig: it is a DFlash 2 head, which is not trained here.
+    """
+    if not isinstance(heads.config, DFlashConfig):
+        return None
+    if heads.config.is_second:
+        raise InvalidConfig(f"{heads.name} is {heads.config.summary}, whose laws along a text are not computed")
+    return DFlashTrainee(heads.config, ANY)

@@ -20,9 +20,10 @@ from jaxspec.bench.acceptance import EVERY, Positions
 from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
 from jaxspec.core.tree import branching
+from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads import eagle
+from jaxspec.heads import dflash, eagle
 from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
 
@@ -96,23 +97,26 @@ def test_figures_by_hand():
     assert acceptance.figures(found[:1], (1,))[0].low is None
 
 
-# --- draft heads ---------------------------------------------------------------------------------------------
+# --- draft heads, and masks ----------------------------------------------------------------------------------
 
 SMALL = toys.transformer(vocab_size=16, num_layers=2)
 WRITER = jaxspec.Model(SMALL, toys.lively(SMALL.init_params(jax.random.key(0))))
 MEDUSA = jaxspec.HeadsConfig(SMALL.config.hidden_size, 16, 2, inputs="recurrent")
 EAGLE = jaxspec.EagleConfig(dataclasses.replace(SMALL.config, num_layers=1), fc_norm=True, norm_output=True)
-HEADS = {
-    "medusa": jaxspec.DraftHeads(MEDUSA, noisy(init_params(MEDUSA), 2, 0.3)),
-    "eagle": jaxspec.DraftHeads(EAGLE, eagle.init_params(EAGLE, jax.random.key(1))),
+DSPARK = jaxspec.DFlashConfig(EAGLE.decoder, 5, 0, markov="vanilla", markov_rank=4)
+DRAFTS: dict[str, Any] = {
+    "pard": {"draft": jaxspec.Model(SMALL, noisy(WRITER.params, 3, 0.3), pard_token=9)},
+    "dflash": {"heads": jaxspec.DraftHeads(DSPARK, dflash.init_params(DSPARK, jax.random.key(1)))},
+    "medusa": {"heads": jaxspec.DraftHeads(MEDUSA, noisy(init_params(MEDUSA), 2, 0.3))},
+    "eagle": {"heads": jaxspec.DraftHeads(EAGLE, eagle.init_params(EAGLE, jax.random.key(1)))},
 }
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_that_of_heads_is_that_of_a_round_from_every_position(kind):
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
     """Greedily, each drafted token with 4 candidates; the first level of the other tree has every token."""
-    heads, prompts = HEADS[kind], [("one", [5, 9, 7]), ("two", [8])]
-    draft, params = acceptance.drafting_model(WRITER, Drafting(kind, heads=heads, tree=2))
+    given, prompts = DRAFTS[kind], [("one", [5, 9, 7]), ("two", [8])]
+    draft, params = acceptance.drafting_model(WRITER, Drafting(kind, tree=2, **given))
     found = acceptance.measure(WRITER, draft, params, prompts, sampling=jaxspec.Sampling(), children=4,
                                max_new_tokens=8)  # fmt: skip
     accepted = np.zeros(2)
@@ -122,7 +126,7 @@ def test_that_of_heads_is_that_of_a_round_from_every_position(kind):
         for token, tree in ((1, branching(4)), (2, branching(16, 4))):
             (row,) = (row for row in found if (row.name, row.token) == (name, token))
             begun = texts[: len(texts) + 1 - token]
-            rounds = jaxspec.generate(WRITER, begun, drafter=kind, heads=heads, tree=tree, max_new_tokens=token)
+            rounds = jaxspec.generate(WRITER, begun, drafter=kind, tree=tree, max_new_tokens=token, **given)
             assert row.count == len(begun)
             assert row.kept[EVERY][3] == sum(out.stats.accepted == token for out in rounds)
             accepted[token - 1] += row.kept[EVERY][3]
@@ -154,6 +158,13 @@ def test_wrong_input():
         measured(max_new_tokens=500)
     with pytest.raises(InvalidConfig, match="no law"):
         acceptance.drafting_model(TARGET, Drafting())
+    second = dataclasses.replace(DSPARK, markov=None, markov_rank=0, selector_rank=4, selector_top=4)
+    heads = jaxspec.DraftHeads(second, dflash.init_params(second, jax.random.key(1)), name="second")
+    with pytest.raises(InvalidConfig, match="'dflash' has no law along a text"):
+        acceptance.drafting_model(WRITER, Drafting("dflash", heads=heads))
+    with pytest.raises(InvalidConfig, match="second is a DFlash 2 head of 1 layer, blocks of 5, whose laws"):
+        head_laws(WRITER, heads)
+    assert not acceptance.has_laws(Pard(LM, 1, V, states=(None,)))
 
 
 @pytest.fixture(scope="module")

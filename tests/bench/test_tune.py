@@ -29,6 +29,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
+from jaxspec.heads import dflash
 from jaxspec.heads.eagle import init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
@@ -293,7 +294,8 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
     assert played[2:] == [chain(4), best, chain(4), chain(4)]
 
 
-def test_the_tree_for_heads_is_that_of_each_drafted_token(monkeypatch):
+@pytest.mark.parametrize("drafter", ["eagle", "dflash", "pard"])
+def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
     """The chain is as deep as with a draft model, whatever the heads' own tree; the tree ends where no law was read."""
     played = []
 
@@ -306,9 +308,16 @@ def test_the_tree_for_heads_is_that_of_each_drafted_token(monkeypatch):
     monkeypatch.setattr(tuning, "_play", play)
     lm = toys.transformer(vocab_size=16, num_layers=2)
     target = jaxspec.Model(lm, toys.lively(lm.init_params(jax.random.key(0))))
-    config = jaxspec.EagleConfig(dataclasses.replace(lm.config, num_layers=1))
-    heads = jaxspec.DraftHeads(config, init_params(config, jax.random.key(1)), chain(2))
-    tuned = tune(target, PROMPTS, drafter="eagle", heads=heads, max_new_tokens=8, **SAMPLED)
+    layer = dataclasses.replace(lm.config, num_layers=1)
+    if drafter == "pard":
+        given: dict[str, Any] = {"draft": jaxspec.Model(lm, noisy(target.params, 1, 1.0), pard_token=3)}
+    elif drafter == "eagle":
+        config = jaxspec.EagleConfig(layer)
+        given = {"heads": jaxspec.DraftHeads(config, init_params(config, jax.random.key(1)), chain(2))}
+    else:
+        blocks = jaxspec.DFlashConfig(layer, tuning.DEPTH + 1, 3)
+        given = {"heads": jaxspec.DraftHeads(blocks, dflash.init_params(blocks, jax.random.key(1)), chain(2))}
+    tuned = tune(target, PROMPTS, drafter=drafter, max_new_tokens=8, **given, **SAMPLED)
     ranks = tuned.measured["acceptance_by_rank"]
     assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.CHILDREN})
     best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5, 9), 2.0), 0.125)

@@ -250,18 +250,30 @@ def test_a_dspark_head(call, target, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_eagle_head_is_tuned_and_its_acceptance_computed(call, target, tmp_path):
-    config = jaxspec.EagleConfig(CONFIG, taps=(1, 1), fc_norm=True)
-    place = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "eagle")
-    words = ["--target", target, "--drafter", "eagle", "--heads", place, "--no-chat"]
-    file = tmp_path / "tuned.json"
-    status, out, err = call("tune", "abc", *words, "--draft-length", "4", "--max-new-tokens", "96", "--out", file)
+@pytest.mark.parametrize("drafter", ["eagle", "dflash", "pard"])
+def test_drafters_by_token_are_tuned_measured_and_their_acceptance_computed(drafter, call, target, tmp_path):
+    if drafter == "pard":
+        place = write_bytes(tmp_path / "pard", CONFIG, random_params(CONFIG, 4))
+        settings = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps(settings | {"pard_token": 261}))
+    elif drafter == "eagle":
+        config = jaxspec.EagleConfig(CONFIG, taps=(1, 1), fc_norm=True)
+        place = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "h")
+    else:
+        blocks = jaxspec.DFlashConfig(CONFIG, 6, 0, taps=(1, 1))
+        place = jaxspec.save_heads(jaxspec.DraftHeads(blocks, init_params(blocks, jax.random.key(0))), tmp_path / "h")
+    words = ["--target", target, "--draft-model" if drafter == "pard" else "--heads", place, "--no-chat"]
+    file, named = tmp_path / "tuned.json", [*words, "--drafter", drafter]
+    status, out, err = call("tune", "abc", *named, "--draft-length", "4", "--max-new-tokens", "96", "--out", file)
     assert status == 0, err
-    assert json.loads(file.read_text())["drafter"] == "eagle"
-    words = ["--target", target, "--heads", place, "--no-chat"]
-    assert call("generate", "abc", *words, "--max-new-tokens", "8", "--tuned", file)[0] == 0
+    assert json.loads(file.read_text())["drafter"] == drafter
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
+    asked = ["--tasks", tmp_path / "p.jsonl", "--max-new-tokens", "8", "--repeats", "1"]
+    status, out, err = call("bench", *words, *asked, "--drafters", f"{drafter}:2x1", "--tuned", file)
+    assert status == 0, err
+    assert f"{drafter}:2x1" in out
     options = ["--prompt", "abc", "--prompt", "de", "--max-new-tokens", "6", "--draws", "2"]
-    status, out, err = call("acceptance", *words, "--drafter", "eagle", *options, "--json", tmp_path / "a.json")
+    status, out, err = call("acceptance", *named, *options, "--json", tmp_path / "a.json")
     assert status == 0, err
     (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]
     assert {figure["token"] for figure in run["figures"]} == set(range(1, 6))

@@ -19,6 +19,7 @@ from jaxspec.core.networks import with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
+from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import branching, chain, dynamic, from_paths
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.dflash import DFlash
@@ -44,6 +45,7 @@ IDS = np.arange(0, V, 2)
 CONFIGS = {
     "dflash": DFlashConfig(TWO, 5, 12),
     "dflash, from the anchor": DFlashConfig(ONE, 4, 12, from_anchor=True, taps=(1, 4, 4)),
+    "dflash 2": DFlashConfig(ONE, 5, 12, conv_size=2, conv_group=16, selector_rank=6, selector_top=5),
     "dflash, sliding": DFlashConfig(SLIDING, 5, 12, causal=(True, False), taps=(3,)),
     "dspark": DFlashConfig(TWO, 4, 12, from_anchor=True, markov="vanilla", markov_rank=6, own_embedding=True),
     "dspark, gated": DFlashConfig(
@@ -81,11 +83,12 @@ def built(name: str, tree) -> tuple[DFlash, Any]:
 
 
 class ByHand:
-    """A head in numpy, in float64, after a text; written from the papers."""
+    """A whole block of a head in numpy, in float64, after a text; written from the papers."""
 
-    def __init__(self, name: str, features: np.ndarray, root: int, rows: int):
+    def __init__(self, name: str, features: np.ndarray, root: int):
         """`features` are those of the target at every token of the text before the root."""
         self.config = config = CONFIGS[name]
+        rows = config.block_size
         self.params = p = {key: np.asarray(a, np.float64) for key, a in flatten(heads(name).params).items()}
         d, length = config.decoder, len(features)
         embed = p.get("embed", np.asarray(PARAMS["embed"], np.float64))
@@ -93,7 +96,8 @@ class ByHand:
         x = embed[[root] + [config.mask_token] * (rows - 1)]
         for layer in range(d.num_layers):
             self.at = f"layers.{layer}."
-            ours, theirs = self.heads(self.norm(x, self.at + "attn_norm"), length), self.heads(context, 0)
+            read, attended = self.convolved(layer, "attention", self.norm(x, self.at + "attn_norm"))
+            ours, theirs = self.heads(read, length), self.heads(context, 0)
             keys, values = (np.concatenate([theirs[i], ours[i]]) for i in (1, 2))
             query, key = length + np.arange(rows)[:, None], np.arange(length + rows)
             seen = (key < length) | (not config.is_causal(layer)) | (key <= query)
@@ -105,10 +109,27 @@ class ByHand:
                 score = ours[0][:, head] @ keys[:, head // group].T * d.head_dim**-0.5
                 weights = np.exp(np.where(seen, score, -np.inf))
                 mixed.append(weights / weights.sum(-1, keepdims=True) @ values[:, head // group])
-            x = x + np.concatenate(mixed, -1) @ p[self.at + "out"]
-            gate, up = np.split(self.norm(x, self.at + "mlp_norm") @ p[self.at + "gate_up"], 2, -1)
-            x = x + gate / (1 + np.exp(-gate)) * up @ p[self.at + "down"]
+            x = x + attended(np.concatenate(mixed, -1) @ p[self.at + "out"])
+            read, fed = self.convolved(layer, "mlp", self.norm(x, self.at + "mlp_norm"))
+            gate, up = np.split(read @ p[self.at + "gate_up"], 2, -1)
+            x = x + fed(gate / (1 + np.exp(-gate)) * up @ p[self.at + "down"])
         self.states = self.norm(x, "norm")
+
+    def convolved(self, layer, part, read):
+        """What a sublayer reads, and what becomes of its output."""
+        c, p, at = self.config, self.params, f"convs.{layer}.{part}_"
+        if not c.conv_size:
+            return read, lambda x: x
+        mixed = np.repeat((read @ p[at + "mix"]).reshape(len(read), 2, c.conv_size, -1), c.conv_group, axis=-1)
+
+        def convolve(x, side):
+            out = np.zeros_like(x)
+            for row in range(len(x)):
+                for back in range(min(c.conv_size, row + 1)):
+                    out[row] += (p[at + "base"][side, back] + mixed[row, side, back]) * x[row - back]
+            return out
+
+        return convolve(read, 0), lambda x: convolve(x, 1)
 
     def norm(self, x, name):
         scale = self.params.get(name)
@@ -137,6 +158,10 @@ class ByHand:
         ids = IDS if config.draft_vocab_size else np.arange(V)
         table = table if len(table) == len(ids) else table[ids]
         found = table @ row
+        if config.selector_rank:
+            best = np.argsort(-found)[: config.selector_top]
+            reads = p["selector_in"][path[-1]] * (row @ p["selector_mix"])
+            ids, found = best, found[best] + p["selector_out"][best] @ reads
         memory = np.zeros(config.markov_rank)
         for depth, token in enumerate(path if config.markov else []):
             word, state = p["markov_in"][token], self.states[depth + (not config.from_anchor)]
@@ -155,6 +180,13 @@ class ByHand:
         logits[ids] = found
         return logits
 
+    def certainty(self, path: list[int]) -> float:
+        """The estimate of the confidence head after a path."""
+        reads = [self.states[len(path) - 1 + (not self.config.from_anchor)]]
+        reads += [self.params["markov_in"][path[-1]]] if self.config.confidence_reads_token else []
+        score = np.concatenate(reads) @ self.params["confidence"] + self.params["confidence_bias"]
+        return float(1 / (1 + np.exp(-score[0])))
+
 
 @functools.cache
 def told(name: str, tree):
@@ -172,29 +204,44 @@ def told(name: str, tree):
     return drafter, params, state, tokens, features
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", Noise)
-def test_proposals_are_those_computed_by_hand(name, kind):
-    """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
-    tree = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
-    drafter, params, state, tokens, features = told(name, tree)
-    temperature = 0.7 if kind is not Noise.NONE else 0.0
+def by_hand(name: str, tree) -> list[tuple[int, ByHand]]:
+    """The root of each row, and the head."""
+    *_, tokens, features = told(name, tree)
+    roots = [int(tokens[row, LENGTH[row] - 1]) for row in range(2)]
+    before = [features[row, 1 : LENGTH[row]].astype(np.float64) for row in range(2)]
+    return [(root, ByHand(name, texts, root)) for root, texts in zip(roots, before)]
+
+
+def proposed(name: str, tree, kind: Noise, temperature: float, schedule=Constant()):
+    """The proposal of the drafter."""
+    drafter, params, state, tokens, _ = told(name, tree)
     context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
 
     @jax.jit
     def propose(params, state, context, keys, sampling):
         rounds = RoundNoise(keys, context.length, jnp.asarray(temperature > 0), V)
-        return drafter.propose(params, state, context, Draw(kind, rounds, sampling))[0]
+        draw = Draw(kind, rounds, sampling, stop_after=schedule.stop_after)
+        return drafter.propose(params, state, context, draw)[0]
 
-    proposal = propose(params, state, context, KEYS, Sampling(temperature=temperature).rows(2, V))
+    return propose(params, state, context, KEYS, Sampling(temperature=temperature).rows(2, V))
+
+
+MIXED = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, Noise.FRESH) for name in CONFIGS), ("dflash", Noise.NONE), ("dspark, gated", Noise.SHARED)],
+)
+def test_proposals_are_those_computed_by_hand(name, kind):
+    """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
+    tree, temperature = MIXED, 0.7 if kind is not Noise.NONE else 0.0
+    proposal = proposed(name, tree, kind, temperature)
     ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(V)
     shared = np.asarray(noise.gumbel(KEYS, jnp.asarray(LENGTH)[:, None] + jnp.arange(3), V))
     fresh = np.zeros((2, tree.shape.nodes, V))
     fresh[..., ids] = noise.fresh(KEYS, jnp.asarray(LENGTH), jnp.arange(tree.shape.nodes), ids.size)
-    for row in range(2):
-        before = features[row, 1 : LENGTH[row]].astype(np.float64)
-        root = int(tokens[row, LENGTH[row] - 1])
-        head = ByHand(name, before, root, 3 + CONFIGS[name].skipped)
+    for row, (root, head) in enumerate(by_hand(name, tree)):
         for node in range(tree.shape.nodes):
             below = [child for child in tree.tree.children[node] if child >= 0]
             if not below:
@@ -213,14 +260,8 @@ def test_proposals_are_those_computed_by_hand(name, kind):
 def test_dynamic_trees_are_eagle2s(name):
     """The reader's whole beam at depth 0, and the memory of each path."""
     tree = dynamic(3, 3, 9)
-    drafter, params, state, tokens, features = told(name, tree)
-    context: Any = Context(jnp.asarray(tokens), jnp.asarray(LENGTH), None, PARAMS)  # pyright: ignore[reportArgumentType]
-    rounds = RoundNoise(KEYS, context.length, jnp.asarray(False), V)
-    draw = Draw(Noise.NONE, rounds, Sampling().rows(2, V))
-    proposal = jax.jit(lambda params, state: drafter.propose(params, state, context, draw)[0])(params, state)
-    for row in range(2):
-        root = int(tokens[row, LENGTH[row] - 1])
-        head = ByHand(name, features[row, 1 : LENGTH[row]].astype(np.float64), root, 3 + CONFIGS[name].skipped)
+    proposal = proposed(name, tree, Noise.NONE, 0.0)
+    for row, (root, head) in enumerate(by_hand(name, tree)):
 
         def log_share(text, head=head, root=root):
             return toys.log_softmax(head.logits([root, *text]))
@@ -230,10 +271,38 @@ def test_dynamic_trees_are_eagle2s(name):
         assert np.asarray(proposal.tokens)[row, 1:].tolist() == [text[-1] for text in nodes[1:]]
 
 
+@pytest.mark.parametrize(
+    ("name", "tree", "kind"),
+    [
+        ("dspark, gated", MIXED, Noise.FRESH),
+        ("dspark, rnn", MIXED, Noise.NONE),
+        ("dspark, rnn", dynamic(3, 3, 9), Noise.NONE),
+    ],
+)
+def test_a_confidence_head_is_the_schedules_doubt(name, tree, kind):
+    """Nothing is drafted below nodes of which the head, and not the law, is unsure; and everything below the others."""
+    found, rows = set(), by_hand(name, tree)
+    threshold = float(np.median([head.certainty([root, *[1] * depth]) for root, head in rows for depth in range(3)]))
+    proposal = proposed(name, tree, kind, 1.0 * (kind is Noise.FRESH), Confidence(threshold=threshold))
+    parents = np.broadcast_to(proposal.tree.parents, proposal.tokens.shape)
+    for row, (root, head) in enumerate(rows):
+        paths = {0: [root]}
+        for node in range(1, tree.shape.nodes):
+            token, above = int(proposal.tokens[row, node]), paths.get(int(parents[row, node]))
+            sure = above is not None and head.certainty(above) >= threshold
+            assert token < 0 or sure
+            assert token >= 0 or not sure or tree is not MIXED, "a dynamic tree leaves out others, too"
+            if above is not None:
+                found.add(sure)
+            if token >= 0 and above is not None:
+                paths[node] = [*above, token]
+    assert found == {False, True}
+
+
 @pytest.mark.parametrize("rule", [name for name, rule in WEIGHING.items() if rule.lossless])
 def test_rounds_follow_the_target_exactly(rule):
     """By enumeration with the laws of a Markov head, which depend on the path: every rule emits the target's law."""
-    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3, 4)
+    head = ByHand("dspark, rnn", np.random.default_rng(5).normal(size=(4, 64 * 3)), 3)
 
     def draft(text):
         law = np.exp(toys.log_softmax(head.logits([3, *(int(IDS[token]) for token in text)])[IDS[:4]]))
@@ -287,7 +356,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
 
 
 @pytest.mark.skipif(not library.available(), reason=library.describe())
-@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, rnn"])
+@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, rnn", "dflash 2"])
 def test_the_kernels_compute_the_same(name):
     """Packed matrices, and attention in both directions inside a block."""
     drafter, params, state, _, features = told(name, chain(3))
@@ -300,6 +369,8 @@ def test_the_kernels_compute_the_same(name):
         head = module(config, params)
         states = head(words, places, state.cache, kernels)
         parts = [states, *head.remember(head.fuse(jnp.asarray(features), kernels), text, jnp.float32, kernels)]
+        if config.selector_rank:
+            parts.append(head.select(jnp.arange(8).reshape(2, 4), states[:, :1], words[:, :1, :V]))
         if config.markov:
             memory = jnp.zeros((2, 4, config.memory))
             followed = head.follow(head.words(jnp.arange(8).reshape(2, 4)), states, memory)
@@ -317,8 +388,7 @@ def test_the_kernels_compute_the_same(name):
     ("name", "tree"),
     [
         ("dflash", "chain-4"),
-        ("dflash, sliding", "ragged"),
-        ("dflash, from the anchor", "dynamic"),
+        ("dflash 2", "ragged"),
         ("dspark", "wide"),
         ("dspark, gated", "dynamic"),
         ("dspark, rnn", "ragged"),
@@ -334,15 +404,6 @@ def test_text_is_that_of_plain_decoding(name, tree):
     found = toys.generate(decoder, Weights(PARAMS, params), asked, 64)
     assert toys.texts(found) == toys.texts(expected)
     assert np.asarray(found.log.accepted).sum() > 0
-
-
-def test_under_vmap_it_is_the_batch():
-    drafter, params = built("dspark, rnn", chain(3))
-    decoder = toys.decoder(TARGET, drafter)
-    asked = toys.request([[1, 2, 3], [4, 5, 6, 7, 8, 9]], 16, vocab=V, temperature=[0.0, 0.7])
-    weights = Weights(PARAMS, params)
-    mapped = jax.jit(jax.vmap(lambda one: decoder.generate(weights, one, 64)))(asked)
-    assert toys.texts(mapped) == toys.texts(toys.generate(decoder, weights, asked, 64))
 
 
 @pytest.mark.parametrize(
@@ -417,6 +478,10 @@ def test_what_does_not_fit_is_refused():
         ({"markov": "gru", "markov_rank": 4}, "markov of a head must be one of vanilla, gated, rnn"),
         ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
         ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
+        ({"conv_size": 2}, "cannot have convolutions of 2 rows and groups of 0"),
+        ({"conv_size": 2, "conv_group": 24}, "a head of width 64 cannot have convolutions of 2 rows and groups of 24"),
+        ({"selector_rank": 4}, "a selector of rank 4 cannot choose of 0 tokens"),
+        ({"selector_rank": 4, "selector_top": 4, "confidence": True}, "with a selector has no Markov head, confidence"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
         ({"decoder": None}, "decoder of a DFlash head must be a ModelConfig"),
         ({"decoder": dataclasses.replace(SLIDING, window_rope=Rope(9.0))}, "have the same rotary positions"),

@@ -14,10 +14,12 @@ import jaxspec
 from cases import LOSSLESS, RULES, TREES, WEIGHING, verifies
 from helpers import toys
 from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_bytes, write_hf
+from helpers.medusa_files import write_torch
 from helpers.toys import RAGGED
 from jaxspec.bench.run import buildable
 from jaxspec.cli import main
 from jaxspec.core.draw import Draw, Noise
+from jaxspec.core.networks import with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Context, Window
 from jaxspec.core.sampling import Sampling
@@ -27,6 +29,7 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, MissingDraft, VocabMismatch
+from jaxspec.models.config import Pard2
 from jaxspec.testing import TableLM, bias, model_law
 from jaxspec.text import Tokenizer
 
@@ -44,33 +47,56 @@ TABLES = {
 PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8, 9, 1], [5, 6, 7, 8]]
 
 
-@jax.jit
-def passed(texts):
-    """The laws of a plain pass of the draft model, and its keys and values."""
-    batch, size = texts.shape
-    causal, places = (jnp.broadcast_to(a, (batch, *a.shape)) for a in (jnp.tri(size, dtype=bool), jnp.arange(size)))
-    features, entries = LM.apply(DRAFT, Window(texts, places, causal), LM.init_cache(batch, 0))
+@functools.partial(jax.jit, static_argnums=0)
+def read(lm, params, text):
+    """The features of a plain pass over a text, and its keys and values."""
+    places = jnp.arange(len(text))[None]
+    window = Window(jnp.asarray(text)[None], places, jnp.tri(len(text), dtype=bool)[None])
+    return lm.apply(params, window, lm.init_cache(1, 0))
+
+
+def passed(text, masked):
+    """The laws of the draft model after a text and masks, and its keys and values."""
+    features, entries = read(LM, DRAFT, masked)
+    return jax.nn.log_softmax(LM.head(DRAFT, features), -1), entries
+
+
+RANDOM = np.random.default_rng(0)
+PROJECTION = {"weight": RANDOM.normal(size=(128, 64)) / 8, "bias": RANDOM.normal(size=64) / 8}
+
+
+def passed_by_pard_2(text, masked):
+    """The same with the projected states of the token before added to each embedding, in numpy, as amd's code does.
+
+    The draft model has a row of embeddings for each place of the text.
+    """
+    features = np.asarray(read(with_taps(LM, (1,)), PARAMS, masked)[0])[0]
+    states = np.concatenate([features[:, 64:], features[:, :64]], -1)  # after one layer, and the last
+    before = np.concatenate([np.zeros_like(states[:1]), states])[np.minimum(np.arange(64), len(text) - 1)]
+    added = 0.5 * (before @ PROJECTION["weight"] + PROJECTION["bias"])
+    embed = jnp.asarray(np.asarray(DRAFT["embed"])[masked] + added, jnp.float32)
+    features, entries = read(LM, DRAFT | {"embed": embed}, np.arange(64))
     return jax.nn.log_softmax(LM.head(DRAFT, features), -1), entries
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def propose(drafter, state):
+def propose(drafter, params, state):
     """The proposal after a state, drawn with fresh noise by all rows, and the drafter's next state."""
     draw = Draw(Noise.FRESH, RoundNoise(state.key, state.length, jnp.array(True), V), state.sampling)
-    return drafter.propose(DRAFT, state.draft, Context(state.tokens, state.length, state.cache, PARAMS), draw)
+    return drafter.propose(params, state.draft, Context(state.tokens, state.length, state.cache, PARAMS), draw)
 
 
-def check(drafter, state) -> set[int]:
+def check(drafter, params, state) -> set[int]:
     """Every law is that of a plain pass over text and masks, the cache that of a pass over the text.
 
     Returns:
         How many tokens of each row's text were not read before.
     """
-    proposal, after = propose(drafter, state)
+    proposal, after = propose(drafter, params, state)
     parents, depths = drafter.tree.tree.parents, drafter.tree.tree.depths
     for row, text in enumerate(toys.texts(state)):
         masked = text + [MASK] * (64 - len(text))
-        laws, entries = passed(jnp.asarray([masked]))
+        laws, entries = (passed_by_pard_2 if drafter.states else passed)(text, np.array(masked))
         for node in {parent for parent in parents.tolist() if parent >= 0}:
             expected = laws[0, len(text) - 1 + depths[node]]
             np.testing.assert_allclose(proposal.law[row, node], expected, atol=2e-5, err_msg=f"{row}, {node}")
@@ -81,28 +107,31 @@ def check(drafter, state) -> set[int]:
     return set(np.asarray(state.length - state.draft.cache.length).tolist())
 
 
-@pytest.mark.parametrize("tree", [chain(3), RAGGED], ids=["chain-3", "ragged"])
-def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree):
+@pytest.mark.parametrize(("tree", "states"), [(RAGGED, ()), (chain(3), (1, None))], ids=["ragged", "PARD-2"])
+def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree, states):
     """After prompts of one token and of several chunks, rounds, rounds without a draft, and a further turn."""
-    drafter = Pard(LM, MASK, V, tree)
-    decoder, weights = toys.decoder(LM, drafter), Weights(PARAMS, DRAFT)
+    drafter, params = Pard(LM, MASK, V, tree, states, 0.5), DRAFT
+    if states:
+        weight, bias = (jnp.asarray(PROJECTION[name], jnp.float32) for name in ("weight", "bias"))
+        params = {"network": DRAFT, "projection": weight, "bias": bias}
+    decoder, weights = toys.decoder(LM, drafter), Weights(PARAMS, params)
     asked = toys.request(PROMPTS, [30, 28, 29], vocab=V, temperature=1.0)
     state = toys.start(decoder, weights, asked, 64)
-    assert check(drafter, state) == {1}
+    assert check(drafter, params, state) == {1}
     unread = set()
     for _ in range(3):
         state = toys.step(decoder, weights, state)
-        unread |= check(drafter, state)
+        unread |= check(drafter, params, state)
     assert unread <= set(range(1, tree.shape.depth + 2))
     assert len(unread) > 1, "a test without accepted tokens shows nothing"
     idle = jax.jit(Decoder.step, static_argnums=0)
     for _ in range(tree.shape.depth + 3):
         state = idle(decoder, weights, state, jnp.int32(0))
-    assert min(check(drafter, state)) > tree.shape.depth + 1
+    assert min(check(drafter, params, state)) > tree.shape.depth + 1
     state = toys.run(decoder, weights, state)
     more = toys.request([[3, 3], [1], [1, 2, 3, 4, 5, 6]], 5, vocab=V, temperature=1.0)
     state = toys.extend(decoder, weights, state, more)
-    check(drafter, state)
+    check(drafter, params, state)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -259,14 +288,51 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(token, tmp_path):
         jaxspec.load(folder)
 
 
-def test_a_folder_of_pard_2_is_loaded_as_pard(tmp_path):
-    config = tiny_config()
-    settings = {"pard_token": 5, "pard2": True, "pard2_target_layers": [-1, -8], "pard2_target_dim": 128}
-    more = {"target_proj.weight": np.zeros((64, 128), np.float32)}
+PARD_2 = {"pard_token": 5, "pard2": True, "pard2_target_layers": [1, -1], "pard2_target_dim": 128, "pard2_scale": 0.5}
+
+
+def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_projection(tmp_path, capsys):
+    config, held = tiny_config(), {f"target_proj.{name}": a.T.astype(np.float32, "C") for name, a in PROJECTION.items()}
     params = random_params(config)
-    loaded = jaxspec.load(write_hf(tmp_path / "draft", config, params, settings=settings, tensors=more))
-    assert loaded.pard_token == 5
-    assert "target_proj" not in loaded.params
+    folder = write_hf(tmp_path / "draft", config, params, settings=PARD_2, tensors=held)
+    loaded = jaxspec.load(folder)
+    assert (loaded.pard_token, loaded.pard2) == (5, Pard2((1, -1), 0.5))
+    assert jaxspec.load(jaxspec.save(loaded, tmp_path / "saved")).pard2 == loaded.pard2
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pard2_target_layers"] == "1, -1"
+    target = dataclasses.replace(loaded, pard2=None)
+    assert build(loaded, target=target)[0] == Pard(loaded.lm, 5, loaded.lm.vocab)
+    for source in (write_torch(tmp_path / "warp_model.bin", held), folder / "model.safetensors"):
+        drafter, built = build(loaded, target=target, projection=str(source))
+        assert (drafter.states, drafter.scale, drafter.taps) == ((1, None), 0.5, (1,))
+        for name in ("weight", "bias"):
+            np.testing.assert_allclose(built["projection" if name == "weight" else name], PROJECTION[name], rtol=1e-6)
+    for draft, change, said in (
+        (target, {}, "is no PARD-2 model, whose config.json has pard2_target_layers"),
+        (
+            dataclasses.replace(loaded, pard2=Pard2((-1, -8))),
+            {},
+            r"reads the states \(-1, -8\) .* from 1 to 2, or -2 to -1",
+        ),
+        (dataclasses.replace(loaded, pard2=Pard2((0,))), {}, "reads the states"),
+        (dataclasses.replace(loaded, pard2=Pard2((-1,))), {}, "makes 64 numbers of 128, expected 64 of 64"),
+        (loaded, {"target_proj.weight": held["target_proj.weight"][:4]}, "bias has the shape"),
+        (loaded, {"target_proj.weight": None}, "holds no matrix target_proj.weight"),
+    ):
+        kept = {name: array for name, array in (held | change).items() if array is not None}
+        source = write_torch(tmp_path / "other.bin", kept)
+        with pytest.raises((InvalidConfig, CheckpointError), match=said):
+            build(draft, target=target, projection=source)
+    with pytest.raises(CheckpointError, match=r"no.bin: there is no such file; expected warp_model.bin"):
+        build(loaded, target=target, projection=tmp_path / "no.bin")
+
+
+@pytest.mark.parametrize("change", [{"pard2_target_layers": 3}, {"pard2_target_layers": []}, {"pard2_scale": "x"}])
+def test_malformed_entries_of_pard_2_are_refused(change, tmp_path):
+    config = tiny_config()
+    folder = write_hf(tmp_path / "draft", config, random_params(config), settings=PARD_2 | change)
+    with pytest.raises(CheckpointError, match=f"config.json: {next(iter(change))} is"):
+        jaxspec.load(folder)
 
 
 def test_commands_draft_with_a_folder_of_pard(folders, capsys):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from helpers.dflash_heads import BLOCK, FILES, IDS, LAYERS, MASK, RANK, V, deepspec, speculators, zlab
+from helpers.dflash_heads import BLOCK, FILES, IDS, LAYERS, MASK, RANK, V, deepspec, second, speculators, zlab
 from helpers.narrow import instance
 from helpers.tables import Tables
 from jaxspec.errors import CheckpointError, InvalidConfig
@@ -134,14 +134,19 @@ def test_exported_settings(tmp_path):
 # Refusals.
 
 ZLAB, SPARK, SPEC = zlab(), deepspec("vanilla"), speculators()
+CONV = "layers.0.attention_conv."
 SQUARE = np.ones((32, 32), np.float32)
 LAYER = SPEC.told["transformer_layer_config"]
 ODD = {
     "DFlash 2": (
         ZLAB.changed({"layers.0.attention_conv.base_kernel": np.ones((2, 2, 32), np.float32)}),
-        r"tensors that are not understood, .*: layers\.0\.attention_conv\.base_kernel",
+        r"tensors missing: layers\.0\.attention_conv\.kernel_projection",
     ),
-    "its selector": (ZLAB.changed({"candidate_selector.successor_codebook": SQUARE}), "not understood.*candidate_sel"),
+    "half a selector": (ZLAB.changed({"candidate_selector.successor_codebook": SQUARE}), "not expected: candidate_sel"),
+    "other convolutions": (second(conv_group_size=16), "says conv_group_size 16, the tensors 8"),
+    "a selector of no size": (second(selector_top_k=None), "selector_top_k is None, expected a whole number"),
+    "convolutions unsaid": (zlab(conv_kernel_size=2), "says conv_kernel_size 2, the tensors 0"),
+    "odd kernels": (second().changed({f"{CONV}base_kernel": np.ones((3, 2, 32), np.float32)}), "expected .2, rows, 32"),
     "Domino": (ZLAB.changed({"prefix_gru.weight_hh_l0": SQUARE}), "not understood, without which it drafts badly"),
     "many": (ZLAB.changed(dict.fromkeys("abcde", SQUARE)), ": a, b, c and 2 more"),
     "a mask of its own": (ZLAB.changed({"mask_embedding": np.ones(32, np.float32)}), "not understood.*mask_embedding"),
@@ -197,7 +202,7 @@ def test_what_does_not_go_together(tmp_path, what):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["z-lab", "DSpark, gated", "speculators, DSpark"])
+@pytest.mark.parametrize("name", ["z-lab", "z-lab, DFlash 2", "DSpark, gated", "speculators, DSpark"])
 def test_every_tensor(tmp_path, name):
     """Each dropped, renamed, made longer, wider or deeper, of another type, or not a number."""
     file = FILES[name]
@@ -237,6 +242,7 @@ def test_every_tensor(tmp_path, name):
             "the layout eagle3 is for EAGLE heads; these can be exported to dflash and dflash-spec",
         ),
         ("z-lab", {}, "v0.1", "the layout v0.1 is for Medusa heads"),
+        ("z-lab, DFlash 2", {}, "dflash-speculators", "no place for the convolutions or the selector of this DFlash 2"),
     ],
 )
 def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):

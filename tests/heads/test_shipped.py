@@ -17,12 +17,13 @@ from helpers.recorded import recorded
 from jaxspec.bench import tasks
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.cli import train
-from jaxspec.cli.drafting import WITH_HEADS, own_heads
+from jaxspec.cli.drafting import own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.errors import CheckpointError
 from jaxspec.heads import eagle
 from jaxspec.heads.find import SHIPPED, every_shipped
 from jaxspec.heads.network import flatten
+from jaxspec.registry import DRAFTERS
 from scripts.heads import evaluate, ship
 
 GOLDEN = GOLDEN_DIR / "smollm2_greedy.json"
@@ -30,7 +31,7 @@ TREE = jaxspec.from_paths([(2,), (1, 0), (0, 0, 0, 0)])
 
 
 def test_every_folder_is_a_presets_and_a_drafters():
-    found = [f"{name}/{drafter}" for name in PRESETS for drafter in WITH_HEADS if own_heads(name, drafter)]
+    found = [f"{name}/{drafter}" for name in PRESETS for drafter in DRAFTERS if own_heads(name, drafter)]
     assert f"{TARGET}/medusa" in found, "the default model has heads"
     assert {path.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob("*/*")} == set(found) == set(every_shipped())
     assert own_heads("some/model", "medusa") is None

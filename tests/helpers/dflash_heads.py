@@ -78,6 +78,20 @@ def zlab(**switches: Any) -> File:
     return File("dflash", tensors(), {**LAYER, **told, "layer_types": ["full_attention"] * LAYERS})
 
 
+def second(**switches: Any) -> File:
+    """A DFlash 2 head as z-lab writes it."""
+    shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (RANK, E)}
+    shapes |= {f"candidate_selector.{name}_codebook": (V, RANK) for name in ("predecessor", "successor")}
+    for layer in range(LAYERS):
+        for part in ("attention", "mlp"):
+            at = f"layers.{layer}.{part}_conv."
+            shapes |= {f"{at}base_kernel": (2, 2, E), f"{at}kernel_projection.weight": (4 * E // 8, E)}
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
+    file = zlab(**{"block_size": BLOCK} | sizes | switches)
+    more = {key: random_tensor("dflash", key, list(shape)) for key, shape in shapes.items()}
+    return file.changed(more, {"block_size": None, "architectures": ["DFlash2DraftModel"]})
+
+
 def deepspec(markov: str | None = None, confidence: int = 0) -> File:
     """A head as DeepSpec writes it."""
     told: dict[str, Any] = {
@@ -115,6 +129,7 @@ FILES = {
     "z-lab, sliding": zlab(causal=False).changed(
         told={"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 16}
     ),
+    "z-lab, DFlash 2": second(),
     "DeepSpec's DFlash": deepspec(),
     "DSpark": deepspec("vanilla", E + RANK),
     "DSpark, gated": deepspec("gated", E),

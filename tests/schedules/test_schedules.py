@@ -280,6 +280,11 @@ def test_stop_after_by_hand():
         np.testing.assert_array_equal(
             Confidence(threshold=threshold, entropy=True).stop_after(logs), 1 - np.sqrt(0.2 * entropy) < threshold
         )
+        own = jnp.array([0.1, 0.5, 0.9])  # of a drafter: it takes the place of the law's, unless asked for the entropy
+        np.testing.assert_array_equal(Confidence(threshold=threshold).stop_after(logs, own), own < threshold)
+        np.testing.assert_array_equal(
+            Confidence(threshold=threshold, entropy=True).stop_after(logs, own), 1 - np.sqrt(0.2 * entropy) < threshold
+        )
 
 
 def test_the_closed_form_is_the_best_length():

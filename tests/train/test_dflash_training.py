@@ -157,12 +157,15 @@ def rounds(config: DFlashConfig, params, frozen: Frozen, text, features):
     return jnp.stack(corrected, 1)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def unroll(name: str, replaced: tuple, params, frozen: Frozen, rows: Batch) -> jax.Array:
+    """`replaced` is what tests replace, so that it is traced again."""
+    return jnp.stack([guess.logits for guess in trainee(name).unroll(params, frozen, rows)])
+
+
 def guesses(name: str, rows: Batch) -> jax.Array:
     """The logits `[n, B, A, R]` of training."""
-    params, frozen = inputs(name)
-    return jax.jit(lambda params, rows: jnp.stack([g.logits for g in trainee(name).unroll(params, frozen, rows)]))(
-        params, rows
-    )
+    return unroll(name, (dflash.CHUNK, dflash.attend_to_text_and_block), *inputs(name), rows)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
