@@ -104,7 +104,7 @@ def second_guesses(texts: list[Text]) -> list[float]:
 
 
 def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Returns tokens per round, and by dtype the median and the least of the texts' speeds, in times of plain decoding."""
+    """Returns tokens per round, and by dtype the median and the least of the speeds, in times of plain decoding."""
     total = sum((collections.Counter(c) for c in found), collections.Counter())
     count = sum(v for k, v in total.items() if k != "tokens")
     out: dict[str, Any] = {"tokens_per_round": significant(total["tokens"] / count)}
