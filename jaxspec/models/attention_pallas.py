@@ -30,6 +30,8 @@ ROWS = {"tpu": 64, "gpu": 16}
 """Queries in one product. A TPU reads the cache once for all of them, a GPU runs them side by side."""
 SLOTS = {"tpu": BLOCK, "gpu": 64}
 """Slots in one product."""
+MOST = 2**19
+"""Queries of a head times tokens of the window, whose mask a TPU holds in its memory on the chip."""
 LOWEST = -1e30  # finite, as -inf - -inf is not a number
 
 Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
@@ -63,6 +65,8 @@ def attend_pallas(
     platform = jax.default_backend() if platform is None else platform
     batch, heads, groups, tokens, width = queries.shape
     check(platform, queries.dtype, width, interpret)
+    if (most := int((MOST / groups) ** 0.5)) < mask.shape[-1]:
+        raise InvalidConfig(f"attention='pallas' reads {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
     rows, size = ROWS[platform], SLOTS[platform]
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
     keys, values = window
@@ -79,14 +83,8 @@ def attend_pallas(
     spans = jnp.stack([begin, end, length, jnp.maximum(length // NEAR - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    arrays = (
-        _padded(flat, rows, 2),
-        *prefix,
-        _padded(keys, NEAR, 2),
-        _padded(values, NEAR, 2),
-        _padded(_padded(seen, rows, 1), NEAR, 2),
-        _padded(limits, rows, 1),
-    )
+    own = _padded(keys, NEAR, 2), _padded(values, NEAR, 2), _padded(_padded(seen, rows, 1), NEAR, 2)
+    arrays = _padded(flat, rows, 2), *prefix, *own, _padded(limits, rows, 1)
     call = {"tpu": _on_tpu, "gpu": _on_gpu}[platform]
     out = call(layer, spans, arrays, interpret)[:, :, : groups * tokens]
     return out.reshape(batch, heads, groups, tokens, width)
@@ -174,12 +172,13 @@ def _tpu_kernel(
     keys, values = as_values(k[...]), as_values(v[...])
 
     def far(rows: Any) -> None:
-        cached = _cached(limits, rows, (spans[row, 0] + step) * SLOTS["tpu"], SLOTS["tpu"], length, before=True)
-        top[rows], total[rows], mixed[rows] = _join(
-            (top[rows], total[rows], mixed[rows]), q[rows], keys, values, cached
-        )
+        seen = _cached(limits, rows, (spans[row, 0] + step) * SLOTS["tpu"], SLOTS["tpu"], length, before=True)
+        sums = top[rows], total[rows], mixed[rows]
+        top[rows], total[rows], mixed[rows] = _join(sums, q[rows], keys, values, seen)
 
-    each_tile(far)
+    @pl.when(spans[row, 0] + step < spans[row, 1])
+    def _() -> None:
+        each_tile(far)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
