@@ -35,7 +35,7 @@ MOST = 2**19
 LOWEST = -1e30  # finite, as -inf - -inf is not a number
 
 Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
-Near = tuple[Array, Callable, Array]  # keys [NEAR, K], one value by its number, which of them each query sees
+Near = tuple[Array, Callable, Array]  # scores of NEAR tokens, a token's value by its number, what each query sees
 
 
 def attend_pallas(
@@ -69,12 +69,6 @@ def attend_pallas(
         raise InvalidConfig(f"attention='pallas' reads {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
     rows, size = ROWS[platform], SLOTS[platform]
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
-    keys, values = window
-    # 0 x NaN is NaN: a token that is not finite must affect the queries that see it, and no others.
-    finite = jnp.isfinite(values)
-    keys = jnp.where(finite.all(-1, keepdims=True), keys, jnp.nan)
-    values = jnp.where(finite, values, 0)
-
     first = jnp.zeros((batch, tokens), jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
     position = jnp.maximum(length[:, None], first) + mask.sum(-1) - 1
     near = jnp.maximum(position // NEAR - 1, 0) * NEAR
@@ -83,11 +77,10 @@ def attend_pallas(
     spans = jnp.stack([begin, end, length, jnp.maximum(length // NEAR - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = _padded(keys, NEAR, 2), _padded(values, NEAR, 2), _padded(_padded(seen, rows, 1), NEAR, 2)
+    own = *(_padded(part, NEAR, 2) for part in window), _padded(_padded(seen, rows, 1), NEAR, 2)
     arrays = _padded(flat, rows, 2), *prefix, *own, _padded(limits, rows, 1)
-    call = {"tpu": _on_tpu, "gpu": _on_gpu}[platform]
-    out = call(layer, spans, arrays, interpret)[:, :, : groups * tokens]
-    return out.reshape(batch, heads, groups, tokens, width)
+    out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
+    return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
 
 
 def check(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
@@ -182,21 +175,21 @@ def _tpu_kernel(
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
-        near = [as_values(part[...]).astype(jnp.float32) for part in (v0, v1, own_v)]
-        pool[...] = jnp.concatenate(near)  # in float32, of which a single row can be read
+        # In float32, of which a single row can be read.
+        pool[...] = jnp.concatenate([as_values(part[...]).astype(jnp.float32) for part in (v0, v1, own_v)])
 
         def finish(rows: Any) -> None:
             def part(i: int) -> Near:
                 if i < 2:
-                    keys = as_values((k0, k1)[i][...])
+                    scores = _dot(q[rows], as_values((k0, k1)[i][...]), transposed=True)
                     mask = _cached(limits, rows, (spans[row, 3] + i) * NEAR, NEAR, length, before=False)
                 else:
                     own = pl.ds((i - 2) * NEAR, NEAR)
-                    keys, mask = own_k[own], seen[rows, own] != 0
-                return keys, lambda j: pool[pl.ds(i * NEAR + j, 1)], mask
+                    scores, mask = _own_scores(q[rows], own_k[own], own_v[own]), seen[rows, own] != 0
+                return scores, lambda j: pool[pl.ds(i * NEAR + j, 1)], mask
 
             parts = [part(i) for i in range(pool.shape[0] // NEAR)]
-            out[rows] = _finish((top[rows], total[rows], mixed[rows]), q[rows], parts)
+            out[rows] = _finish((top[rows], total[rows], mixed[rows]), parts)
 
         each_tile(finish)
 
@@ -215,10 +208,8 @@ def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
         in_specs=[
             pl.BlockSpec((None, 4), lambda b, h, i: (b, 0)),
             queries,
-            cached,
-            cached,
-            own,
-            own,
+            *[cached] * 2,
+            *[own] * 2,
             *[pl.BlockSpec((None, tile, count), lambda b, h, i: (b, i, 0)) for count in (window, 2)],
         ],
         out_specs=queries,
@@ -242,14 +233,16 @@ def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen
         start = (spans[3] + i) * NEAR
         place = jnp.minimum(start, k.shape[0] - NEAR)
         cached = _cached(limits, rows, start, NEAR, length, before=False)
-        return as_values(k[pl.ds(place, NEAR)]), lambda j: as_values(v[pl.ds(place + j, 1)]), cached
+        scores = _dot(queries, as_values(k[pl.ds(place, NEAR)]), transposed=True)
+        return scores, lambda j: as_values(v[pl.ds(place + j, 1)]), cached
 
     def own(i: int) -> Near:
         part = pl.ds(i * NEAR, NEAR)
-        return own_k[part], lambda j: own_v[pl.ds(i * NEAR + j, 1)], seen[rows, part] != 0
+        scores = _own_scores(queries, own_k[part], own_v[part])
+        return scores, lambda j: own_v[pl.ds(i * NEAR + j, 1)], seen[rows, part] != 0
 
     sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
-    out[...] = _finish(sums, queries, [*map(near, range(2)), *map(own, range(own_k.shape[0] // NEAR))])
+    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // NEAR))])
 
 
 def _nothing(rows: int, width: int) -> Sums:
@@ -280,10 +273,15 @@ def _join(sums: Sums, queries: Array, keys: Array, values: Array, seen: Array) -
     return new, total * fade + weights.sum(-1, keepdims=True), mixed
 
 
-def _finish(sums: Sums, queries: Array, parts: Sequence[Near]) -> Array:
+def _own_scores(queries: Array, keys: Array, values: Array) -> Array:
+    """Returns the scores of the window's tokens: of one whose value is not finite no number, as 0 x inf is none."""
+    return _dot(queries, keys, transposed=True) + _dot(jnp.zeros_like(queries), values, transposed=True)
+
+
+def _finish(sums: Sums, parts: Sequence[Near]) -> Array:
     """Adds the last tokens of each query's text one after the other, and returns the outputs `[R, K]`."""
     top, total, mixed = sums
-    scores = [jnp.where(seen, _dot(queries, keys, transposed=True), LOWEST) for keys, _, seen in parts]
+    scores = [jnp.where(seen, score, LOWEST) for score, _, seen in parts]
     new = functools.reduce(jnp.maximum, (score.max(-1, keepdims=True) for score in scores), top)
     fade = jnp.exp(top - new)
     total, mixed = total * fade, mixed * fade
@@ -293,7 +291,9 @@ def _finish(sums: Sums, queries: Array, parts: Sequence[Near]) -> Array:
 
         def add(i: Array, sums: tuple[Array, Array], weights=weights, columns=columns, value=value):
             weight = jnp.where(columns == i, weights, 0.0).sum(-1, keepdims=True)
-            return sums[0] + weight, sums[1] + weight * value(i).astype(jnp.float32)
+            entry = value(i).astype(jnp.float32)
+            entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for those that do not see it
+            return sums[0] + weight, sums[1] + weight * entry
 
         total, mixed = lax.fori_loop(0, NEAR, add, (total, mixed))
     return mixed / total
