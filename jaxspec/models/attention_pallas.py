@@ -30,7 +30,7 @@ ROWS = {"tpu": 64, "gpu": 16}
 """Queries in one product. A TPU reads the cache once for all of them, a GPU runs them side by side."""
 SLOTS = {"tpu": BLOCK, "gpu": 64}
 """Slots in one product."""
-MOST = 2**19
+MOST = 2**18
 """Queries of a head times tokens of the window, whose mask a TPU holds in its memory on the chip."""
 LOWEST = -1e30  # finite, as -inf - -inf is not a number
 

@@ -220,6 +220,9 @@ def test_what_there_is_no_kernel_for_is_refused(tmp_path):
         attention_pallas.check("gpu", "int32", 64)
     attention_pallas.check("tpu", jnp.bfloat16, 256)
     attention_pallas.check("gpu", jnp.bfloat16, 64)
+    given = arguments(np.random.default_rng(0), Shape(1, 1, 4, 300, 0, 16, 512, False))
+    with pytest.raises(InvalidConfig, match="reads 256 tokens at once, got 300"):
+        compiled("tpu")(*given)
     with pytest.raises(InvalidConfig, match="attention must be one of xla, pallas, got 'flash'"):
         dataclasses.replace(target, attention="flash")
     with pytest.raises(InvalidConfig, match="layers on one device, got 2"):
