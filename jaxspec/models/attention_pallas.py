@@ -77,8 +77,9 @@ def attend_pallas(
     spans = jnp.stack([begin, end, length, jnp.maximum(length // NEAR - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = *(_padded(part, NEAR, 2) for part in window), _padded(_padded(seen, rows, 1), NEAR, 2)
-    arrays = _padded(flat, rows, 2), *prefix, *own, _padded(limits, rows, 1)
+    own = jnp.concatenate([_padded(part, NEAR, 2) for part in window], 2)  # one array, of one launch on a GPU
+    seen = _padded(_padded(seen, rows, 1), NEAR, 2)
+    arrays = _padded(flat, rows, 2), *prefix, own, own, seen, _padded(limits, rows, 1)
     out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
     return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
 
@@ -104,7 +105,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
     """Runs a step for each row, head and block of the text; the cache's blocks are fetched one ahead."""
     flat, keys, values, *others = arrays
     batch, heads, rows, width = flat.shape
-    slots, window = keys.shape[3], others[0].shape[2]
+    slots, window = keys.shape[3], others[0].shape[2] // 2
 
     def block(b: Array, h: Array, i: Array, spans: Any) -> tuple:
         return layer, b, h, jnp.minimum(spans[b, 0] + i, spans[b, 1] - 1), 0
@@ -115,8 +116,8 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
     def cached(count: int, index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, count, width), index)
 
-    def each(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda b, h, i, spans: (b, h, 0, 0))
+    def each(count: int, part: int = 0) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, count, width), lambda b, h, i, spans: (b, h, part, 0))
 
     def shared(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b, h, i, spans: (b, 0, 0))
@@ -128,14 +129,14 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
             num_scalar_prefetch=1,
             grid=(batch, heads, (spans[:, 1] - spans[:, 0]).max()),
             in_specs=[
-                each(rows, width),
+                each(rows),
                 *[cached(SLOTS["tpu"], block)] * 2,
                 *nearby * 2,
-                *[each(window, width)] * 2,
+                *[each(window, part) for part in (0, 1)],
                 shared(rows, window),
                 shared(rows, 2),
             ],
-            out_specs=each(rows, width),
+            out_specs=each(rows),
             scratch_shapes=[
                 *[pltpu.VMEM((rows, count), jnp.float32) for count in (1, 1, width)],
                 pltpu.VMEM((2 * NEAR + window, width), jnp.float32),
@@ -196,12 +197,11 @@ def _tpu_kernel(
 
 def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) -> Array:
     """Runs a program for each row, head and tile of queries, which loops over the blocks of the text."""
-    flat, keys, _, own_keys, *_ = arrays
+    flat, keys, _, own, *_ = arrays
     batch, heads, rows, width = flat.shape
-    slots, window, tile = keys.shape[3], own_keys.shape[2], ROWS["gpu"]
+    slots, window, tile = keys.shape[3], own.shape[2] // 2, ROWS["gpu"]
     queries = pl.BlockSpec((None, None, tile, width), lambda b, h, i: (b, h, i, 0))
     cached = pl.BlockSpec((None, None, None, slots, width), lambda b, h, i: (layer, b, h, 0, 0))
-    own = pl.BlockSpec((None, None, window, width), lambda b, h, i: (b, h, 0, 0))
     kernel = pl.pallas_call(
         _gpu_kernel,
         grid=(batch, heads, rows // tile),
@@ -209,7 +209,7 @@ def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
             pl.BlockSpec((None, 4), lambda b, h, i: (b, 0)),
             queries,
             *[cached] * 2,
-            *[own] * 2,
+            *[pl.BlockSpec((None, None, window, width), lambda b, h, i, part=part: (b, h, part, 0)) for part in (0, 1)],
             *[pl.BlockSpec((None, tile, count), lambda b, h, i: (b, i, 0)) for count in (window, 2)],
         ],
         out_specs=queries,
