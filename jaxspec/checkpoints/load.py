@@ -32,7 +32,7 @@ from jaxspec.models.config import is_table
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
 from jaxspec.models.quantized import Quantized
-from jaxspec.models.transformer import TransformerLM
+from jaxspec.models.transformer import ATTENTION, TransformerLM
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -46,6 +46,7 @@ def load(
     revision: str | None = None,
     mesh: Mesh | None = None,
     kernels: bool | None = None,
+    attention: str = "xla",
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -64,6 +65,8 @@ def load(
             and each device receives only its part. None for the default device.
         kernels: use jaxspec's CPU kernels (docs/kernels.md); None if this machine has them and the model is placed on
             CPU devices that share no layer.
+        attention: "xla" for XLA's own operations, or "pallas" for a kernel on one TPU or GPU that has not been timed
+            yet, see docs/gpu.md.
         report: called with a line of text on each step of a download.
         progress: called with (parameters read, total parameters, name of the parameter).
 
@@ -79,6 +82,8 @@ def load(
     dtype = one_of("dtype", dtype, WEIGHTS)
     if mesh is not None:
         check(mesh)
+    one_of("attention", attention, ATTENTION)
+    sharding.check_attention(attention, mesh)
     suited = sharding.suits_kernels(mesh)
     if dtype == FILE and not (suited and available() and kernels is not False):
         raise InvalidConfig(
@@ -87,6 +92,10 @@ def load(
         )
     packed = use_kernels(kernels, suited)
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
+    if attention == "pallas":
+        from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
+
+        attention_pallas.check(jax.default_backend(), activation_dtype(dtype), checkpoint.config.head_dim)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
     with in_source(checkpoint.source):
@@ -114,6 +123,7 @@ def load(
             known=known,
             shards=1 if mesh is None else mesh.shape[MODEL],
             kernels=packed,
+            attention=attention,
         ),
         params=params,
         tokenizer=tokenizer,

@@ -51,17 +51,18 @@ def read(kv: KV, layer: int, block: Array | int, size: int = BLOCK) -> KV:
     def one(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
         part = lax.dynamic_slice(slots, (layer, 0, 0, block * size, 0), (1, batch, heads, size, width))
-        return _values(compact(part)[0])
+        return as_values(compact(part)[0])
 
     return KV(one(kv.keys), one(kv.values))
 
 
 def read_layer(kv: KV, layer: int) -> KV:
     """Reads all slots of one layer, `[B, H, S, K]`."""
-    return KV(_values(kv.keys[layer]), _values(kv.values[layer]))
+    return KV(as_values(kv.keys[layer]), as_values(kv.values[layer]))
 
 
-def _values(stored: Array) -> Array:
+def as_values(stored: Array) -> Array:
+    """Returns what a part of a cache holds, in the dtype of its values."""
     dtype = value_dtype(stored.dtype)
     return stored if stored.dtype == dtype else lax.bitcast_convert_type(stored, dtype)
 

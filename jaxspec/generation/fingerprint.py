@@ -82,7 +82,8 @@ def static(value: Any, depth: int = 0) -> Any:
     if depth > _DEPTH:
         return _name(type(value))
     if isinstance(value, TransformerLM):
-        value = dataclasses.replace(value, known=value.vocab, kernels=False)  # None means the whole vocabulary
+        # `known` of None means the whole vocabulary.
+        value = dataclasses.replace(value, known=value.vocab, kernels=False, attention="xla")
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.backend.layout import on_gpu
 from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK
-from jaxspec.core.records import KV
+from jaxspec.core.records import KV, Window
+from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls
 from jaxspec.models.attention_once import attend_once, block_size
 
@@ -24,6 +25,7 @@ def attend(
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
     kernels: bool = False,
+    form: str = "xla",
 ) -> Float[Array, "B H G T K"]:
     """Computes softmax attention of each query to the row's cached tokens and to the window's tokens that it sees.
 
@@ -55,10 +57,19 @@ def attend(
             query sees are not read. The caller applies it to `mask`.
         kernels: use the CPU kernel where the program runs on one and the cache has slots. It sums in the order of
             positions, so that the bits do not depend on which tokens are cached; `paths` has no effect then.
+        form: "xla" for XLA's own operations, or "pallas" for the kernel of `jaxspec.models.attention_pallas`, if the
+            cache has slots; `paths` and `kernels` have no effect then.
 
     Returns:
         The attention outputs, in float32.
+
+    Raises:
+        InvalidConfig: there is no Pallas kernel for the platform, the type or the width of heads.
     """
+    if form == "pallas" and prefix.keys.shape[3]:
+        from jaxspec.models.attention_pallas import attend_pallas  # a third of a second
+
+        return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen)
     size = block_size(prefix) if on_gpu() and paths is None else BLOCK
     if size == prefix.keys.shape[3] > BLOCK:
         return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
@@ -73,6 +84,33 @@ def attend(
 
     arrays = (queries, prefix, length, tuple(window), mask, paths, first_seen)
     return lax.platform_dependent(*arrays, cpu=kernel, default=other)
+
+
+def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
+    """Restricts the window's mask to sliding-window attention.
+
+    Args:
+        window: the tokens to read.
+        size: tokens that each token sees, including itself; None for all.
+
+    Returns:
+        The mask, and the first position that each token sees; None for all.
+
+    Raises:
+        InvalidConfig: the window has earlier tokens and is longer than `size`.
+    """
+    if size is None:
+        return window.mask, None
+    tokens, width = window.mask.shape[1:]
+    first = window.positions - size + 1
+    if width <= size:  # no two tokens of the window can be too far apart
+        return window.mask, first
+    if width > tokens:
+        raise InvalidConfig(
+            f"the draft tree is read in windows of {width} tokens, but the model's sliding attention sees only "
+            f"{size}; use a smaller tree"
+        )
+    return window.mask & (window.positions[:, None, :] >= first[:, :, None]), first
 
 
 def _with_xla(

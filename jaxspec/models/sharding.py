@@ -37,9 +37,10 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
 
     Raises:
         InvalidConfig: the number of devices does not divide the model's heads or MLP units, or the model is already
-            split over another number of devices.
+            split over another number of devices, or its attention is that of one device.
     """
     check(mesh)
+    check_attention(getattr(model.lm, "attention", "xla"), mesh)
     if not suits_kernels(mesh):
         model = without_kernels(model)
     lm, params, size = model.lm, model.params, mesh.shape[MODEL]
@@ -61,6 +62,12 @@ def suits_kernels(mesh: Mesh | None) -> bool:
     if mesh is None:
         return jax.default_backend() == "cpu"
     return mesh.shape[MODEL] == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def check_attention(attention: str, mesh: Mesh | None) -> None:
+    """Raises InvalidConfig if several devices would run a kernel that is not split over them."""
+    if attention == "pallas" and mesh is not None and mesh.size > 1:
+        raise InvalidConfig(f"attention='pallas' is for one device, got a mesh of {mesh.size}; use 'xla'")
 
 
 def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:

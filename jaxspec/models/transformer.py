@@ -14,18 +14,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.backend.layout import row_major
 from jaxspec.core import cache as caches
+from jaxspec.core.checks import one_of
 from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import available
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import attend, sliding_window_mask
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import look_up, matmul, rms_norm, rotate, rotation
 from jaxspec.models.packed import Matrix
+
+ATTENTION = ("xla", "pallas")
 
 
 def project(x: Float[Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
@@ -74,10 +77,11 @@ class Block(nnx.Module):
         past: KV | None,
         shards: int,
         kernels: bool,
+        form: str,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
         read = self.norm(x, self.attn_norm, kernels)
-        mixed, new = self.attention(read, layer, rotation, window, cache, past, shards, kernels)
+        mixed, new = self.attention(read, layer, rotation, window, cache, past, shards, kernels, form)
         return self.mlp(x + mixed, shards, kernels), new
 
     def norm(self, x: Float[Array, "*b E"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b E"]:
@@ -114,6 +118,7 @@ class Block(nnx.Module):
         past: KV | None,
         shards: int,
         kernels: bool,
+        form: str = "xla",
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the output of attention to a normed input, and this layer's keys and values `[B, H, T, K]`."""
         c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
@@ -121,7 +126,9 @@ class Block(nnx.Module):
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = attend(queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, kernels)
+        mixed = attend(
+            queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, kernels, form
+        )
         return self.join(mixed, kernels), new
 
     def join(self, mixed: Float[Array, "B H G T K"], kernels: bool = False) -> Float[Array, "B T E"]:
@@ -142,33 +149,6 @@ class Block(nnx.Module):
         gate, up = (a.reshape(batch, tokens, -1) for a in jnp.split(both.reshape(batch, tokens, shards, -1), 2, axis=3))
         gate = jax.nn.silu(gate) if c.activation == "silu" else jax.nn.gelu(gate, approximate=True)
         return self.norm(project(gate * up, self.down, self.down_bias), self.post_mlp_norm, kernels)
-
-
-def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "B T PT"], Int[Array, "B T"] | None]:
-    """Restricts the window's mask to sliding-window attention.
-
-    Args:
-        window: the tokens to read.
-        size: tokens that each token sees, including itself; None for all.
-
-    Returns:
-        The mask, and the first position that each token sees; None for all.
-
-    Raises:
-        InvalidConfig: the window has earlier tokens and is longer than `size`.
-    """
-    if size is None:
-        return window.mask, None
-    tokens, width = window.mask.shape[1:]
-    first = window.positions - size + 1
-    if width <= size:  # no two tokens of the window can be too far apart
-        return window.mask, first
-    if width > tokens:
-        raise InvalidConfig(
-            f"the draft tree is read in windows of {width} tokens, but the model's sliding attention sees only "
-            f"{size}; use a smaller tree"
-        )
-    return window.mask & (window.positions[:, None, :] >= first[:, :, None]), first
 
 
 class Transformer(nnx.Module):
@@ -195,6 +175,7 @@ class Transformer(nnx.Module):
         shards: int = 1,
         kernels: bool = False,
         taps: tuple[int, ...] = (),
+        form: str = "xla",
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
@@ -202,7 +183,7 @@ class Transformer(nnx.Module):
         entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):
-            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past, shards, kernels)
+            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past, shards, kernels, form)
             entries.append(new)
             streams.append(x)
         features = rms_norm(x, self.norm[...], self.config.norm_eps, kernels)
@@ -236,9 +217,10 @@ class TransformerLM:
         kernels: use the CPU kernels for attention and norms; packed matrices (`jaxspec.models.packed`) always do.
         taps: numbers of layers after which the residual stream is part of the features; see
             `jaxspec.core.networks.TappedTarget`.
+        attention: "xla", or "pallas" for a kernel on a TPU or GPU, see `jaxspec.models.attention_pallas`.
 
     Raises:
-        InvalidConfig: there is no such layer to tap.
+        InvalidConfig: there is no such layer to tap, no such attention, or several devices would share its kernel.
     """
 
     config: ModelConfig
@@ -248,9 +230,13 @@ class TransformerLM:
     shards: int = 1
     kernels: bool = False
     taps: tuple[int, ...] = ()
+    attention: str = "xla"
 
     def __post_init__(self):
         check_taps(self.taps, self.depth)
+        one_of("attention", self.attention, ATTENTION)
+        if self.attention == "pallas" and self.shards > 1:
+            raise InvalidConfig(f"attention='pallas' is for layers on one device, got {self.shards}; use 'xla'")
 
     @property
     def vocab(self) -> int:
@@ -280,7 +266,8 @@ class TransformerLM:
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
     ) -> tuple[Float[Array, "B T F"], KV]:
         kernels = self.kernels and available()
-        return self._module(params)(window, cache, past, self.layers, self.shards, kernels, self.taps)
+        module = self._module(params)
+        return module(window, cache, past, self.layers, self.shards, kernels, self.taps, self.attention)
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)

@@ -12,6 +12,8 @@ MOVE_NOTHING = (
 )  # fmt: skip
 IN_PLACE = ("dynamic-update-slice", "scatter")
 """What writes a part of its first operand, if that is not read later."""
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi")
+"""Targets of custom calls that are Pallas kernels."""
 HOLD_OTHERS = ("while", "conditional", "call", "fusion", "tuple", "optimization-barrier")
 
 
@@ -133,10 +135,32 @@ def moved(parts: dict[str, list[Instruction]], name: str) -> int:
     """Returns the bytes of HBM that a computation reads and writes.
 
     The body of a loop counts once, and a conditional counts as its costliest branch. Of an array that is sliced,
-    gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the copy.
+    gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the copy. Of a cache
+    [L, B, H, S, K] a Pallas kernel reads one layer.
     """
     types = {one.name: one.type for one in parts[name]}
     return sum(_moved(parts, types, one) for one in parts[name])
+
+
+def is_kernel(one: Instruction) -> bool:
+    """Returns whether an instruction is a Pallas kernel."""
+    target = re.search(r'custom_call_target="([^"]*)"', one.rest)
+    return one.op == "custom-call" and target is not None and target[1] in KERNELS
+
+
+def _layers(type: str) -> int:
+    """Returns L of the type of a cache, and 1 of others."""
+    sizes = re.findall(ARRAY, type)[0][1].split(",")
+    return int(sizes[0]) if len(sizes) == 5 else 1
+
+
+def moved_by_kernels(parts: dict[str, list[Instruction]]) -> list[int]:
+    """Returns the bytes of HBM that each Pallas kernel of a program reads and writes."""
+    found = []
+    for name in reached(parts):
+        types = {one.name: one.type for one in parts[name]}
+        found += [_moved(parts, types, one) for one in parts[name] if is_kernel(one)]
+    return found
 
 
 def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Instruction) -> int:
@@ -156,6 +180,9 @@ def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Inst
     if one.op == "slice-start":
         _, part = [array[0] for array in re.finditer(ARRAY, one.type)][:2]
         return size(part, anywhere=True) + size(part)
+    if is_kernel(one):
+        read = {name: size(types[name]) // _layers(types[name]) for name in one.operands}
+        return size(one.type) + sum(read.values())
     if one.op != "fusion":
         return size(one.type) + sum(map(size, operands))
     inner = called(one, "calls")

@@ -121,6 +121,8 @@ def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
     for name in few:
         yield Case(first, name, batch=16, layers=layers)
         yield Case(first, name, int8=True, layers=layers)
+    for name in loops.BY_KERNEL:
+        yield Case(first, name, layers=layers, attention="pallas")
     for chip, name in itertools.product(others, few):
         yield Case(chip, name, layers=layers)
     if layers < 32:

@@ -37,6 +37,9 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
 from jaxspec.testing import hlo
 
+BY_KERNEL = ("prompt-lookup, chain 8", "medusa, 64 nodes")
+"""Drafters that the tiers also compile with attention in Pallas."""
+
 
 def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
     """Shapes of Llama 3; of the 8B model unless told otherwise."""
@@ -131,12 +134,14 @@ class Case:
     int8: bool = False
     layers: int = 32
     capacity: int = 2048
+    attention: str = "xla"
 
     @property
     def named(self) -> dict[str, Any]:
         """What tells it from other lines."""
         kind, dtype = "2x2" if self.mesh else "one device", "int8" if self.int8 else "bfloat16"
-        own = {"chip": self.chip, "mesh": kind, "drafter": self.drafter, "batch": self.batch, "dtype": dtype}
+        drafter = self.drafter if self.attention == "xla" else f"{self.drafter}, attention in Pallas"
+        own = {"chip": self.chip, "mesh": kind, "drafter": drafter, "batch": self.batch, "dtype": dtype}
         return own | {"layers": self.layers}
 
 
@@ -157,7 +162,7 @@ def int32(*shape: int) -> Any:
 
 def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
     """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    target, batch = llama(case.layers), case.batch
+    target, batch = dataclasses.replace(llama(case.layers), attention=case.attention), case.batch
     drafter, params = drafters(target, case.layers)[case.drafter]
     decoder, weights = jaxspec.Decoder(target, drafter, Coupled()), Weights(shapes(target, case.int8), params)
     request = Request(
@@ -189,7 +194,7 @@ def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
 
 def compiled(case: Case, platform: str, devices: Any, options: Mapping[str, str]) -> Program:
     """Compiles the loop for these devices, with these options of the compiler."""
-    with unittest.mock.patch.object(jax, "default_backend", return_value=platform):  # it decides how caches are stored
+    with unittest.mock.patch.object(jax, "default_backend", return_value=platform):  # caches and kernels depend on it
         function, arguments = prepared(case, devices)
         start = time.perf_counter()
         done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))

@@ -302,6 +302,24 @@ MUTANTS = (
         ("tests/kernels/test_kernels.py::test_bits_of_attention_do_not_depend_on_what_is_cached",),
     ),
     Mutant(
+        "pallas-mask-off-by-one",
+        "attention in Pallas reads one slot past the text",
+        "models/attention_pallas.py",
+        "return part & (slots >= first) & (slots < length)",
+        "return part & (slots >= first) & (slots <= length)",
+        ("tests/models/test_attention_pallas.py::test_values_are_those_of_xla[0]",),
+    ),
+    Mutant(
+        "pallas-sums-by-what-is-cached",
+        "attention in Pallas parts a text where the window begins, so its bits depend on what is cached",
+        "models/attention_pallas.py",
+        "near = jnp.maximum(position // NEAR - 1, 0) * NEAR",
+        "near = jnp.maximum(length[:, None] // NEAR - 1, 0) * NEAR + 0 * position",
+        (
+            "tests/models/test_attention_pallas.py::test_bits_depend_neither_on_the_width_nor_on_what_is_cached[gpu-float32]",
+        ),
+    ),
+    Mutant(
         "norms-by-the-place-of-a-row",
         "rows of odd places are summed backwards",
         "kernels/src/rows.h",

@@ -64,17 +64,22 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
         wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
     loop = next(one for one in program.parts["ENTRY"] if one.op == "while")
     moved = hlo.moved(program.parts, hlo.called(loop, "body"))
-    return case.named | {
-        "fits": True,
-        "wrong": wrong,
-        "compile_s": round(program.seconds, 1),
-        "weights_gb": read / 1e9,
-        "moved_gb": moved / 1e9,
-        "cache_mb": caches / 1e6,
-        "temporary_mb": memory.temp_size_in_bytes / 1e6,
-        "ms_by_bytes": moved / chip.bandwidth * 1e3,
-        "ms_weights_alone": read / chip.bandwidth * 1e3,
-    }
+    kernels = {"attention_mb": max(hlo.moved_by_kernels(program.parts)) / 1e6} if case.attention == "pallas" else {}
+    return (
+        case.named
+        | kernels
+        | {
+            "fits": True,
+            "wrong": wrong,
+            "compile_s": round(program.seconds, 1),
+            "weights_gb": read / 1e9,
+            "moved_gb": moved / 1e9,
+            "cache_mb": caches / 1e6,
+            "temporary_mb": memory.temp_size_in_bytes / 1e6,
+            "ms_by_bytes": moved / chip.bandwidth * 1e3,
+            "ms_weights_alone": read / chip.bandwidth * 1e3,
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +137,10 @@ class Tier:
         head = " ".join((f"{row['chip']:4} {row['mesh']:10} {row['drafter']:36}", f"x{row['batch']:<2}", row["dtype"]))
         if not row["fits"]:
             return f"{head} does not fit: {row['why']}"
+        own, layer = row.get("attention_mb"), row["cache_mb"] / row["layers"]
+        kernel = "" if own is None else f"attention moves {own:.2f} MB a layer (cache {layer:.2f}), "
         return (
-            f"{head} weights {row['weights_gb']:6.2f} GB, moved {row['moved_gb']:6.2f} GB, {self.shown(row)}, "
+            f"{head} weights {row['weights_gb']:6.2f} GB, moved {row['moved_gb']:6.2f} GB, {kernel}{self.shown(row)}, "
             f"temporaries {row['temporary_mb']:6.1f} MB (cache {row['cache_mb']:.0f}), {row['ms_by_bytes']:.2f} ms by "
             f"bytes, {row['ms_weights_alone']:.2f} for the weights alone, compiled in {row['compile_s']} s; "
             f"{'; '.join(row['wrong']) or 'all as it should be'}"
@@ -142,7 +149,7 @@ class Tier:
     def recorded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns the figures of a record."""
         names = ("chip", "mesh", "drafter", "batch", "dtype", "layers", "weights_gb", "moved_gb", "ms_by_bytes",
-                 "ms_weights_alone", "temporary_mb", *self.kept)  # fmt: skip
+                 "ms_weights_alone", "temporary_mb", "attention_mb", *self.kept)  # fmt: skip
         kept = [{name: row[name] for name in names if name in row} for row in rows]
         return {
             "sound": sum(row["fits"] and not row["wrong"] for row in rows),

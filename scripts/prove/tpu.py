@@ -51,11 +51,21 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     names = loops.drafters(loops.llama(arguments.layers), arguments.layers)
+    kinds = [(name, mesh, "xla") for mesh in (False, True) for name in names]
+    kinds += [(name, False, "pallas") for name in loops.BY_KERNEL]
     cases = (
-        Case(chip, name, mesh, arguments.batch * (1 + mesh), arguments.int8, arguments.layers, arguments.capacity)
+        Case(
+            chip,
+            name,
+            mesh,
+            arguments.batch * (1 + mesh),
+            arguments.int8,
+            arguments.layers,
+            arguments.capacity,
+            attention,
+        )
         for chip in arguments.chips.split(",")
-        for mesh in (False, True)
-        for name in names
+        for name, mesh, attention in kinds
     )
     return TIER.run(cases, arguments)
 

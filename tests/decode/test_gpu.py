@@ -200,6 +200,13 @@ def test_the_tier_finds_nothing_in_the_loop(compiler):
 
 
 @pytest.mark.gpu
+def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
+    row = gpu.look(Case("h100", "none", layers=2, attention="pallas"))
+    assert not row["wrong"]
+    assert 1 < row["attention_mb"] / (row["cache_mb"] / 2) < 1.1
+
+
+@pytest.mark.gpu
 def test_it_finds_a_copied_cache(compiler, monkeypatch):
     """As a loop under vmap does, the commit chooses between the old cache and the new one."""
     commit = caches.commit

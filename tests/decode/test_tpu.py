@@ -120,6 +120,23 @@ def test_the_bytes_of_a_round_are_counted_by_hand():
     assert counted == rows + matrix + fetched + update + branch + indices
 
 
+KERNEL = """
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %q = f32[1,8,64,128]{3,2,1,0} parameter(0)
+  %cache = u16[2,1,8,2048,128]{4,3,2,1,0} parameter(1)
+  %attend.1 = f32[1,8,64,128]{3,2,1,0} custom-call(%q, %cache, /*index=2*/%cache), custom_call_target="tpu_custom_call"
+  %other = f32[1,8,64,128]{3,2,1,0} custom-call(%q), custom_call_target="TopK"
+}
+"""
+
+
+def test_a_kernel_reads_a_layer_of_a_cache_once():
+    rows, layer = 8 * 64 * 128 * 4, 8 * 2048 * 128 * 2
+    parts = hlo.computations(KERNEL)
+    assert hlo.moved_by_kernels(parts) == [2 * rows + layer]
+    assert hlo.moved(parts, "ENTRY") == 2 * rows + layer + 2 * rows
+
+
 WIDE = """
 HloModule m
 %in_place (p.1: u16[2,1,8,2048,128], p.2: u16[2,1,8,9,128], p.3: s32[]) -> (u16[2,1,8,2048,128], f32[]) {
@@ -195,8 +212,10 @@ def test_the_loop_of_every_drafter(chip, tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 16
+    assert len(rows) == 2 * len(loops.drafters(loops.llama(2), 2)) + len(loops.BY_KERNEL)
     for row in rows:
         assert row["fits"]
         assert not row["wrong"]
         assert row["temporary_mb"] < row["cache_mb"]
+        # A layer of the cache, and what a kernel reads and writes beside it.
+        assert row.get("attention_mb", 0) < 1.1 * row["cache_mb"] / row["layers"]

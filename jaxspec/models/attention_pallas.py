@@ -1,0 +1,299 @@
+"""Attention of a window's tokens as one Pallas kernel, for TPUs (Mosaic) and GPUs (Triton).
+
+The text of a query is summed in the order of positions, in two parts. All but its last `NEAR` to 2 `NEAR` - 1 tokens
+are read in blocks of slots, with a running maximum and sum; the others are added one after the other, be they in the
+cache or in the window. Where one part ends depends on the query's position alone, blocks begin at multiples of their
+size, and every product has the same shape. So neither the number of rows or tokens of the window nor what of it is
+cached changes what is added to what, as long as the window's paths have at most `NEAR` tokens.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.cache import as_values
+from jaxspec.core.records import KV
+from jaxspec.core.sizes import BLOCK
+from jaxspec.errors import InvalidConfig
+
+NEAR = 32
+"""Slots at whose multiples the part begins that is summed token by token, and tokens of a window in one product."""
+ROWS = {"tpu": 64, "gpu": 16}
+"""Queries in one product. A TPU reads the cache once for all of them, a GPU runs them side by side."""
+SLOTS = {"tpu": BLOCK, "gpu": 64}
+"""Slots in one product."""
+MOST = 2**18
+"""Queries of a head times tokens of the window, whose mask a TPU holds in its memory on the chip."""
+LOWEST = -1e30  # finite, as -inf - -inf is not a number
+
+Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
+Near = tuple[Array, Callable, Array]  # scores of NEAR tokens, a token's value by its number, what each query sees
+
+
+def attend_pallas(
+    queries: Float[Array, "B H G T K"],
+    prefix: KV,
+    layer: int,
+    length: Int[Array, "B"],
+    window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+    mask: Bool[Array, "B T W"],
+    scale: float = 1.0,
+    first_seen: Int[Array, "B T"] | None = None,
+    platform: str | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B H G T K"]:
+    """Computes `jaxspec.models.attention.attend`.
+
+    The tokens of the window that a query sees must be the last ones of its text, in order.
+
+    Args:
+        queries, prefix, layer, length, window, mask, scale, first_seen: see `attend`.
+        platform: "tpu" or "gpu"; None for JAX's default platform.
+        interpret: run the kernel as plain operations, on any device.
+
+    Raises:
+        InvalidConfig: there is no kernel for this platform, type or width of heads.
+    """
+    platform = jax.default_backend() if platform is None else platform
+    batch, heads, groups, tokens, width = queries.shape
+    check(platform, queries.dtype, width, interpret)
+    if (most := int((MOST / groups) ** 0.5)) < mask.shape[-1]:
+        raise InvalidConfig(f"attention='pallas' reads {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
+    rows, size = ROWS[platform], SLOTS[platform]
+    flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
+    first = jnp.zeros((batch, tokens), jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
+    position = jnp.maximum(length[:, None], first) + mask.sum(-1) - 1
+    near = jnp.maximum(position // NEAR - 1, 0) * NEAR
+    begin = first.min(1) // size
+    end = jnp.maximum(-(-jnp.minimum(near.max(1), length) // size), begin + 1)
+    spans = jnp.stack([begin, end, length, jnp.maximum(length // NEAR - 1, 0)], -1).astype(jnp.int32)
+    limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
+    seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
+    own = jnp.concatenate([_padded(part, NEAR, 2) for part in window], 2)  # one array, of one launch on a GPU
+    seen = _padded(_padded(seen, rows, 1), NEAR, 2)
+    arrays = _padded(flat, rows, 2), *prefix, own, own, seen, _padded(limits, rows, 1)
+    out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
+    return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
+
+
+def check(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
+    """Raises InvalidConfig if there is no kernel for this platform, dtype of the cache and width of heads."""
+    if platform not in ROWS:
+        raise InvalidConfig(f"attention='pallas' is for TPUs and GPUs, JAX runs on {platform!r} here; use 'xla'")
+    if (held := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
+        raise InvalidConfig(f"attention='pallas' reads float32 and bfloat16, the cache holds {held}; use 'xla'")
+    tiled = width % 128 == 0 if platform == "tpu" else width >= 16 and width & (width - 1) == 0
+    if not tiled and not interpret:
+        needed = "a multiple of 128 on a TPU" if platform == "tpu" else "a power of two, at least 16, on a GPU"
+        raise InvalidConfig(f"attention='pallas' needs heads whose width is {needed}, got {width}; use 'xla'")
+
+
+def _padded(values: Array, multiple: int, axis: int) -> Array:
+    sizes = [(0, -values.shape[axis] % multiple if i == axis else 0) for i in range(values.ndim)]
+    return jnp.pad(values, sizes)
+
+
+def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) -> Array:
+    """Runs a step for each row, head and block of the text; the cache's blocks are fetched one ahead."""
+    flat, keys, values, *others = arrays
+    batch, heads, rows, width = flat.shape
+    slots, window = keys.shape[3], others[0].shape[2] // 2
+
+    def block(b: Array, h: Array, i: Array, spans: Any) -> tuple:
+        return layer, b, h, jnp.minimum(spans[b, 0] + i, spans[b, 1] - 1), 0
+
+    def near(offset: int) -> Callable:
+        return lambda b, h, i, spans: (layer, b, h, jnp.minimum(spans[b, 3] + offset, slots // NEAR - 1), 0)
+
+    def cached(count: int, index: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, count, width), index)
+
+    def each(count: int, part: int = 0) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, count, width), lambda b, h, i, spans: (b, h, part, 0))
+
+    def shared(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda b, h, i, spans: (b, 0, 0))
+
+    nearby = [cached(NEAR, near(offset)) for offset in (0, 1)]
+    kernel = pl.pallas_call(
+        _tpu_kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, heads, (spans[:, 1] - spans[:, 0]).max()),
+            in_specs=[
+                each(rows),
+                *[cached(SLOTS["tpu"], block)] * 2,
+                *nearby * 2,
+                *[each(window, part) for part in (0, 1)],
+                shared(rows, window),
+                shared(rows, 2),
+            ],
+            out_specs=each(rows),
+            scratch_shapes=[
+                *[pltpu.VMEM((rows, count), jnp.float32) for count in (1, 1, width)],
+                pltpu.VMEM((2 * NEAR + window, width), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, jnp.float32),
+        interpret=interpret,
+        name="attend",
+    )
+    return kernel(spans, flat, keys, values, *[keys] * 2, *[values] * 2, *others)
+
+
+def _tpu_kernel(
+    spans: Any, q: Any, k: Any, v: Any, k0: Any, k1: Any, v0: Any, v1: Any, own_k: Any, own_v: Any, seen: Any,
+    limits: Any, out: Any, top: Any, total: Any, mixed: Any, pool: Any,
+) -> None:  # fmt: skip
+    row, step, tile = pl.program_id(0), pl.program_id(2), ROWS["tpu"]
+    length = spans[row, 2]
+
+    @pl.when(step == 0)
+    def _() -> None:
+        top[...], total[...], mixed[...] = _nothing(*q.shape)
+
+    def each_tile(do: Callable) -> None:
+        lax.fori_loop(0, q.shape[0] // tile, lambda i, _: do(pl.ds(i * tile, tile)), None)
+
+    keys, values = as_values(k[...]), as_values(v[...])
+
+    def far(rows: Any) -> None:
+        seen = _cached(limits, rows, (spans[row, 0] + step) * SLOTS["tpu"], SLOTS["tpu"], length, before=True)
+        sums = top[rows], total[rows], mixed[rows]
+        top[rows], total[rows], mixed[rows] = _join(sums, q[rows], keys, values, seen)
+
+    @pl.when(spans[row, 0] + step < spans[row, 1])
+    def _() -> None:
+        each_tile(far)
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        # In float32, of which a single row can be read.
+        pool[...] = jnp.concatenate([as_values(part[...]).astype(jnp.float32) for part in (v0, v1, own_v)])
+
+        def finish(rows: Any) -> None:
+            def part(i: int) -> Near:
+                if i < 2:
+                    scores = _dot(q[rows], as_values((k0, k1)[i][...]), transposed=True)
+                    mask = _cached(limits, rows, (spans[row, 3] + i) * NEAR, NEAR, length, before=False)
+                else:
+                    own = pl.ds((i - 2) * NEAR, NEAR)
+                    scores, mask = _own_scores(q[rows], own_k[own], own_v[own]), seen[rows, own] != 0
+                return scores, lambda j: pool[pl.ds(i * NEAR + j, 1)], mask
+
+            parts = [part(i) for i in range(pool.shape[0] // NEAR)]
+            out[rows] = _finish((top[rows], total[rows], mixed[rows]), parts)
+
+        each_tile(finish)
+
+
+def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) -> Array:
+    """Runs a program for each row, head and tile of queries, which loops over the blocks of the text."""
+    flat, keys, _, own, *_ = arrays
+    batch, heads, rows, width = flat.shape
+    slots, window, tile = keys.shape[3], own.shape[2] // 2, ROWS["gpu"]
+    queries = pl.BlockSpec((None, None, tile, width), lambda b, h, i: (b, h, i, 0))
+    cached = pl.BlockSpec((None, None, None, slots, width), lambda b, h, i: (layer, b, h, 0, 0))
+    kernel = pl.pallas_call(
+        _gpu_kernel,
+        grid=(batch, heads, rows // tile),
+        in_specs=[
+            pl.BlockSpec((None, 4), lambda b, h, i: (b, 0)),
+            queries,
+            *[cached] * 2,
+            *[pl.BlockSpec((None, None, window, width), lambda b, h, i, part=part: (b, h, part, 0)) for part in (0, 1)],
+            *[pl.BlockSpec((None, tile, count), lambda b, h, i: (b, i, 0)) for count in (window, 2)],
+        ],
+        out_specs=queries,
+        out_shape=jax.ShapeDtypeStruct(flat.shape, jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attend",
+    )
+    return kernel(spans, *arrays)
+
+
+def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen: Any, limits: Any, out: Any) -> None:
+    queries, length, size, rows = q[...], spans[2], SLOTS["gpu"], slice(None)
+
+    def far(block: Array, sums: Sums) -> Sums:
+        slots = pl.ds(block * size, size)
+        cached = _cached(limits, rows, block * size, size, length, before=True)
+        return _join(sums, queries, as_values(k[slots]), as_values(v[slots]), cached)
+
+    def near(i: int) -> Near:
+        start = (spans[3] + i) * NEAR
+        place = jnp.minimum(start, k.shape[0] - NEAR)
+        cached = _cached(limits, rows, start, NEAR, length, before=False)
+        scores = _dot(queries, as_values(k[pl.ds(place, NEAR)]), transposed=True)
+        return scores, lambda j: as_values(v[pl.ds(place + j, 1)]), cached
+
+    def own(i: int) -> Near:
+        part = pl.ds(i * NEAR, NEAR)
+        scores = _own_scores(queries, own_k[part], own_v[part])
+        return scores, lambda j: own_v[pl.ds(i * NEAR + j, 1)], seen[rows, part] != 0
+
+    sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
+    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // NEAR))])
+
+
+def _nothing(rows: int, width: int) -> Sums:
+    return jnp.full((rows, 1), LOWEST), jnp.zeros((rows, 1)), jnp.zeros((rows, width))
+
+
+def _cached(limits: Any, rows: Any, start: Array, count: int, length: Array, before: bool) -> Array:
+    """Returns which of the slots from `start` each query sees: those before its near part, or those of that part."""
+    first, near = (limits[rows, i : i + 1] for i in (0, 1))
+    slots = start + lax.broadcasted_iota(jnp.int32, (first.shape[0], count), 1)
+    part = slots < near if before else slots >= near
+    return part & (slots >= first) & (slots < length)
+
+
+def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contracted = ((1,), (1 if transposed else 0,))
+    return lax.dot_general(a, b, (contracted, ((), ())), precision, jnp.float32)
+
+
+def _join(sums: Sums, queries: Array, keys: Array, values: Array, seen: Array) -> Sums:
+    """Adds a block of slots."""
+    top, total, mixed = sums
+    scores = jnp.where(seen, _dot(queries, keys, transposed=True), LOWEST)
+    new = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights, fade = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(top - new)
+    mixed = mixed * fade + _dot(weights.astype(values.dtype), values)
+    return new, total * fade + weights.sum(-1, keepdims=True), mixed
+
+
+def _own_scores(queries: Array, keys: Array, values: Array) -> Array:
+    """Returns the scores of the window's tokens: of one whose value is not finite no number, as 0 x inf is none."""
+    return _dot(queries, keys, transposed=True) + _dot(jnp.zeros_like(queries), values, transposed=True)
+
+
+def _finish(sums: Sums, parts: Sequence[Near]) -> Array:
+    """Adds the last tokens of each query's text one after the other, and returns the outputs `[R, K]`."""
+    top, total, mixed = sums
+    scores = [jnp.where(seen, score, LOWEST) for score, _, seen in parts]
+    new = functools.reduce(jnp.maximum, (score.max(-1, keepdims=True) for score in scores), top)
+    fade = jnp.exp(top - new)
+    total, mixed = total * fade, mixed * fade
+    for score, (_, value, seen) in zip(scores, parts):
+        weights = jnp.where(seen, jnp.exp(score - new), 0.0)
+        columns = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+
+        def add(i: Array, sums: tuple[Array, Array], weights=weights, columns=columns, value=value):
+            weight = jnp.where(columns == i, weights, 0.0).sum(-1, keepdims=True)
+            entry = value(i).astype(jnp.float32)
+            entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for those that do not see it
+            return sums[0] + weight, sums[1] + weight * entry
+
+        total, mixed = lax.fori_loop(0, NEAR, add, (total, mixed))
+    return mixed / total
