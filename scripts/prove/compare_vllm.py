@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -60,6 +61,7 @@ def make(folder: pathlib.Path) -> tuple[jaxspec.Model, jaxspec.DraftHeads]:
         eval_every=200, save_every=400,
     ).heads  # fmt: skip
     for layout in LAYOUTS:
+        shutil.rmtree(folder / layout, ignore_errors=True)
         export_heads(heads, folder / layout, layout, target=target, base=str(folder / "target"))
     return target, heads
 

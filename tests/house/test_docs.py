@@ -19,6 +19,7 @@ import jax
 import pytest
 
 import jaxspec
+from cases import RANDOM
 from helpers.checkpoints import random_params, tiny_config, write_gguf
 from helpers.pages import Block, blocks
 from helpers.paths import ROOT
@@ -110,7 +111,7 @@ PROMPTS = "".join(f'{{"prompt": "question {i}"}}\n' for i in range(24))
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory) -> pathlib.Path:
-    """A model, another one, and heads of both kinds for the first."""
+    """A model, another one, and heads of each kind for the first."""
     place = tmp_path_factory.mktemp("shelf")
     for seed, name in enumerate(("TARGET", "DRAFT")):
         path = write_gguf(place / f"{name}.gguf", CONFIG, random_params(CONFIG, seed, 0.3), metadata=METADATA)
@@ -121,6 +122,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")
     eagle = jaxspec.EagleConfig(dataclasses.replace(CONFIG, num_layers=1))
     jaxspec.save_heads(jaxspec.DraftHeads(eagle, eagle_params(eagle, jax.random.key(0))), place / "EAGLE")
+    jaxspec.save_heads(RANDOM["dflash"](jaxspec.load(place / "TARGET")), place / "BLOCKS")
     (shipped := place / "shipped" / "smollm2-135m-instruct").mkdir(parents=True)
     for drafter, heads in (("medusa", "HEADS"), ("eagle", "EAGLE")):
         (shipped / drafter).symlink_to(place / heads)
@@ -131,7 +133,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
 def world(shelf, tmp_path, monkeypatch):
     """An empty working directory with what the words name; nothing comes from the network."""
     monkeypatch.chdir(tmp_path)
-    for word in ("TARGET", "SOURCE", "DRAFT", "PARD", "HEADS", "EAGLE"):
+    for word in ("TARGET", "SOURCE", "DRAFT", "PARD", "HEADS", "EAGLE", "BLOCKS"):
         (tmp_path / word).symlink_to(shelf / word.replace("SOURCE", "TARGET"))
     for name in ("questions.jsonl", "prompts.jsonl"):
         (tmp_path / name).write_text(PROMPTS)
