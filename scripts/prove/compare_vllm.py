@@ -3,8 +3,8 @@
     python -m scripts.prove.compare_vllm FOLDER [--peer-python P] [--record ID]     # P: an interpreter that has vLLM
 
 A random target of eight layers is written to FOLDER as a Hugging Face checkpoint, heads are trained on its own answers
-for a minute, and exported in both layouts that vLLM reads. vLLM then decodes eight prompts with chains of `LENGTH`
-tokens from each. Its texts must be jaxspec's; its counts differ by its last rounds, which it does not cut off. Without
+for a minute, and exported in both layouts that vLLM reads. vLLM then decodes eight of the prompts with chains of
+`LENGTH` tokens from each. Its texts must be jaxspec's; its counts differ by its last rounds, which it does not cut off. Without
 P, vLLM is installed as for `jaxspec bench --peers vllm`.
 """
 
@@ -29,6 +29,7 @@ from helpers.checkpoints import random_params, tiny_config, write_hf
 
 LENGTH, TOKENS = 3, 48
 LAYOUTS = ("eagle3", "speculators")
+PROMPTS = np.random.default_rng(0).integers(3, 40, (64, 6)).tolist()
 PEER = """
 import importlib.metadata, json, sys
 from vllm import LLM, SamplingParams
@@ -52,9 +53,8 @@ def make(folder: pathlib.Path) -> tuple[jaxspec.Model, jaxspec.DraftHeads]:
         max_position=1024,
     )  # fmt: skip
     target = jaxspec.load(write_hf(folder / "target", config, random_params(config, 0, 0.15)))
-    rng = np.random.default_rng(0)
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": rng.integers(3, 40, 6).tolist()}) + "\n" for _ in range(64)))
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     heads = jaxspec.train_heads(
         target, prompts, folder / "run", jaxspec.Eagle3Settings(depth=LENGTH), draft_vocab=256, answer_tokens=TOKENS,
         answer_batch=32, held_out=0.1, row_tokens=64, batch=8, steps=400, warmup=10, learning_rate=3e-3, log_every=50,
@@ -87,8 +87,7 @@ def main() -> int:
     given = parser.parse_args()
     python, folder = given.peer_python or str(environment("vllm")), given.folder.resolve()
     target, heads = make(folder)
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(3, 40, 6).tolist() for _ in range(8)]
+    prompts = PROMPTS[:8]  # of texts that it was not trained on the head of a random target knows nothing
     own = jaxspec.generate(
         target, prompts, drafter="eagle", heads=heads, tree=LENGTH, max_new_tokens=TOKENS, ignore_eos=True
     )
