@@ -4,8 +4,8 @@
 
 A random target of eight layers is written to FOLDER as a Hugging Face checkpoint, heads are trained on its own answers
 for a minute, and exported in both layouts that vLLM reads. vLLM then decodes eight of the prompts with chains of
-`LENGTH` tokens from each. Its texts must be jaxspec's; its counts differ by its last rounds, which it does not cut off. Without
-P, vLLM is installed as for `jaxspec bench --peers vllm`.
+`LENGTH` tokens from each. Its texts must be jaxspec's; its counts differ by its last rounds, which it does not cut off.
+Without P, vLLM is installed as for `jaxspec bench --peers vllm`.
 """
 
 import argparse
