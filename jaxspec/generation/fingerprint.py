@@ -83,13 +83,14 @@ def static(value: Any, depth: int = 0) -> Any:
         return _name(type(value))
     if isinstance(value, TransformerLM):
         # `known` of None means the whole vocabulary.
-        value = dataclasses.replace(value, known=value.vocab, kernels=False, attention="xla")
+        value = dataclasses.replace(value, known=value.vocab, kernels=False)
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return digest(weights(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"kind": _name(type(value))} | {f.name: below(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        names = [f.name for f in dataclasses.fields(value) if (type(value), f.name) != (TransformerLM, "attention")]
+        return {"kind": _name(type(value))} | {name: below(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): below(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (set, frozenset)):

@@ -234,6 +234,9 @@ def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
 def test_a_network_is_described_alike_in_every_process():
     """Neither by an address nor by the order of a set; functions by their code and what they hold."""
     assert fingerprint.static(made(1.0)) == fingerprint.static(made(1.0)) != fingerprint.static(made(2.0))
+    for change in ({"attention": "pallas"}, {"kernels": True}):  # how it is computed is not what is written
+        assert fingerprint.static(transformer()) == fingerprint.static(dataclasses.replace(transformer(), **change))
+    assert "attention" not in fingerprint.static(transformer()), "files of before it was a choice continue"
     assert fingerprint.static(transformer()) == fingerprint.static(dataclasses.replace(transformer(), known=61)), (
         "all of them"
     )
