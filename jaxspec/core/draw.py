@@ -110,10 +110,10 @@ class Draw:
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
             extra = self.noise.fresh(nodes, logits.shape[-1])
             perturbed = law + jnp.where(greedy, 0.0, extra)
-            stopped = self._stopped(law, estimate)
+            stopped = self.stop_after(law, estimate)
         else:
             perturbed = self._perturbed(logits, depth, ids)
-            stopped = self._stopped(jax.nn.log_softmax(tempered(logits, sampling), -1), estimate)
+            stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, sampling), -1), estimate)
         tokens = self._allowed(*_highest(perturbed, width), stopped, depth)[0]
         if ids is None:
             return tokens, law
@@ -138,7 +138,7 @@ class Draw:
             The tokens, and their scores as logarithms.
         """
         perturbed = self._perturbed(logits, depth, ids)
-        stopped = self._stopped(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1), estimate)
+        stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1), estimate)
         tokens, best = self._allowed(*_highest(perturbed, width), stopped, depth)
         worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
         worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
@@ -189,9 +189,6 @@ class Draw:
         extra = self.noise.target(depth)
         extra = extra[..., : logits.shape[-1]] if ids is None else extra[..., ids]
         return score + jnp.where(self._greedy, 0.0, extra)
-
-    def _stopped(self, law: Float[Array, "B n R"], estimate: Float[Array, "B n"] | None) -> Bool[Array, "B n"] | None:
-        return self.stop_after(law) if estimate is None else self.stop_after(law, estimate)
 
     def _allowed(self, tokens: Array, best: Array, stopped: Array | None, depth: Array | int) -> tuple[Array, Array]:
         """Returns the tokens, -1 if there is none or nothing may be drafted, and their scores."""

@@ -105,12 +105,14 @@ class PromptLookup:
 
     def propose(self, params: Params, state: None, context: Context, draw: Draw) -> tuple[Proposal, None]:
         text, length = context.tokens, context.length
-        if self.earlier and draw.kind is Noise.SHARED:
+        remembers = self.earlier > 0 and draw.kind is Noise.SHARED
+        if remembers:
             before = jnp.broadcast_to(params["earlier"], (len(text), self.earlier))
             text, length = jnp.concatenate([before, text], 1), length + self.earlier
         copies, match = jax.vmap(self._look_up)(text, length)
         allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)[:, :, None]
-        allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
+        if remembers:
+            allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
         return self._best(copies, jnp.where(allowed, self._worth(match), -jnp.inf)), None
 
     @property

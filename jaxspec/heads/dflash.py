@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
+from jaxspec.core.laws import highest
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.heads.dflash_config import DFlashConfig as DFlashConfig
 from jaxspec.heads.network import Frozen, start_from
@@ -208,7 +208,7 @@ class DFlashHead(nnx.Module):
         assert self.selector_in is not None
         assert self.selector_out is not None
         assert self.selector_mix is not None
-        best, ids = lax.top_k(logits, self.config.selector_top)
+        best, ids = highest(logits, self.config.selector_top)
         reads = look_up(self.selector_in[...], tokens) * project(states, self.selector_mix, None)
         follows = jnp.einsum("bnr,bkr->bnk", reads, look_up(self.selector_out[...], ids[:, 0]), precision="highest")
         row, node = jnp.arange(len(tokens))[:, None, None], jnp.arange(tokens.shape[1])[None, :, None]

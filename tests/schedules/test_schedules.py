@@ -67,7 +67,7 @@ class Cycle:
     def update(self, state, played):
         return state + 1
 
-    def stop_after(self, law):
+    def stop_after(self, law, estimate=None):
         return None
 
 
