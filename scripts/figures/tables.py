@@ -215,10 +215,11 @@ def pair(values: Values) -> str:
 def bridges(values: Values) -> str:
     rows = [[row["draft"], *(share(row[f"share_{of}"]) for of in ("target", "draft", "sample")),
              f"{row['temperature']:g}", str(row["length"]), share(row["acceptance"]), f"{row['tokens_per_round']:.2f}",
-             between(row["times_plain"], 2), f"{row['same_text']} of {row['prompts']}"]
+             between(row["round_cost"], 2), between(row["times_plain"], 2), f"{row['same_text']} of {row['prompts']}"]
             for row in values["rows"]]  # fmt: skip
     headings = [f"draft for {values['target']}", "common, of the target's tokens", "of the draft's", "of a sample text",
-                "temperature", "draft length", "accepted", "tokens per round", "times plain, by prompt",
+                "temperature", "draft length", "accepted", "tokens per round",
+                "a round, in plain rounds", "times plain, by prompt",
                 "same text as plain"]  # fmt: skip
     return table(headings, rows)
 

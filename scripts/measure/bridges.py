@@ -5,7 +5,8 @@
 The prompts are a question each in English, German, Chinese and Russian, one with emoji and one of code with tabs, and
 the first `--limit` of MT-bench and HumanEval; each model reads them in its own chat template. Every text is decoded
 alone, at temperature 0 and 0.8, and must be that of plain decoding; a difference must be a certified tie. A prompt's
-speed is relative to plain decoding of the same prompt. Times exclude compilation and prefill.
+speed, and the cost of its round, are relative to plain decoding of the same prompt. Times exclude compilation and
+prefill.
 """
 
 import argparse
@@ -44,6 +45,11 @@ def decode(target: jaxspec.Model, prompt: str, temperature: float, tokens: int, 
         for _ in range(2)
     ]
     return min(runs, key=lambda run: run.timing.decode_s)
+
+
+def round_s(output: Any) -> float:
+    """Returns the seconds of one round: drafting, the target's call and all else."""
+    return output.timing.decode_s / output.stats.rounds
 
 
 def same_text(target: jaxspec.Model, one: Any, other: Any, temperature: float) -> bool:
@@ -88,7 +94,7 @@ def main() -> int:
         )
         for temperature in arguments.temperatures:
             for length in arguments.lengths:
-                stats, ratios, same = [], [], 0
+                stats, ratios, costs, same = [], [], [], 0
                 for prompt in prompts:
                     one = plain[prompt, temperature]
                     drafting = {"drafter": "model", "draft": draft, "tree": length}
@@ -96,6 +102,7 @@ def main() -> int:
                     same += same_text(target, one[0], other[0], temperature)
                     stats.append(other[0].stats)
                     ratios.append(other.timing.tokens_per_s / one.timing.tokens_per_s)
+                    costs.append(round_s(other) / round_s(one))
                 total = Stats.total(stats)
                 failed += len(prompts) - same
                 rows.append(
@@ -105,6 +112,7 @@ def main() -> int:
                     | {"tokens_per_round": significant(total.tokens_per_round, 3)}
                     | {"by_prompt": [significant(row.tokens_per_round, 3) for row in stats]}
                     | {"times_plain": [significant(f(ratios), 3) for f in (min, statistics.median, max)]}
+                    | {"round_cost": [significant(f(costs), 3) for f in (min, statistics.median, max)]}
                 )
                 print(rows[-1], flush=True)
     if arguments.record:

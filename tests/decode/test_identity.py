@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 import cases
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toys import (
     RAGGED,
     Chaos,
@@ -87,7 +88,7 @@ def test_plain_decoding_is_the_reference_by_hand(plain):
             assert plain[seed][row] == by_hand(table, asked, noise, row), (seed, row)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", with_slow(DRAFTERS, ("model-chain-1", "model-chain-4", "model-wide")))
 def test_toy_text_is_that_of_plain_decoding(name, plain):
     """Each seed is 128 configurations: prompts, budgets, stops, temperature, top-k, top-p, min-p and bias.
 
@@ -160,11 +161,7 @@ def members(lm, params, tree):
 
 @pytest.mark.parametrize(
     ("size", "tree"),
-    [
-        ("small", RAGGED),
-        pytest.param("large", branching(2, 2), marks=pytest.mark.slow),  # SmolLM2 is larger still
-        ("small", dynamic(3, 3, 8)),
-    ],
+    with_slow([("small", RAGGED), ("small", dynamic(3, 3, 8)), ("large", branching(2, 2))], ("large",)),
 )
 def test_transformer_text_is_that_of_plain_decoding(size, tree):
     """Float32 at the highest precision; a difference is allowed at a tie below 1e-4, and is printed."""
@@ -225,7 +222,7 @@ def right(vocab, rows):
     return script
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float32"], ("float32",)))
 def test_rejected_drafts_leave_no_trace(dtype):
     """At one width, wrong drafts change no bit of tokens or log-probabilities, in bfloat16 or float32."""
     reference, result = matched(dtype, wrong)
@@ -233,7 +230,7 @@ def test_rejected_drafts_leave_no_trace(dtype):
     assert_same_bits(result, reference)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float32"], ("float32",)))
 def test_bits_are_those_of_the_width_matched_reference(dtype):
     """The same tree with nothing proposed: equal tokens, and log-probabilities equal to the last bit.
 
@@ -293,7 +290,9 @@ def flax_models():
     }
 
 
-@pytest.mark.parametrize(("target", "draft"), [("nnx", "linen"), ("linen", "nnx"), ("function", "function")])
+@pytest.mark.parametrize(
+    ("target", "draft"), with_slow([("nnx", "linen"), ("linen", "nnx"), ("function", "function")], ("linen",))
+)
 def test_adapted_models_as_target_and_draft(target, draft):
     """Plain text equals the module called on whole texts by hand, and speculative text equals plain text."""
     models = flax_models()

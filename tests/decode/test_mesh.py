@@ -15,6 +15,7 @@ import pytest
 import jaxspec
 from helpers.compiling import simulated
 from helpers.paths import TESTS
+from helpers.tiers import with_slow
 from helpers.toys import transformer
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import TableLM
@@ -38,17 +39,19 @@ print(json.dumps(meshes.on_two()))
 """
 
 
-MESHES = ["8x1", "2x4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4x2", "1x8"))]
+MESHES, MORE_MESHES = ["2x4"], ["8x1", "4x2", "1x8"]
+WAYS, MORE_WAYS = ["eagle", "another vocabulary", "rejection"], ["medusa", "dflash", "early-exit"]
+ALL_MESHES = with_slow([*MESHES, *MORE_MESHES], MORE_MESHES)
 
 
 @pytest.fixture(scope="module")
 def eight():
-    return of_eight("meshes.on_eight()")
+    return of_eight(f"meshes.on_eight({WAYS})")
 
 
 @pytest.fixture(scope="module")
 def more():
-    return of_eight("meshes.on_meshes([(4, 2), (1, 8)])")
+    return of_eight(f"meshes.on_meshes([(8, 1), (4, 2), (1, 8)]) | {{'others': meshes.others({MORE_WAYS})}}")
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def of_eight(call):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ALL_MESHES)
 def test_tokens_are_those_of_one_device(found, mesh):
     """Greedy and sampled rows that end at different times, a draft model on a tree; as many rows as no mesh divides."""
     assert len({len(row) for row in found["one"]}) > 6
@@ -72,7 +75,7 @@ def test_tokens_are_those_of_one_device(found, mesh):
     assert found[mesh]["accepted"] > 50
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ALL_MESHES)
 def test_groups_exchange_nothing(found, mesh):
     """Every collective of the compiled loop is among the devices of one group; with groups of one there is none."""
     data, model = map(int, mesh.split("x"))
@@ -83,17 +86,18 @@ def test_groups_exchange_nothing(found, mesh):
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 
-@pytest.mark.parametrize("way", ["medusa", "eagle", "dflash", "early-exit", "another vocabulary", "rejection"])
-def test_other_drafters_and_rules_too(eight, way):
+@pytest.mark.parametrize("way", with_slow([*WAYS, *MORE_WAYS], MORE_WAYS))
+def test_other_drafters_and_rules_too(way, request):
     """Two groups of four devices; `rejection` writes texts of its own, the drafters those of plain decoding."""
-    one, shared = eight["others"][way]
+    found = request.getfixturevalue("eight" if way in WAYS else "more")
+    one, shared = found["others"][way]
     assert one == shared
-    assert (one[0] == eight["one"]) == (way != "rejection")
+    assert (one[0] == found["one"]) == (way != "rejection")
     assert one[1] > 10, "tokens of the draft were accepted"
 
 
 def test_stop_strings_end_rows_on_a_mesh(eight):
-    one, shared = eight["others"]["stop"]
+    one, shared = eight["stop"]
     assert one == shared
     cut = [row for row, (tokens, _, _) in zip(eight["one"], one) if len(tokens) < len(row)]
     assert len(cut) > 4
@@ -101,7 +105,7 @@ def test_stop_strings_end_rows_on_a_mesh(eight):
 
 
 def test_a_mesh_can_be_compiled_for_beforehand(eight):
-    compiled, later = eight["others"]["precompile"]
+    compiled, later = eight["precompile"]
     assert compiled > 0
     assert later == 0
 

@@ -11,6 +11,7 @@ import pytest
 from cases import LOSSLESS, RULES, TREES, WEIGHING, verifies
 from helpers.bridges import BEGIN, END, OTHER, OTHER_DRAFT, OTHER_LM, OTHER_PARAMS, OTHER_V, across, bridge
 from helpers.narrow import instance
+from helpers.tiers import with_slow
 from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TOKENIZER, TOY, V, go, tokens
 from helpers.toys import decoder, random_request, request, texts, whole
 from jaxspec import Model
@@ -73,7 +74,7 @@ def test_lossless_rules_keep_the_targets_law(name):
     assert max(bias(rule, tree, target, draft) for tree in trees) < 1e-12
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", with_slow(TREES, ("chain-1", "chain-4", "wide")))
 def test_texts_are_those_of_plain_decoding(name, seed):
     """Also the draft's text is its spelling of the target's, and what it has read is that text."""
     drafter, params = across(TREES[name])
@@ -90,6 +91,7 @@ def test_texts_are_those_of_plain_decoding(name, seed):
         assert cached[b, :read].tolist() == spelled(text)[:read]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_decodes(name):
     """Lossless rules at temperature 0 give plain decoding's text; all make progress."""

@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from cases import RULES, TREES, WEIGHING, verifies
 from helpers import toys
+from helpers.tiers import with_slow
 from helpers.toys import RAGGED
 from jaxspec.core import noise
 from jaxspec.core.draw import Draw, Noise
@@ -386,13 +387,16 @@ def test_the_kernels_compute_the_same(name):
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [
-        ("dflash", "chain-4"),
-        ("dflash 2", "ragged"),
-        ("dspark", "wide"),
-        ("dspark, gated", "dynamic"),
-        ("dspark, rnn", "ragged"),
-    ],
+    with_slow(
+        [
+            ("dflash", "chain-4"),
+            ("dflash 2", "ragged"),
+            ("dspark", "wide"),
+            ("dspark, gated", "dynamic"),
+            ("dspark, rnn", "ragged"),
+        ],
+        ("dspark", "dspark, rnn"),
+    ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
     """Greedy and sampled rows."""

@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from cases import TREES
 from helpers import toys
+from helpers.tiers import with_slow
 from helpers.toys import RAGGED
 from jaxspec.core.networks import with_taps
 from jaxspec.core.records import Advance, Window
@@ -77,7 +78,7 @@ def fresh_pass(drafter: Eagle, params, texts):
     return head(head.fuse(features), table[window.tokens], window, init_cache(config, batch, 0, "float32"))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", with_slow(CONFIGS, ("3",)))
 def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
     """Prompts of one token and of several chunks, rounds, a further turn, and finished rows."""
     drafter, params = built(name, RAGGED)
@@ -190,9 +191,12 @@ def known(version: int) -> tuple[jaxspec.Model, DraftHeads]:
     return jaxspec.Model(Recurrent(read_text, V), params), DraftHeads(config, weights)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("tree", [chain(4), dynamic(3, 4, 12)], ids=["chain", "dynamic"])
-def test_a_head_that_knows_the_target_is_accepted_whole(version, tree):
+@pytest.mark.parametrize(
+    ("version", "shape"),
+    with_slow([(1, "chain"), (3, "dynamic"), (1, "dynamic"), (3, "chain")], [(1, "dynamic"), (3, "chain")]),
+)
+def test_a_head_that_knows_the_target_is_accepted_whole(version, shape):
+    tree = {"chain": chain(4), "dynamic": dynamic(3, 4, 12)}[shape]
     model, head = known(version)
     options: dict[str, Any] = {
         "key": jax.random.key(0), "sampling": Sampling(temperature=[0.0, 0.8]), "max_new_tokens": 25,
@@ -208,13 +212,16 @@ def test_a_head_that_knows_the_target_is_accepted_whole(version, tree):
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [
-        ("1", "chain-4"),
-        ("3", "ragged"),
-        ("3.1", "dynamic"),
-        ("3, two layers", "dynamic"),
-        ("3, the target's rows", "wide"),
-    ],
+    with_slow(
+        [
+            ("1", "chain-4"),
+            ("3", "ragged"),
+            ("3.1", "dynamic"),
+            ("3, two layers", "dynamic"),
+            ("3, the target's rows", "wide"),
+        ],
+        ("3", "3, two layers"),
+    ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
     """Greedy and sampled rows, with a vmapped decoder, too."""

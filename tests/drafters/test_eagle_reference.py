@@ -12,6 +12,7 @@ import jaxspec
 from helpers.eagle_heads import CASES, LENGTHS, TREES, inputs, write
 from helpers.paths import GOLDEN_DIR
 from helpers.tables import target
+from helpers.tiers import with_slow
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Window
@@ -58,7 +59,7 @@ def test_states_and_logits(loaded, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", range(len(TREES)))
+@pytest.mark.parametrize("which", with_slow(range(len(TREES)), range(2, len(TREES))))
 def test_dynamic_trees_of_two_rounds(loaded, name, which):
     """EAGLE's depth counts the levels below the first, and its size the root: `Dynamic` counts all levels."""
     model, heads = loaded(name)

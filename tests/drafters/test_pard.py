@@ -15,6 +15,7 @@ from cases import LOSSLESS, RULES, TREES, WEIGHING, verifies
 from helpers import toys
 from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_bytes, write_hf
 from helpers.medusa_files import write_torch
+from helpers.tiers import with_slow
 from helpers.toys import RAGGED
 from jaxspec.bench.run import buildable
 from jaxspec.cli import main
@@ -134,7 +135,7 @@ def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree, states):
     check(drafter, params, state)
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", with_slow(TREES, ("chain-1", "chain-4", "wide")))
 def test_texts_are_those_of_plain_decoding(name, seed):
     """64 random configurations: prompts, budgets, stops and settings; the mask is a token of the text, too."""
     asked = toys.random_request(seed, 64, V)

@@ -93,6 +93,7 @@ def test_fifty_steps_compile_once(one):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_fifty_steps_on_a_mesh_of_four(one):
     found = on_four("rollouts.example(50)")
     assert found["devices"] == 4

@@ -1,6 +1,5 @@
 """The programs that test_mesh.py runs on simulated devices."""
 
-import dataclasses
 import pathlib
 import re
 import tempfile
@@ -120,11 +119,11 @@ def loaded(target) -> dict:
     }
 
 
-def others(target) -> dict:
-    """Heads, the target's own layers, a rule with noise of its own and stop strings: of one device, and of 2 x 4."""
+def others(names) -> dict[str, list]:
+    """Heads, the target's own layers, another vocabulary, a rule with noise of its own: of one device, and of 2 x 4."""
+    target = jaxspec.Model(LM, PARAMS, tokenizer=LETTERS)
     config = HeadsConfig(LM.config.hidden_size, 64, 2, inputs="path")
     heads = DraftHeads(config, init_params(config, instance(jax.Array, LM.unembedding(PARAMS))))
-    target = dataclasses.replace(target, tokenizer=LETTERS)
     turned = {
         name: jnp.roll(a, -9, 0) if name in ("embed", "head") else a for name, a in OPTIONS["draft"].params.items()
     }
@@ -137,24 +136,34 @@ def others(target) -> dict:
         "another vocabulary": {"draft": jaxspec.Model(LM, turned, letters(9))},
         "rejection": {"rule": "rejection"},
     }
-    stop = [LETTERS.decode(row[3:5]) for row in texts(target)[0] if len(row) > 5]
     mesh = jaxspec.make_mesh(2, 4)
-    found: dict[str, list] = {
-        way: [texts(target, **more, mesh=where) for where in (None, mesh)] for way, more in ways.items()
-    }
-    outs = [jaxspec.generate(target, PROMPTS, **OPTIONS, stop=stop, mesh=where) for where in (None, mesh)]
-    found["stop"] = [[(row.tokens, row.text, row.finish_reason) for row in out] for out in outs]
+    return {name: [texts(target, **ways[name], mesh=where) for where in (None, mesh)] for name in names}
+
+
+def stop_strings(rows) -> list[list]:
+    """What one device and 2 x 4 write where pieces of these texts end a text."""
+    target = jaxspec.Model(LM, PARAMS, tokenizer=LETTERS)
+    stop = [LETTERS.decode(row[3:5]) for row in rows if len(row) > 5]
+    meshes = (None, jaxspec.make_mesh(2, 4))
+    outs = [jaxspec.generate(target, PROMPTS, **OPTIONS, stop=stop, mesh=mesh) for mesh in meshes]
+    return [[(row.tokens, row.text, row.finish_reason) for row in out] for out in outs]
+
+
+def precompiled(target) -> list:
+    """The seconds that compiling beforehand takes, and those that are left for the call."""
     sessions.clear_executables()
+    mesh = jaxspec.make_mesh(2, 4)
     compiled = jaxspec.precompile(target, PROMPTS, **OPTIONS, mesh=mesh)
-    found["precompile"] = [compiled, jaxspec.generate(target, PROMPTS, **OPTIONS, mesh=mesh).timing.compile_s]
-    return found
+    return [compiled, jaxspec.generate(target, PROMPTS, **OPTIONS, mesh=mesh).timing.compile_s]
 
 
-def on_eight() -> dict:
+def on_eight(ways) -> dict:
     """Texts of one device and of eight, by every way of decoding."""
     target = jaxspec.Model(LM, PARAMS)
-    found = on_meshes([(8, 1), (2, 4)])
-    found["others"] = others(target)
+    found = on_meshes([(2, 4)])
+    found["others"] = others(ways)
+    found["stop"] = stop_strings(found["one"])
+    found["precompile"] = precompiled(target)
     found["kernels"] = kernels(target)
     found["loaded"] = loaded(target)
     rounded = jaxspec.Model(LM, quantize(PARAMS))

@@ -11,6 +11,7 @@ import pytest
 import jaxspec
 from cases import RANDOM
 from helpers.blocks import blocks_like
+from helpers.tiers import with_slow
 from helpers.toys import noisy
 from jaxspec import Sampling
 from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
@@ -104,18 +105,13 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
         assert found[row] == expected, (seed, row)
 
 
-def rare(dtype: str, name: str) -> bool:
-    """Returns whether a pair is left to the slow tests: drafters of few kinds show what a dtype's kernels do."""
-    return dtype != "float32" and name not in ("prompt-lookup", "model, dynamic", "eagle")
+PAIRS = [(dtype, name) for name in DRAFTERS for dtype in DTYPES]
+FAST = {(dtype, name) for dtype in DTYPES for name in ("prompt-lookup", "eagle")}
+FAST |= {("float32", "early-exit"), ("float32", "model, dynamic"), ("float32", "medusa"), ("float32", "dflash")}
+"""Drafters of few kinds show what a dtype's kernels do."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        pytest.param(dtype, name, marks=[pytest.mark.slow] if rare(dtype, name) else [])
-        for name, dtype in itertools.product(DRAFTERS, DTYPES)
-    ],
-)
+@pytest.mark.parametrize(("dtype", "name"), with_slow(PAIRS, set(PAIRS) - FAST))
 def test_drafts_and_neighbours_change_no_bit(dtype, name):
     for seed in range(3):
         check(dtype, name, DRAFTERS[name], seed)

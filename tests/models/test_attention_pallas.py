@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.tiers import with_slow
 from helpers.toys import decoder, generate, lively, request, texts
 from helpers.toys import transformer as toy
 from jaxspec.core.cache import storage_dtype
@@ -191,19 +192,20 @@ def test_a_bad_value_spoils_the_tokens_that_see_it_alone(platform):
         np.testing.assert_array_equal(out[1], good[1])
 
 
-def test_texts_are_those_of_plain_decoding_and_of_xla(monkeypatch):
+@pytest.mark.parametrize("platform", with_slow(PLATFORMS, ("gpu",)))
+def test_texts_are_those_of_plain_decoding_and_of_xla(platform, monkeypatch):
     target = toy()
     weights = Weights(lively(target.init_params(jax.random.key(0))))
     asked = request([[1, 2, 3, 1, 2], [5, 6] * 4], 24, vocab=target.vocab, temperature=[0.0, 1.0])
 
     expected = texts(generate(decoder(target, NoDraft()), weights, asked, 256))
     by_kernel = dataclasses.replace(target, attention="pallas")
+    form = functools.partial(attend_pallas, platform=platform, interpret=True)
+    monkeypatch.setattr(attention_pallas, "attend_pallas", form)
     # Each platform has a capacity of its own, so that nothing traced is used again.
-    for platform, tree, capacity in zip(PLATFORMS, (chain(3), dynamic(2, 3, 6)), (256, 512)):
-        form = functools.partial(attend_pallas, platform=platform, interpret=True)
-        monkeypatch.setattr(attention_pallas, "attend_pallas", form)
-        drafting = decoder(by_kernel, PromptLookup(tree, min_match=1))
-        assert texts(generate(drafting, weights, asked, capacity)) == expected
+    tree, capacity = {"tpu": (chain(3), 256), "gpu": (dynamic(2, 3, 6), 512)}[platform]
+    drafting = decoder(by_kernel, PromptLookup(tree, min_match=1))
+    assert texts(generate(drafting, weights, asked, capacity)) == expected
 
 
 def test_what_there_is_no_kernel_for_is_refused(tmp_path):

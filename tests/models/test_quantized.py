@@ -1,6 +1,6 @@
 """Tests int8 weights: quantization, products, and every guarantee for a quantized model."""
 
-import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec
 from helpers.narrow import instance, not_none
+from helpers.tiers import with_slow
 from helpers.toys import lively, noisy, transformer
 from jaxspec.checkpoints import base
 from jaxspec.cli import options
@@ -133,20 +134,32 @@ def test_the_model_is_that_of_the_rounded_weights():
     assert TARGET.bytes < 0.35 * rounded.bytes  # vectors and scales are much of a toy
 
 
-def test_text_is_plain_decodings_with_any_drafter():
-    def write(**options):
-        sampling, key = jaxspec.Sampling(temperature=[0.0, 0.9, 0.9]), jax.random.key(3)
-        out = jaxspec.generate(TARGET, PROMPTS, max_new_tokens=24, sampling=sampling, key=key, **options)
-        return [row.tokens for row in out], out.stats.accepted
+NEAR = jaxspec.Model(LM, noisy(FLOATS, 1, 0.1))
+MODEL: dict[str, Any] = {"drafter": "model", "tree": jaxspec.branching(2, 1)}
+WAYS: dict[str, dict[str, Any]] = {
+    "prompt-lookup": {"drafter": "prompt-lookup"},
+    "rounded draft": MODEL | {"draft": jaxspec.Model(LM, quantize(NEAR.params))},
+    "draft": MODEL | {"draft": NEAR},
+    "early-exit": {"drafter": "early-exit", "drafter_options": {"exit_layers": 2}},
+}
 
-    plain, _ = write()
-    near = jaxspec.Model(LM, noisy(FLOATS, 1, 0.1))
-    for draft in (near, dataclasses.replace(near, params=quantize(near.params))):
-        text, accepted = write(drafter="model", draft=draft, tree=jaxspec.branching(2, 1))
-        assert text == plain
-        assert accepted > 10
-    assert write(drafter="prompt-lookup")[0] == plain
-    assert write(drafter="early-exit", drafter_options={"exit_layers": 2})[0] == plain
+
+def write(**options):
+    sampling, key = jaxspec.Sampling(temperature=[0.0, 0.9, 0.9]), jax.random.key(3)
+    out = jaxspec.generate(TARGET, PROMPTS, max_new_tokens=24, sampling=sampling, key=key, **options)
+    return [row.tokens for row in out], out.stats.accepted
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return write(drafter="none")[0]
+
+
+@pytest.mark.parametrize("way", with_slow(WAYS, ("draft", "early-exit")))
+def test_text_is_plain_decodings_with_any_drafter(way, plain):
+    text, accepted = write(**WAYS[way])
+    assert text == plain
+    assert accepted > 10 or "draft" not in way
 
 
 def test_it_drafts_for_the_model_it_was_rounded_from():

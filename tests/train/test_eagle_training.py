@@ -14,6 +14,7 @@ import pytest
 import jaxspec
 from helpers import trainees
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig, TrainingError
@@ -197,6 +198,7 @@ def prompts(tmp_path_factory):
 KINDS = {"eagle3": jaxspec.Eagle3Settings(depth=3), "eagle1": jaxspec.Eagle1Settings()}
 
 
+@pytest.mark.slow
 def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     """Nearly all of a chain is accepted where the head was trained, as training says; heads and card are written."""
     settings = {"steps": 240, "held_out": 0.05, "learning_rate": 1e-2, "warmup": 10, "log_every": 40, "eval_every": 240}
@@ -214,7 +216,7 @@ def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     assert min(drafted.stats.conditional_acceptance) > 0.9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, ("eagle1",)))
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
     """The noise of EAGLE-1 is that of the step, too; the folder refuses features without taps."""
 

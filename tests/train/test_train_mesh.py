@@ -8,6 +8,7 @@ import pytest
 
 from helpers.compiling import simulated
 from helpers.paths import TESTS
+from helpers.tiers import with_slow
 
 pytestmark = pytest.mark.mesh
 
@@ -32,15 +33,7 @@ for devices in (1, 8):
 """
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "medusa",
-        "eagle3",
-        pytest.param("eagle1", marks=pytest.mark.slow),
-        pytest.param("dspark", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", with_slow(["medusa", "eagle1", "eagle3", "dspark"], ("eagle1", "eagle3", "dspark")))
 def test_one_device_and_eight_agree(tmp_path, kind):
     words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
