@@ -73,17 +73,13 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     config, family = read_config(str(source / CONFIG), settings)
     if config.param_shapes() != model.lm.config.param_shapes():
         raise InvalidConfig(f"{model.name} has other sizes than {os.fspath(like)}; name the model that it came from")
-    _write(place, source, _tensors(config, family, unpack(model.params)), _settings(model, settings))
-    return place
-
-
-def _settings(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of config.json for a model."""
+    params: Any = unpack(model.params)
     name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
-    own: dict[str, Any] = {name: str(model.params["embed"].dtype)}
+    own: dict[str, Any] = {name: str(params["embed"].dtype)}
     if model.pard_token is not None:
         own |= {"pard_token": model.pard_token, "spd_type": "pard"}  # the second is what amd's code writes, too
-    return settings | own
+    _write(place, source, _tensors(config, family, params), settings | own)
+    return place
 
 
 def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.ndarray]:
