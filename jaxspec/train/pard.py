@@ -6,7 +6,6 @@ row names the first token of the block, and each mask another, as in the drafter
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -91,7 +90,7 @@ class PardTrainee:
         raise InvalidConfig("a PARD model has no parameters before training but those of the draft model")
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each token of the blocks. The backward pass computes attention again."""
+        """Yields the guesses of each token of the blocks."""
         for states in self._states(params, batch):
             yield Guess(self.model.head(params, states)[..., : self.vocab_size])
 
@@ -130,7 +129,8 @@ class PardTrainee:
             jnp.concatenate([positions, here(masks, positions) + 1 + depth], 1),
             seen,
         )
-        features = _apply(self._of_dtype(params), params, window)
+        model = self._of_dtype(params)
+        features, _ = model.apply(params, window, model.init_cache(rows, 0))
         first = here(batch, ahead(features[:, :size], 1))[:, : counts[0]]
         return [first, *jnp.split(features[:, size:], np.cumsum(counts[1:])[:-1], axis=1)][: len(counts)]
 
@@ -144,12 +144,6 @@ class PardTrainee:
         """Returns the trained model, with the tokenizer of the one it started from."""
         params = jax.tree.map(jnp.asarray, params)
         return dataclasses.replace(start, params=params, name=name, preset=None, pard_token=self.token)
-
-
-@functools.partial(jax.checkpoint, static_argnums=0, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-def _apply(model: LanguageModel, params: Params, window: Window) -> Float[Array, "B T E"]:
-    """Returns the features of a window. Of attention nothing is kept for the backward pass but its inputs."""
-    return model.apply(params, window, model.init_cache(len(window.tokens), 0))[0]
 
 
 def make_trainee(kind: Any, target: Model, start: Any) -> PardTrainee:
