@@ -89,7 +89,7 @@ class Sums(NamedTuple):
 
 
 def has_law(settings: Settings, trainee: Trainee) -> bool:
-    """Returns whether the target's law is computed: for the loss, or for the acceptance of blocks if that is cheap."""
+    """Returns whether the target's law is computed: for the loss, or for the acceptance of heads that guess blocks."""
     return settings.loss != "ce" or (trainee.blocks is not None and trainee.reads_features)
 
 
