@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
     from jaxspec.bench.tune import tune as tune
+    from jaxspec.checkpoints.hf_write import export_model as export_model
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
     from jaxspec.train.online import OnlineHeads as OnlineHeads
+    from jaxspec.train.pard_settings import PardSettings as PardSettings
     from jaxspec.train.run import train_heads as train_heads
 
 __version__ = "0.1.0"
@@ -94,6 +96,7 @@ _MODULES = {
     "jaxspec.heads.eagle_config": ("EagleConfig",),
     "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
     "jaxspec.models.model": ("Model",),
+    "jaxspec.checkpoints.hf_write": ("export_model",),
     "jaxspec.checkpoints.load": ("load",),
     "jaxspec.checkpoints.saved": ("save",),
     "jaxspec.models.sharding": ("shard",),
@@ -106,6 +109,7 @@ _MODULES = {
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.online": ("OnlineHeads",),
+    "jaxspec.train.pard_settings": ("PardSettings",),
     "jaxspec.train.run": ("train_heads",),
 }
 

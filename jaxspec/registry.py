@@ -94,9 +94,11 @@ TRAINEES = Members(
         "eagle3": "jaxspec.train.eagle_settings:Eagle3Settings",
         "dflash": "jaxspec.train.dflash_settings:DFlashSettings",
         "dspark": "jaxspec.train.dflash_settings:DSparkSettings",
+        "pard": "jaxspec.train.pard_settings:PardSettings",
     },
 )
-"""Kinds of heads that can be trained: the classes of their settings (`jaxspec.train.trainee.TraineeSettings`)."""
+"""Kinds of heads and draft models that can be trained: the classes of their settings
+(`jaxspec.train.trainee.TraineeSettings`)."""
 
 
 def find(kind: str, name: str) -> Any:

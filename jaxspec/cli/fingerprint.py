@@ -24,12 +24,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prints(folder: pathlib.Path):
-    """Yields (sha256, name) of the log, of the state of every checkpoint, and of the heads."""
+    """Yields (sha256, name) of the log, of the state of every checkpoint, and of the heads or the draft model."""
+    from jaxspec.checkpoints.load import load
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.find import MANIFEST
     from jaxspec.train.checkpoints import Checkpoints
     from jaxspec.train.files import fingerprint
-    from jaxspec.train.manifest import CHECKPOINTS, HEADS, LOG
+    from jaxspec.train.manifest import CHECKPOINTS, DRAFT, HEADS, LOG
 
     if (folder / LOG).exists():
         yield hashlib.sha256((folder / LOG).read_bytes()).hexdigest(), LOG
@@ -38,3 +39,5 @@ def prints(folder: pathlib.Path):
     for place in (folder, folder / HEADS):
         if (place / MANIFEST).exists():
             yield fingerprint(load_heads(place).params), str((place / MANIFEST).parent.relative_to(folder.parent))
+    if (folder / DRAFT).exists():
+        yield fingerprint(load(folder / DRAFT, kernels=False).params), str((folder / DRAFT).relative_to(folder.parent))

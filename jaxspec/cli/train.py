@@ -1,7 +1,9 @@
-"""Trains draft heads for a target: 'jaxspec train eagle3 --target TARGET --prompts FILE --out DIR'.
+"""Trains draft heads or a draft model: 'jaxspec train eagle3 --target TARGET --prompts FILE --out DIR'.
 
 Everything is kept in the folder, and the same command resumes an interrupted run. At the end, DIR/heads holds the heads
 with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter eagle --heads DIR/heads'.
+
+'jaxspec train pard --start DRAFT ...' trains a draft model that names several tokens in one call; DIR/draft holds it.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from jaxspec.storage.writing import reason
 
 if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
+    from jaxspec.models.model import Model
     from jaxspec.train.run import Trained
 
 KIND = "kind of heads"
@@ -31,7 +34,7 @@ def add_options(parser: Parser) -> None:
     from jaxspec.train.settings import Settings
 
     names = "|".join(TRAINEES)
-    parser.add_argument("kind", type=one_of(KIND, TRAINEES), metavar=names, help="kind of heads")
+    parser.add_argument("kind", type=one_of(KIND, TRAINEES), metavar=names, help="kind of heads, or of draft model")
     add = parser.add_argument_group("models and data").add_argument
     add(
         "--target",
@@ -115,7 +118,7 @@ def _check_kind(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains heads, fits a tree to them, and writes both."""
+    """Trains heads or a draft model, fits a tree, and writes them."""
     from jaxspec.train.settings import Settings, check_together
 
     _check_kind(args)
@@ -153,30 +156,63 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Namespace) -> None:
-    """Fits a tree to the heads, and writes heads, card and figures."""
+    """Fits a tree to the heads, and writes heads, card and figures; a draft model has no tree of its own."""
     from jaxspec.cli import show
+    from jaxspec.heads.network import DraftHeads
     from jaxspec.train import calibration, card, evaluate
-    from jaxspec.train.manifest import HEADS
+    from jaxspec.train.manifest import DRAFT, HEADS
 
-    folder, heads, trees = out / HEADS, trained.heads, []
-    found = evaluate.ranks(trained.target, heads, trained.data.answered, trained.settings.row_tokens)
+    result, trees = trained.result, []
+    folder = out / (HEADS if isinstance(result, DraftHeads) else DRAFT)
+    rows = trained.settings.row_tokens
+    found = evaluate.ranks(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
+    if not isinstance(result, DraftHeads):
+        _write_model(result, folder, trained.settings.start)
     if args.fit_prompts:
         prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
-        deciding = trained.target if dtype == args.dtype else show.load(args.target, dtype)
+        deciding, drafts, kernels = trained.target, result, False
+        if dtype != args.dtype:
+            deciding, kernels = show.load(args.target, dtype), None
+        if not isinstance(result, DraftHeads):
+            drafts = show.load(str(folder), dtype, kernels=kernels)
         with show.Bar("measuring trees", parts=show.PARTS) as bar:
-            trees = evaluate.measure_trees(deciding, heads, found.acceptance(), prompts, progress=bar)
+            trees = evaluate.measure_trees(deciding, drafts, found.acceptance(), prompts, progress=bar)
         drafting = [one for one in trees if one.tree.shape.depth]
-        if drafting:  # heads that predict nothing correctly have no tree
-            heads = dataclasses.replace(heads, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
-    _replace(heads, folder)
+        if drafting and isinstance(result, DraftHeads):  # heads that predict nothing correctly have no tree
+            result = dataclasses.replace(result, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
+    if isinstance(result, DraftHeads):
+        _replace(result, folder)
     measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
-    card.write(folder, trained, heads, args.prompts, measured)
+    card.write(folder, trained, result, args.prompts, measured)
     if trained.trainee.joint is not None and not (out / "target").exists():
         import jaxspec
 
         jaxspec.save(trained.target, out / "target")
     show.card((folder / card.CARD).read_text())
     show.say(f"written: {folder}")
+
+
+def _write_model(model: "Model", folder: pathlib.Path, start: str) -> None:
+    """Writes a draft model as the directory that it was trained from, or in jaxspec's own format; see `_replace`."""
+    from jaxspec.checkpoints.hf_write import export_model, is_hf
+    from jaxspec.checkpoints.saved import save
+    from jaxspec.cli import show
+
+    part, old = (folder.with_name(f".{folder.name}.{name}") for name in ("part", "old"))
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
+    if is_hf(start):
+        export_model(model, part, like=start)
+    else:
+        show.say(f"{start} is not in the Hugging Face format: the model is written in jaxspec's own", answer=True)
+        save(model, part)
+    try:
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None
 
 
 def _replace(heads: "DraftHeads", folder: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 """Arrays of a training step: a batch of packed rows, the frozen parts of the target, and what heads guess."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ class Batch(NamedTuple):
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
         features: what the trainee's network gives; the first E are those of the target's projection.
         key: of the noise and the draws of a step in training; None in evaluation.
-        places: the positions that blocks are guessed from (`jaxspec.train.trainee.Blocks`); None for all.
+        places: the positions that blocks are guessed from (`jaxspec.train.trainee.Blocks`); None for all. A step may
+            guess from the first of them alone.
     """
 
     tokens: Int[Array, "B T"]
@@ -42,7 +43,7 @@ class Guess(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """The parts of the target that heads are trained against; they receive no gradient.
+    """The parts of the target that heads are trained against; they receive no gradient, and are empty if unused.
 
     Attributes:
         rows: the rows of the target's projection for the drafted tokens.
@@ -57,6 +58,18 @@ class Frozen(NamedTuple):
     embed: Float[Array, "V E"] | None
     index: Int[Array, "V"] | None  # pyright: ignore[reportIncompatibleMethodOverride]
     ids: Int[Array | np.ndarray, "R"] | None = None
+
+    @classmethod
+    def nothing(cls) -> Self:
+        """Returns no part of any target."""
+        return cls(jnp.zeros((0, 0)), None, None, None)
+
+
+def positions_of(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns the position of each token in its text."""
+    steps = jnp.arange(segments.shape[1])
+    begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    return steps - lax.cummax(jnp.where(begins, steps, 0), axis=1)
 
 
 def ahead(values: Array, steps: int) -> Array:
@@ -83,11 +96,19 @@ def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v
     return jnp.take_along_axis(values, index, axis=1)
 
 
-def draw_places(batch: Batch, count: int) -> Int[Array, "B A"]:
+def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
     """Draws positions of each row whose next token but one the assistant wrote, without repetition, by the batch's key.
 
-    A row with fewer such positions has others, too, which no loss counts.
+    A row with fewer such positions has others, too, behind them, which no loss counts. Without `count`, all are drawn.
     """
     assert batch.key is not None
+    size = batch.tokens.shape[1]
     drawn = jax.random.uniform(batch.key, batch.tokens.shape)
-    return lax.top_k(jnp.where(wanted(batch, 0), drawn, -1), min(count, batch.tokens.shape[1]))[1]
+    return lax.top_k(jnp.where(wanted(batch, 0), drawn, -1), size if count is None else min(count, size))[1]
+
+
+def kept(batch: Batch, shares: tuple[float, ...], step: int) -> Batch:
+    """Returns the batch with the places that a step guesses from, the first of all, by its share; `()` keeps all."""
+    if batch.places is None or not shares:
+        return batch
+    return batch._replace(places=batch.places[:, : max(1, int(shares[step] * batch.places.shape[1]))])

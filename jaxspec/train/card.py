@@ -12,6 +12,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.model import Model
 from jaxspec.storage.writing import write_whole
 from jaxspec.train import calibration
 from jaxspec.train.evaluate import Candidate, Ranks
@@ -53,14 +54,14 @@ def tree_figures(trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
 
 
 def write(
-    folder: pathlib.Path, trained: Trained, heads: DraftHeads, prompts: Sequence[str], measured: dict[str, Any]
+    folder: pathlib.Path, trained: Trained, heads: DraftHeads | Model, prompts: Sequence[str], measured: dict[str, Any]
 ) -> None:
     """Writes the card and the figures.
 
     Args:
-        folder: the folder of the heads.
+        folder: the folder of the heads or the model.
         trained: the run.
-        heads: its heads, with their tree.
+        heads: its heads, with their tree, or its draft model.
         prompts: the files of prompts.
         measured: the figures.
 

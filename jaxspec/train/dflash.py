@@ -49,6 +49,7 @@ class DFlashTrainee:
     config: DFlashConfig
     blocks: Blocks
     drafter = "dflash"
+    reads_features = True
     reads_context = True
     joint = None
 
@@ -175,7 +176,9 @@ class DFlashTrainee:
 
         return head.run(x, attention).reshape(*rows, row.size, -1)
 
-    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
+    def result(
+        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
+    ) -> DraftHeads:
         """Returns the trained head."""
         params = params if ids is None else params | {"tokens": ids}
         return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)

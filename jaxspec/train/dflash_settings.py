@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.heads.dflash_config import MARKOV
-from jaxspec.train.settings import Settings, check_fields, setting
+from jaxspec.train.settings import OfHeads, Settings, check_fields, setting
 
 if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
@@ -22,7 +22,7 @@ LAYERS, TAPS, ANCHORS, MASK, GAMMA = (
 )
 
 
-class _BlockSettings:
+class _BlockSettings(OfHeads):
     """What both kinds share."""
 
     layers: int

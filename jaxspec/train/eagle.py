@@ -52,6 +52,7 @@ class EagleTrainee:
     feature_loss: float = 0.0
     noise: float = 0.0
     drafter = "eagle"
+    reads_features = True
     reads_context = True
     joint = None
     blocks = None
@@ -167,7 +168,9 @@ class EagleTrainee:
         apart = jnp.abs(states - ahead(features, 1))
         return self.feature_loss * jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1)
 
-    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
+    def result(
+        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
+    ) -> DraftHeads:
         """Returns the trained head."""
         params = params if ids is None else params | {"tokens": ids}
         return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.train.settings import Settings, check_fields, setting
+from jaxspec.train.settings import OfHeads, Settings, check_fields, setting
 
 if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Settings:
+class Eagle3Settings(OfHeads):
     """The sizes of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840), by default with the norms of EAGLE-3.1.
 
     In training, the head reads its own states as it does when it drafts: the training-time test of section 3.1. Its
@@ -87,7 +87,7 @@ class Eagle3Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle1Settings:
+class Eagle1Settings(OfHeads):
     """The sizes of an EAGLE-1 head (Li et al. 2024, arXiv:2401.15077), which EAGLE-2 drafts with, too.
 
     The head predicts the target's next feature: the loss is that of the next token's distribution plus the smooth L1

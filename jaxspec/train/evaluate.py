@@ -17,7 +17,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import TRAINEES, find
-from jaxspec.train import losses
+from jaxspec.train import losses, sources
 from jaxspec.train.features import Reader
 from jaxspec.train.packing import Text, pack
 from jaxspec.train.trainee import Trainee
@@ -30,12 +30,14 @@ HOPE = 0.9
 """A larger tree is tried only if it could reach this fraction of the best speed so far."""
 
 
-def trainee_of(heads: DraftHeads) -> Trainee:
+def trainee_of(heads: DraftHeads | Model) -> Trainee:
     """Returns the trainee that heads come from, by their kind.
 
     Raises:
-        InvalidConfig: no registered kind has such heads.
+        InvalidConfig: no registered kind has such heads, or it is a draft model.
     """
+    if not isinstance(heads, DraftHeads):
+        raise InvalidConfig(f"{heads.name} is a draft model, which does not say how it was trained")
     for name in TRAINEES:
         if (trainee := find("kind of heads", name).trainee_of(heads)) is not None:
             return trainee
@@ -94,20 +96,30 @@ class Ranks(NamedTuple):
         return table
 
 
-def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: int = 512, batch: int = 4) -> Ranks:
+def ranks(
+    target: Model,
+    drafts: DraftHeads | Model,
+    texts: Sequence[Text],
+    row_tokens: int = 512,
+    batch: int = 4,
+    trainee: Trainee | None = None,
+) -> Ranks:
     """Returns the ranks of all correct tokens of some texts.
 
     Args:
         target: the target.
-        heads: the heads.
+        drafts: the heads, or the draft model.
         texts: prompts with the target's own answers.
         row_tokens: number of tokens of each row that the texts are packed into.
         batch: number of rows read at once.
+        trainee: what they were in training; None for that of the heads.
     """
     rows, _ = pack(texts, row_tokens)
-    trainee = trainee_of(heads)
-    frozen = losses.freeze(trainee, target.lm, target.params, heads.params.get("tokens"))
-    reader = Reader(trainee.network(target.lm), batch)
+    trainee = trainee or trainee_of(drafts)
+    frozen, source = losses.Frozen.nothing(), sources.without_features(rows)
+    if trainee.reads_features:
+        frozen = losses.freeze(trainee, target.lm, target.params, drafts.params.get("tokens"))
+        source = sources.computed(Reader(trainee.network(target.lm), batch), target.params, rows)
 
     @jax.jit
     def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
@@ -121,10 +133,8 @@ def ranks(target: Model, heads: DraftHeads, texts: Sequence[Text], row_tokens: i
         return jnp.stack(found, -1)
 
     places = []
-    for at in range(0, len(rows.tokens), batch):
-        part = [np.pad(a[at : at + batch], ((0, max(0, at + batch - len(a))), (0, 0))) for a in rows]
-        features = reader(target.params, part[0], part[1])
-        found = np.asarray(rank(frozen, heads.params, losses.Batch(*(jnp.asarray(a) for a in (*part, features)))))
+    for part in source.batches(batch):
+        found = np.asarray(rank(frozen, drafts.params, part))
         places.append(found.reshape(-1, trainee.drafted))
     every = np.concatenate(places)
     return Ranks(every[(every >= 0).any(1)])
@@ -162,7 +172,7 @@ def candidates(acceptance: np.ndarray) -> list[tuple[Topology, float]]:
 
 def measure_trees(
     target: Model,
-    heads: DraftHeads,
+    drafts: DraftHeads | Model,
     acceptance: np.ndarray,
     prompts: Sequence[list[int]],
     *,
@@ -176,21 +186,23 @@ def measure_trees(
 
     Args:
         target: the target.
-        heads: the heads.
+        drafts: the heads, or the model of the drafter "pard".
         acceptance: see `Ranks.acceptance`.
         prompts: token ids; each prompt is decoded alone, greedily.
         max_new_tokens: number of new tokens of each prompt.
         repeats: number of timed turns, after one that compiles and finds the sizes that may pay.
         progress: called with (decodes done, decodes in all).
     """
-    drafter = trainee_of(heads).drafter
+    drafter: dict[str, Any] = {"drafter": "pard", "draft": drafts}
+    if isinstance(drafts, DraftHeads):
+        drafter = {"drafter": drafts.config.drafter, "heads": drafts}
     capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
 
     def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:
         """Returns the statistics, and the seconds of a round."""
         drafting: dict[str, Any] = {"drafter": "none"}
         if tree.shape.depth:
-            drafting = {"drafter": drafter, "heads": heads, "tree": tree}
+            drafting = drafter | {"tree": tree}
         out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, verbose=False, **drafting)
         return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
 

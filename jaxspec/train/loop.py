@@ -215,12 +215,9 @@ def evaluate(judge: Callable, source: sources.Source, size: int) -> dict[str, An
         source: the rows.
         size: rows of each batch; the last one is padded.
     """
-    total, rows = None, source.rows
-    for at in range(0, len(rows.tokens), size):
-        index = np.arange(at, min(at + size, len(rows.tokens)))
-        part = [np.asarray(a) for a in (*(a[index] for a in rows), source.features_of(index))]
-        padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
-        found = judge(losses.Batch(*map(jnp.asarray, padded)))
+    total = None
+    for batch in source.batches(size):
+        found = judge(batch)
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     assert total is not None
     return shares(total)

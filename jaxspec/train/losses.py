@@ -22,7 +22,7 @@ from jaxspec.train import calibration
 from jaxspec.train.batch import Batch as Batch
 from jaxspec.train.batch import Frozen as Frozen
 from jaxspec.train.batch import ahead as ahead
-from jaxspec.train.batch import here
+from jaxspec.train.batch import here, kept
 from jaxspec.train.batch import wanted as wanted
 from jaxspec.train.settings import Settings
 from jaxspec.train.trainee import Trainee
@@ -45,6 +45,8 @@ def freeze(
         dtype: dtype of the projection.
     """
     table, index = lm.unembedding(params), None
+    if ids is None and trainee.vocab_size < table.shape[0]:
+        table = table[: trainee.vocab_size]
     if ids is not None:
         ids = jnp.asarray(ids)
         index = jnp.full(trainee.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids)))
@@ -67,7 +69,7 @@ class Sums(NamedTuple):
         top1: positions where the token is the most likely one.
         top5: positions where it is among the five most likely ones.
         reached: positions where this token and all before it are the most likely ones.
-        blocks: of heads that guess blocks; else None.
+        blocks: of heads that guess blocks, if the target's law is computed; else None.
     """
 
     loss: Float[Array, "n"]
@@ -79,10 +81,21 @@ class Sums(NamedTuple):
     blocks: calibration.BlockSums | None = None
 
     @classmethod
-    def zeros(cls, trainee: Trainee) -> Self:
+    def zeros(cls, settings: Settings, trainee: Trainee) -> Self:
         """Returns the sums over no position."""
-        blocks = None if trainee.blocks is None else calibration.BlockSums.zeros(trainee.drafted)
+        judged = trainee.blocks is not None and has_law(settings, trainee)
+        blocks = calibration.BlockSums.zeros(trainee.drafted) if judged else None
         return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
+
+
+def has_law(settings: Settings, trainee: Trainee) -> bool:
+    """Returns whether the target's law is computed: for the loss, or for the acceptance of heads that guess blocks."""
+    return settings.loss != "ce" or (trainee.blocks is not None and trainee.reads_features)
+
+
+def needs_features(settings: Settings, trainee: Trainee) -> bool:
+    """Returns whether the target's features are read at all."""
+    return trainee.reads_features or has_law(settings, trainee)
 
 
 def needs_laws(settings: Settings, trainee: Trainee) -> bool:
@@ -133,6 +146,7 @@ def of_law(
 
 def counted(settings: Settings, trainee: Trainee, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B A"]:
     """Returns the positions with a loss: cross-entropy alone needs a token that can be drafted."""
+    batch = batch if trainee.blocks is None else kept(batch, trainee.blocks.shares, step)
     there = here(batch, wanted(batch, step, trainee.blocks is not None))
     if settings.loss != "ce" or frozen.index is None:
         return there
@@ -153,15 +167,14 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
     """Computes loss and accuracy of every drafted token on some rows."""
     # Features of padding may be anything, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
-    batch = batch._replace(features=features)
-    blocks = trainee.blocks
-    needs_law = settings.loss != "ce" or blocks is not None
-    law = lax.stop_gradient(target_law(frozen, batch.features)) if needs_law else None
+    whole, blocks = batch._replace(features=features), trainee.blocks
+    law = lax.stop_gradient(target_law(frozen, features)) if has_law(settings, trainee) else None
     found: list[tuple] = []
-    reached: Any = True
-    shared = None if blocks is None else calibration.BlockSums.zeros(trainee.drafted)
-    running: Any = 1.0
-    for step, (logits, penalty, certainty) in enumerate(trainee.unroll(params, frozen, batch)):
+    shared = Sums.zeros(settings, trainee).blocks
+    reached = jnp.ones((len(features), 1), bool)
+    running = jnp.ones((len(features), 1))
+    for step, (logits, penalty, certainty) in enumerate(trainee.unroll(params, frozen, whole)):
+        batch = whole if blocks is None else kept(whole, blocks.shares, step)
         there = here(batch, wanted(batch, step, blocks is not None))
         token = here(batch, ahead(batch.tokens, 2 + step))
         row = token if frozen.index is None else frozen.index[token]
@@ -169,20 +182,19 @@ def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, b
         ahead_law = None if law is None else here(batch, ahead(law, 1 + step))
         loss = of_law(settings.loss, logits, row if settings.loss == "ce-l1" else label, ahead_law, settings.ce_share)
         loss = loss if penalty is None else loss + penalty
-        if blocks is not None:
-            assert shared is not None
+        if blocks is not None and shared is not None:
             assert ahead_law is not None
             same = lax.stop_gradient(acceptance_of(logits, ahead_law))
             if certainty is not None:
                 loss = loss + blocks.confidence * optax.sigmoid_binary_cross_entropy(certainty, same)
-            running = running * jnp.where(there, same, 0.0)
+            running = running[:, : there.shape[1]] * jnp.where(there, same, 0.0)
             shared = shared.add(step, there, same, running, certainty)
         own = jnp.take_along_axis(logits, label[..., None], -1)
         rank = lax.stop_gradient((logits > own).sum(-1))
         first = there & (row >= 0) & (rank < 1)
-        reached = reached & first
+        reached = reached[:, : first.shape[1]] & first
         # Losses that are not counted may be NaN, too.
-        taken = counted(settings, trainee, frozen, batch, step)
+        taken = counted(settings, trainee, frozen, whole, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
         found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))

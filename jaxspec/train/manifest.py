@@ -16,8 +16,10 @@ from jaxspec.storage.reading import check_path
 from jaxspec.train.files import write_json
 from jaxspec.train.settings import Settings
 
-ANSWERS, FEATURES, HELD, CHECKPOINTS, HEADS = "answers", "features", "held-out", "checkpoints", "heads"
-"""The folders of a run; features are those of the rows to train on, and of the held-out rows."""
+ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "checkpoints"
+HEADS, DRAFT = "heads", "draft"
+"""The folders of a run; features are those of the rows to train on, and of the held-out rows. The last is of heads, or
+of a draft model."""
 LOG = "log.jsonl"
 FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
 """Settings that may change when a run is resumed: no answer, feature or step depends on them, except by the prompts."""
@@ -27,7 +29,7 @@ DATA = {
     "target": "another target, or this one in another dtype",
     "prompts": "other prompts",
     "texts": "other texts",
-    "start": "other heads to start from",
+    "start": "another start",
 }
 """The values that are compared by checksum, and the words for a difference."""
 
@@ -71,7 +73,7 @@ def match_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) 
     """
     log = folder / LOG
     try:
-        made = (folder / HEADS).exists() or (log.exists() and log.stat().st_size > 0)
+        made = any((folder / name).exists() for name in (HEADS, DRAFT)) or (log.exists() and log.stat().st_size > 0)
         made = made or any("step-" in path.name for path in (folder / CHECKPOINTS).glob("*"))
     except OSError as error:
         raise TrainingError(f"{folder}: cannot be read: {error.strerror}") from None

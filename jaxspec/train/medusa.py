@@ -49,6 +49,7 @@ class MedusaTrainee:
     joint: Joint | None = None
     drafter = "medusa"
     title = "Medusa heads"
+    reads_features = True
     reads_context = False
     blocks = None
 
@@ -112,7 +113,9 @@ class MedusaTrainee:
             else:
                 yield Guess(matmul(features, frozen.rows, transposed=True))
 
-    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
+    def result(
+        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
+    ) -> DraftHeads:
         """Returns the trained heads."""
         params = params if ids is None else params | {"tokens": ids}
         return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)

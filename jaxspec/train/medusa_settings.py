@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.config import INPUTS, PROJECTIONS
-from jaxspec.train.settings import Settings, check_fields, setting
+from jaxspec.train.settings import OfHeads, Settings, check_fields, setting
 
 if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaSettings:
+class MedusaSettings(OfHeads):
     """The sizes of Medusa heads (Cai et al. 2024, arXiv:2401.10774), and the training of the target with them.
 
     Attributes:

@@ -60,7 +60,9 @@ class OnlineHeads:
 
     def heads(self, state: TrainState) -> DraftHeads:
         """Returns the heads of a state, for `jaxspec.Drafting(..., heads=...)`; the state may be traced."""
-        return self.trainee.to_heads(state.params.heads, None, "online")
+        heads = self.trainee.result(state.params.heads, None, "online")
+        assert isinstance(heads, DraftHeads), "`of` takes no start, so that no draft model is trained"
+        return heads
 
     def step(self, policy: Model, state: TrainState, rollout: Rollout) -> tuple[TrainState, Report]:
         """Takes an optimiser step on the new tokens of a rollout, with the features that the policy has for them."""

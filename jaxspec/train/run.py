@@ -2,7 +2,8 @@
 
 The folder holds `settings.json`; what is computed once (`answers/`, `features/`, and `held-out/`, the features of the
 held-out texts); `checkpoints/`; `log.jsonl`, which is the same in every run with the same settings; `speed.jsonl`,
-which is not; `undone.jsonl`, lines of steps that were taken again from an earlier checkpoint; and at the end `heads/`.
+which is not; `undone.jsonl`, lines of steps that were taken again from an earlier checkpoint; and at the end `heads/`,
+or `draft/` for a draft model.
 """
 
 import dataclasses
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core.checks import named
+from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
-from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
@@ -36,33 +37,9 @@ from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.order import need_grain
 from jaxspec.train.settings import Settings, check_together
 from jaxspec.train.step import Trainable, TrainState, start
+from jaxspec.train.trained import Trained as Trained
+from jaxspec.train.trained import begun_from
 from jaxspec.train.trainee import Trainee, TraineeSettings
-
-
-class Trained(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-        heads: the heads with the best held-out accuracy, without a tree.
-        target: the target, or the trained target if it was trained, too.
-        data: the texts that were trained on and held out.
-        log: the lines of the log.
-        step: number of steps taken.
-        skipped: steps whose loss or gradient was not finite.
-        trainee: the heads as training knows them.
-        kind: the kind of heads and their sizes.
-        settings: the shared settings.
-    """
-
-    heads: DraftHeads
-    target: Model
-    data: Data
-    log: list[dict]
-    step: int
-    skipped: int
-    trainee: Trainee
-    kind: TraineeSettings
-    settings: Settings
 
 
 class _Place(NamedTuple):
@@ -97,7 +74,7 @@ def train_heads(
     steps: int = 1000,
     batch: int = 8,
     accumulate: int = 1,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 0.0,
     matrix_rate: float = 1.0,
     warmup: int = 40,
     weight_decay: float = 0.0,
@@ -112,7 +89,7 @@ def train_heads(
     watch: Watch | None = None,
     data: str | os.PathLike | None = None,
 ) -> Trained:
-    """Trains draft heads for a target, or resumes a run that was interrupted.
+    """Trains draft heads, or a draft model, for a target, or resumes a run that was interrupted.
 
     Ctrl-C ends the run after the current step and saves a checkpoint. The same call resumes it, to the same bits as
     without an interruption.
@@ -134,10 +111,11 @@ def train_heads(
         held_out: fraction of the texts that is held out for evaluation.
         row_tokens: number of tokens of each row that texts are packed into.
         cache_features: whether to compute the target's features once and keep them on disk.
-        start: heads of the same kind to start from, with their sizes and drafted tokens: a directory or a repository.
+        start: what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted
+            tokens, or for pard the draft model.
         loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha,
             lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with
-            Medusa and DFlash heads, kl with EAGLE heads, and ce-l1 with DSpark heads.
+            Medusa and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads.
         ce_share: share of the cross-entropy in the loss ce-l1.
         head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
             (acceptance).
@@ -145,7 +123,7 @@ def train_heads(
         steps: number of optimiser steps.
         batch: number of rows of each step.
         accumulate: number of parts of each batch whose gradients are added.
-        learning_rate: peak learning rate of AdamW.
+        learning_rate: peak learning rate of AdamW; 0 for the usual one, 0.001 for heads and 0.00003 for PARD models.
         matrix_rate: factor of the learning rate for the matrices of the heads.
         warmup: number of steps of linear warm-up, which a cosine decay to 0 follows.
         weight_decay: weight decay of AdamW.
@@ -161,10 +139,11 @@ def train_heads(
         data: folder of answers and features, which several runs can share; None for the folder of the run.
 
     Returns:
-        A `Trained`, with the heads, the target, the texts and the log.
+        A `Trained`, with the heads or the draft model, the target, the texts and the log.
 
     Raises:
         InvalidConfig: a setting is invalid, or does not fit the target or the machine.
+        VocabMismatch: the draft model to start from has another vocabulary than the target.
         MissingPackage: grain is not installed.
         TrainingError: the data cannot be used, or the folder holds another run.
         StorageError: a file cannot be written, for example to a full disk; existing files stay intact.
@@ -188,8 +167,10 @@ def train_heads(
     settings = check_together(settings, kind)
     watch, folder = watch or Watch(), manifest.folder_of(out)
     place = _Place(folder, folder if data is None else manifest.folder_of(data))
-    begun = load_heads(settings.start, target=target) if settings.start else None
+    begun = begun_from(settings, kind, target)
     trainee = kind.trainee(target, settings.draft_vocab, begun)
+    if losses.has_law(settings, trainee):
+        need_members(target.lm, ["unembedding"], f"the loss {settings.loss} needs a target with a method")
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
     watch.say(trainee.served_by)
@@ -199,7 +180,7 @@ def train_heads(
     used = _prepare(answerer, target_print, read, place, kind, trainee.drafted, begun, settings, watch)
     setup = _set_up(target, target_print, used, place, trainee, settings, watch)
     loop = Loop(setup, folder, _begin(target, used, trainee, begun, settings), watch)
-    return _conclude(target, used, kind, loop, loop.run(), watch)
+    return _conclude(target, used, kind, begun, loop, loop.run(), watch)
 
 
 def _read(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
@@ -220,7 +201,7 @@ def _prepare(
     place: _Place,
     kind: TraineeSettings,
     drafted: int,
-    begun: DraftHeads | None,
+    begun: DraftHeads | Model | None,
     settings: Settings,
     watch: Watch,
 ) -> Data:
@@ -254,13 +235,17 @@ def _set_up(
     lm: Any = target.lm
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
-    laws = losses.needs_laws(settings, trainee)
-    frozen = losses.freeze(trainee, lm, target.params, used.ids, laws, settings.precision)
+    laws, reads = losses.needs_laws(settings, trainee), losses.needs_features(settings, trainee)
+    frozen = losses.Frozen.nothing()
+    if reads:
+        frozen = losses.freeze(trainee, lm, target.params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     network = trainee.network(lm)
     reader = Reader(network, max(1, settings.batch // settings.accumulate))
 
     def source(rows: Any, name: str) -> sources.Source:
+        if not reads:
+            return sources.without_features(rows)
         if not settings.cache_features:
             return sources.computed(reader, target.params, rows)
         return sources.cached(reader, target, target_print, rows, trainee, settings, place.shelf / name, watch)
@@ -270,7 +255,9 @@ def _set_up(
     return Setup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
 
 
-def _begin(target: Model, used: Data, trainee: Trainee, begun: DraftHeads | None, settings: Settings) -> TrainState:
+def _begin(
+    target: Model, used: Data, trainee: Trainee, begun: DraftHeads | Model | None, settings: Settings
+) -> TrainState:
     """Returns the state before the first step."""
     if begun is None:
         heads = trainee.init_params(target, used.ids)
@@ -280,7 +267,15 @@ def _begin(target: Model, used: Data, trainee: Trainee, begun: DraftHeads | None
     return start(settings, trainee, Trainable(heads, None if trainee.joint is None else target.params))
 
 
-def _conclude(target: Model, used: Data, kind: TraineeSettings, loop: Loop, state: TrainState, watch: Watch) -> Trained:
+def _conclude(
+    target: Model,
+    used: Data,
+    kind: TraineeSettings,
+    begun: DraftHeads | Model | None,
+    loop: Loop,
+    state: TrainState,
+    watch: Watch,
+) -> Trained:
     """Returns the heads of the best step."""
     params, trainee = state.params, loop.setup.trainee
     if loop.best is not None and loop.best[0] != int(state.step):
@@ -288,7 +283,7 @@ def _conclude(target: Model, used: Data, kind: TraineeSettings, loop: Loop, stat
             params = loop.store.load(loop.best[0], state).state.params
         except Damaged as error:
             watch.say(f"{error}; it was the best, and the heads are those of step {int(state.step)}")
-    heads = trainee.to_heads(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}")
+    result = trainee.result(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", begun)
     own = target if params.target is None else dataclasses.replace(target, params=params.target)
     step, skipped = int(state.step), int(state.skipped)
-    return Trained(heads, own, used, loop.log.records, step, skipped, trainee, kind, loop.setup.settings)
+    return Trained(result, own, used, loop.log.records, step, skipped, trainee, kind, loop.setup.settings)

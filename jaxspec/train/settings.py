@@ -59,6 +59,13 @@ def check_fields(settings: Any) -> None:
             raise InvalidConfig(f"{must} finite and {limit} 0, got {shown(value)}")
 
 
+class OfHeads:
+    """What the settings of all kinds of heads share, see `jaxspec.train.trainee.TraineeSettings`."""
+
+    usual_rate = 1e-3
+    trains_model = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings that all kinds of heads share; equal settings, prompts and target give equal bits on one machine.
@@ -89,13 +96,15 @@ class Settings:
     cache_features: bool = setting(True, "whether to compute the target's features once and keep them on disk")
 
     start: str = setting(
-        "", "heads of the same kind to start from, with their sizes and drafted tokens: a directory or a repository"
+        "",
+        "what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted "
+        "tokens, or for pard the draft model",
     )
     loss: str = setting(
         "auto",
         "cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha, "
         "lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with Medusa "
-        "and DFlash heads, kl with EAGLE heads, and ce-l1 with DSpark heads",
+        "and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads",
         (*LOSSES, "auto"),
     )
     ce_share: float = setting(0.1, "share of the cross-entropy in the loss ce-l1", least=0)
@@ -109,7 +118,9 @@ class Settings:
     steps: int = setting(1000, "number of optimiser steps")
     batch: int = setting(8, "number of rows of each step")
     accumulate: int = setting(1, "number of parts of each batch whose gradients are added")
-    learning_rate: float = setting(1e-3, "peak learning rate of AdamW")
+    learning_rate: float = setting(
+        0.0, "peak learning rate of AdamW; 0 for the usual one, 0.001 for heads and 0.00003 for PARD models", least=0
+    )
     matrix_rate: float = setting(1.0, "factor of the learning rate for the matrices of the heads")
     warmup: int = setting(40, "number of steps of linear warm-up, which a cosine decay to 0 follows", least=0)
     weight_decay: float = setting(0.0, "weight decay of AdamW", least=0)
@@ -141,17 +152,18 @@ def check_together(settings: Settings, kind: Any) -> Settings:
     """Checks shared settings and those of a kind of heads (`jaxspec.train.trainee.TraineeSettings`) together.
 
     Returns:
-        The shared settings, with the kind's loss in place of "auto".
+        The shared settings, with the kind's loss in place of "auto", and its learning rate in place of 0.
 
     Raises:
         InvalidConfig: they cannot be combined.
     """
     if settings.row_tokens < kind.drafted + 3:
         raise InvalidConfig(f"rows of {settings.row_tokens} tokens have no place for {kind.drafted} drafted tokens")
+    kind.check(settings)
     if settings.start and settings.draft_vocab:
         raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")
-    kind.check(settings)
-    return dataclasses.replace(settings, loss=kind.usual_loss) if settings.loss == "auto" else settings
+    loss = kind.usual_loss if settings.loss == "auto" else settings.loss
+    return dataclasses.replace(settings, loss=loss, learning_rate=settings.learning_rate or kind.usual_rate)
 
 
 def check_start(kind: Any, free: Iterable[str]) -> None:

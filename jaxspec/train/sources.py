@@ -2,14 +2,16 @@
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core.records import Params
 from jaxspec.models.model import Model
 from jaxspec.train import packing
+from jaxspec.train.batch import Batch
 from jaxspec.train.features import Cached, Reader
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import Watch
@@ -29,10 +31,23 @@ class Source(NamedTuple):
     rows: packing.Rows
     features_of: Callable[[np.ndarray], Any]
 
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yields all rows in order, in batches of one size; the last one is padded."""
+        for at in range(0, len(self.rows.tokens), size):
+            index = np.arange(at, min(at + size, len(self.rows.tokens)))
+            part = [np.asarray(a) for a in (*(a[index] for a in self.rows), self.features_of(index))]
+            padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
+            yield Batch(*map(jnp.asarray, padded))
+
 
 def computed(reader: Reader, params: Params, rows: packing.Rows) -> Source:
     """Returns rows whose features are computed with the target whenever they are needed."""
     return Source(rows, lambda index: reader(params, rows.tokens[index], rows.segments[index]))
+
+
+def without_features(rows: packing.Rows) -> Source:
+    """Returns rows of a trainee that reads no features: theirs have the width 0."""
+    return Source(rows, lambda index: np.zeros((len(index), rows.tokens.shape[1], 0), np.float32))
 
 
 def cached(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
-from jaxspec.train.batch import draw_places
+from jaxspec.train.batch import draw_places, positions_of
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import Settings
 from jaxspec.train.trainee import Joint, Trainee
@@ -23,7 +23,7 @@ class Trainable(NamedTuple):
     """The parameters that receive gradients.
 
     Attributes:
-        heads: those of the heads, without the ids of the drafted tokens.
+        heads: those of the heads, without the ids of the drafted tokens, or of the draft model.
         target: those of the target, if it is trained, too (`Trainee.joint`); else None.
     """
 
@@ -98,19 +98,17 @@ def optimizer(settings: Settings, joint: Joint | None) -> optax.GradientTransfor
 def start(settings: Settings, trainee: Trainee, params: Trainable) -> TrainState:
     """Returns the state before the first step."""
     count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
-    nothing, running = Sums.zeros(trainee), jnp.zeros(trainee.drafted)
+    nothing, running = Sums.zeros(settings, trainee), jnp.zeros(trainee.drafted)
     opt = optimizer(settings, trainee.joint).init(params)
     return TrainState(params, opt, count[0], running, nothing, *count[1:])
 
 
 def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
     """Computes the target's features after every token of packed rows; texts of a row do not attend to each other."""
-    batch, size = tokens.shape
-    steps = jnp.arange(size)
-    begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
-    positions = steps - lax.cummax(jnp.where(begins, steps, 0), axis=1)
+    steps = jnp.arange(tokens.shape[1])
     mask = (segments[:, :, None] == segments[:, None, :]) & (steps[:, None] >= steps)
-    return lm.apply(params, Window(tokens, positions, mask), lm.init_cache(batch, 0))[0]
+    window = Window(tokens, positions_of(segments), mask)
+    return lm.apply(params, window, lm.init_cache(len(tokens), 0))[0]
 
 
 def train_step(

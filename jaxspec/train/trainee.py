@@ -1,8 +1,8 @@
-"""The protocol of what is trained: a kind of draft heads.
+"""The protocol of what is trained: a kind of draft heads, or a draft model.
 
-A kind of heads is two classes. `TraineeSettings` holds its sizes as a user gives them, and is registered in
+A kind is two classes. `TraineeSettings` holds its sizes as a user gives them, and is registered in
 `jaxspec.registry.TRAINEES`. `Trainee` is made from them for a target, and is all that training knows of the kind: data,
-losses, optimiser, checkpoints, evaluation and the card are shared.
+losses, optimiser, checkpoints, evaluation and the card are shared. What is said of heads holds for a draft model, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,14 +40,17 @@ class Blocks(NamedTuple):
     block counts if all before it count, and the loss is one mean over all tokens.
 
     Attributes:
-        anchors: the most positions of a row that a step guesses from.
+        anchors: the most positions of a row that a step guesses from; None for all.
         gamma: the weight of token i of a block is exp(-i / gamma).
         confidence: weight of the loss of the estimates `Guess.certainty`.
+        shares: of each token, the share of these positions that it is guessed from in training, not increasing; empty
+            for all.
     """
 
-    anchors: int
+    anchors: int | None
     gamma: float
     confidence: float = 0.0
+    shares: tuple[float, ...] = ()
 
 
 @runtime_checkable
@@ -69,7 +72,12 @@ class Trainee(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """V, the rows of the target's projection."""
+        """V, the rows of the target's projection that are drafted from."""
+        ...
+
+    @property
+    def reads_features(self) -> bool:
+        """True if `unroll` reads features of the target; if not, only losses that need its law do."""
         ...
 
     @property
@@ -128,12 +136,22 @@ class Trainee(Protocol):
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each step at every position, with the text's own tokens as the drafted ones.
 
-        If `batch.places` is not None, the guesses are those of its positions.
+        If `batch.places` is not None, the guesses are those of its positions, or of the first of them
+        (`Blocks.shares`).
         """
         ...
 
-    def to_heads(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str) -> DraftHeads:
-        """Returns trained parameters as heads that draft."""
+    def result(
+        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
+    ) -> DraftHeads | Model:
+        """Returns trained parameters as heads or a model that draft.
+
+        Args:
+            params: the parameters.
+            ids: the drafted tokens, ascending; None for the whole vocabulary.
+            name: of the heads or the model.
+            start: what the training started from, see `TraineeSettings.trainee`.
+        """
         ...
 
 
@@ -155,24 +173,35 @@ class TraineeSettings(Protocol):
         ...
 
     @property
+    def trains_model(self) -> bool:
+        """True if a draft model is trained, and False for heads."""
+        ...
+
+    @property
     def usual_loss(self) -> str:
         """The loss that "auto" stands for."""
+        ...
+
+    @property
+    def usual_rate(self) -> float:
+        """The learning rate that 0 stands for."""
         ...
 
     def check(self, settings: Settings) -> None:
         """Raises `InvalidConfig` if the shared settings cannot be combined with these."""
         ...
 
-    def trainee(self, target: Model, draft_vocab: int = 0, start: DraftHeads | None = None) -> Trainee:
+    def trainee(self, target: Model, draft_vocab: int = 0, start: Any = None) -> Trainee:
         """Returns the heads to train for a target.
 
         Args:
             target: the target.
             draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
-            start: the heads to start from, whose sizes are taken; None for new ones.
+            start: the `DraftHeads` to start from, whose sizes are taken; None for new ones. If `trains_model`, the
+                draft `Model` to start from.
 
         Raises:
-            InvalidConfig, ShapeMismatch: heads of this kind cannot be trained for this target.
+            InvalidConfig, ShapeMismatch, VocabMismatch: heads of this kind cannot be trained for this target.
         """
         ...
 

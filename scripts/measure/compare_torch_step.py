@@ -164,7 +164,8 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     features = rng.normal(size=(args.rows, args.tokens, args.width * (1 + len(TAPS) * eagle3))).astype(np.float32)
     table = (rng.normal(size=(args.vocab, args.width)) * args.width**-0.5).astype(np.float32)
     tokens = rng.integers(0, args.drafted, (args.rows, args.tokens)).astype(np.int32)
-    settings = Settings(warmup=0, steps=10**6, batch=args.rows, loss="kl" if eagle3 else "ce")
+    loss = "kl" if eagle3 else "ce"
+    settings = Settings(warmup=0, steps=10**6, batch=args.rows, loss=loss, learning_rate=1e-3)
     if eagle3:  # sizes of SmolLM2-135M's layers
         decoder = ModelConfig(args.vocab, args.width, args.width * 8 // 3, 1, args.width // 64, args.width // 192, 64)
         config = eagle.EagleConfig(decoder, taps=TAPS, fc_norm=True, norm_output=True)

@@ -237,7 +237,7 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"heads": 0}, "heads must be a whole number from 1, got 0"),
         ({"heads": 2.0}, "heads must be a whole number from 1, got 2.0"),
         ({"inputs": "token"}, "inputs must be one of hidden, path, recurrent"),
-        ({"learning_rate": 0}, "learning_rate must be finite and above 0"),
+        ({"learning_rate": -1}, "learning_rate must be finite and at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate must be finite"),
         ({"clip": -1.0}, "clip must be finite and at least 0"),
         ({"distill": 1}, "distill must be true or false"),

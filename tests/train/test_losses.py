@@ -198,7 +198,7 @@ def test_a_step_in_parts_is_the_step_in_one():
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):
-        settings = Settings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10)
+        settings = Settings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10, learning_rate=1e-3)
         batch = jax.tree.map(lambda a, parts=parts: a.reshape(parts, 2 // parts, *a.shape[1:]), rows())
         step = jax.jit(functools.partial(train_step, settings, MedusaTrainee(config), LM))
         end, report = step(frozen, state(), batch)

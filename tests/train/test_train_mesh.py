@@ -22,10 +22,15 @@ folder, kind = pathlib.Path(sys.argv[2]), sys.argv[3]
 of = {
     "medusa": None, "eagle3": jaxspec.Eagle3Settings(depth=2), "eagle1": jaxspec.Eagle1Settings(),
     "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
+    "pard": jaxspec.PardSettings(depth=3),
 }[kind]
 prompts = trainees.write_prompts(folder / "prompts.jsonl")
 for devices in (1, 8):
     changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
+    if of is not None and of.trains_model:
+        changes["start"] = str(folder / "draft")
+        if devices == 1:
+            jaxspec.save(trainees.target(), folder / "draft")
     place, data = folder / str(devices), folder / "data"
     trained = trainees.train(trainees.target(), [prompts], place, data=data, of=of, **changes)
     about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
@@ -33,7 +38,9 @@ for devices in (1, 8):
 """
 
 
-@pytest.mark.parametrize("kind", with_slow(["medusa", "eagle1", "eagle3", "dspark"], ("eagle1", "eagle3", "dspark")))
+@pytest.mark.parametrize(
+    "kind", with_slow(["medusa", "eagle1", "eagle3", "dspark", "pard"], ("eagle1", "eagle3", "dspark", "pard"))
+)
 def test_one_device_and_eight_agree(tmp_path, kind):
     words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)

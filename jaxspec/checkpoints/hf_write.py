@@ -1,0 +1,120 @@
+"""Writes a model in the Hugging Face format, as the directory that it came from with other weights: `export_model`."""
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoints import base, folder
+from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.checkpoints.saved import MANIFEST
+from jaxspec.checkpoints.source import find_source
+from jaxspec.errors import CheckpointError, InvalidConfig, shown
+from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.model import Model
+from jaxspec.models.packed import has_blocks, is_quantized, unpack
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.storage.reading import check_path
+from jaxspec.storage.writing import reason
+
+CONFIG = "config.json"
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""The files that are copied if they are there."""
+
+
+def is_hf(source: str | os.PathLike) -> bool:
+    """Returns whether a source, as `load` takes it, is in the Hugging Face format; downloads it if necessary."""
+    place = pathlib.Path(find_source(source))
+    return (place / CONFIG).is_file() and not (place / MANIFEST).is_file()
+
+
+def export_model(model: Model, directory: str | os.PathLike, like: str | os.PathLike) -> pathlib.Path:
+    """Writes a model in the Hugging Face format, which `load` and other systems read; `save` writes jaxspec's own.
+
+    Args:
+        model: a `Model` whose network is a `TransformerLM`, such as a draft model that was trained.
+        directory: a path that does not exist yet.
+        like: the directory or repository, in the Hugging Face format, of the model that it was trained from. Its
+            config.json is written with the model's `pard_token` and dtype, and its tokenizer's files are copied.
+
+    Returns:
+        The absolute path of the directory.
+
+    Raises:
+        InvalidConfig: the network is not a `TransformerLM` on one device, its weights are quantized, or `like` is a
+            model of other sizes.
+        CheckpointError: the directory exists, or cannot be written, or `like` cannot be read.
+    """
+    if not isinstance(model, Model) or not isinstance(model.lm, TransformerLM) or model.lm.shards > 1:
+        raise InvalidConfig(f"model must be a Model of a TransformerLM on one device, got {shown(model)}")
+    if has_blocks(model.params) or is_quantized(model.params):
+        raise InvalidConfig(f"{model.name} has quantized weights, which cannot be written; load it in another dtype")
+    place = check_path(directory, "the directory to export to").absolute()
+    if place.exists():
+        raise CheckpointError(f"{place}: exists already; choose a new directory")
+    source = pathlib.Path(find_source(like))
+    settings = folder.read_json(source, CONFIG) if source.is_dir() else None
+    if settings is None or not is_hf(like):
+        raise CheckpointError(f"{os.fspath(like)}: has no {CONFIG}, expected a model in the Hugging Face format")
+    config, family = read_config(str(source / CONFIG), settings)
+    if config.param_shapes() != model.lm.config.param_shapes():
+        raise InvalidConfig(f"{model.name} has other sizes than {os.fspath(like)}; name the model that it came from")
+    params: Any = unpack(model.params)
+    name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
+    own: dict[str, Any] = {name: str(params["embed"].dtype)}
+    if model.pard_token is not None:
+        own |= {"pard_token": model.pard_token, "spd_type": "pard"}  # the second is what amd's code writes, too
+    _write(place, source, _tensors(config, family, params), settings | own)
+    return place
+
+
+def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.ndarray]:
+    """Returns the file's tensors: the inverse of `jaxspec.checkpoints.base.canonical_tensors`."""
+    tensors = {}
+    for name, shape in config.param_shapes().items():
+        *layer, leaf = name.split(".")
+        array = np.asarray((params["layers"][int(layer[1])] if layer else params)[leaf])
+        files, kind = base.file_names(family.all_names(), name)
+        array = array.T if not is_table(kind) and array.ndim == 2 else array
+        array = array - np.float32(family.norm_offset) if kind.endswith("norm") and family.norm_offset else array
+        rows = [part[0] for part in base.file_shapes(config, kind, shape, len(files))]
+        parts = np.split(array, np.cumsum(rows)[:-1])
+        tensors |= {file: np.ascontiguousarray(part) for file, part in zip(files, parts, strict=True)}
+    return tensors
+
+
+def _write(place: pathlib.Path, source: pathlib.Path, tensors: dict[str, np.ndarray], settings: dict) -> None:
+    """Writes the directory under a temporary name, and renames it."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        try:
+            for name in COPIED:
+                if (file := folder.inside(source, name)) is not None:
+                    shutil.copyfile(file, part / name)
+            save_file(tensors, part / folder.WHOLE, metadata={"format": "pt"})
+            (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+            os.replace(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {reason(error, place.parent)}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{place}: cannot be written: {error}") from None

@@ -1,0 +1,171 @@
+"""PARD models in training: a draft model that reads the text, and masks behind many of its positions, in one call.
+
+A block at position t has the token t + 1 as its root, as in a round whose last token is t + 1. Its masks stand behind
+the root, one behind the other; they see the text up to the root, and the masks of their block before them. The root's
+row names the first token of the block, and each mask another, as in the drafter "pard" (PARD, arXiv:2504.18583).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.protocols import DrafterInputs
+from jaxspec.core.records import Params, Window
+from jaxspec.core.tree import chain
+from jaxspec.drafters.pard import Pard
+from jaxspec.errors import InvalidConfig, shown
+from jaxspec.models.model import Model
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here, kept, positions_of
+from jaxspec.train.trainee import Blocks
+
+CHUNK = 64
+"""Blocks of a row that are read at once in evaluation, which reads one at every position."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PardTrainee:
+    """A draft model that is trained for a target; see `jaxspec.train.trainee.Trainee`.
+
+    Attributes:
+        model: the draft model.
+        token: the mask token.
+        vocab_size: V, the target's vocabulary; the draft model may have more rows, which are padding.
+        drafted: number of tokens of a block.
+        shares: of each token, the share of positions that it is named from in a step.
+    """
+
+    model: LanguageModel
+    token: int
+    vocab_size: int
+    drafted: int
+    shares: tuple[float, ...]
+    drafter = "pard"
+    title = "PARD model"
+    reads_tokens = False
+    reads_features = False
+    reads_context = True
+    joint = None
+
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks from all positions, whose tokens have one weight."""
+        return Blocks(None, float("inf"), shares=self.shares)
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """None: only some losses read features, those of the target itself."""
+        return {}
+
+    @property
+    def description(self) -> str:
+        """The sizes, for the card."""
+        return f"A draft model that names {self.drafted} tokens in one call, mask token {self.token}"
+
+    @property
+    def served_by(self) -> str:
+        """A sentence that says which systems can serve the model."""
+        return (
+            "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems "
+            "that draft with PARD models, such as vLLM."
+        )
+
+    def network(self, lm: LanguageModel) -> LanguageModel:
+        """Returns the target's network, whose law some losses compare with."""
+        return lm
+
+    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
+        """Refuses: the parameters before training are those of the draft model to start from.
+
+        Raises:
+            InvalidConfig: always.
+        """
+        raise InvalidConfig("a PARD model has no parameters before training but those of the draft model")
+
+    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+        """Yields the guesses of each token of the blocks."""
+        for states in self._states(params, batch):
+            yield Guess(self.model.head(params, states)[..., : self.vocab_size])
+
+    def _states(self, params: Params, batch: Batch) -> list[Float[Array, "B A E"]]:
+        """Returns the features of the rows that name each token, at its positions."""
+        if batch.places is not None:
+            every = (kept(batch, self.shares, step).places for step in range(self.drafted))
+            return self._read(params, batch, tuple(each.shape[1] for each in every if each is not None))
+        rows, size = batch.tokens.shape
+        chunk = min(CHUNK, size)
+        steps = jnp.broadcast_to(jnp.arange(size), (rows, size))
+        padded = jnp.pad(steps, ((0, 0), (0, -size % chunk)))
+
+        def read(places: Int[Array, "B A"]) -> list[Float[Array, "B A E"]]:
+            return self._read(params, batch._replace(places=places), (chunk,) * self.drafted)
+
+        found = lax.map(read, padded.reshape(rows, -1, chunk).swapaxes(0, 1))
+        return [states.swapaxes(0, 1).reshape(rows, padded.shape[1], -1)[:, :size] for states in found]
+
+    def _read(self, params: Params, batch: Batch, counts: tuple[int, ...]) -> list[Float[Array, "B A E"]]:
+        """Returns the features of the rows that name each token, from the first of `batch.places`, so many for each."""
+        rows, size = batch.tokens.shape
+        assert batch.places is not None
+        block = np.concatenate([np.arange(count) for count in counts])[counts[0] :]  # of each mask
+        depth = np.repeat(np.arange(len(counts)), counts)[counts[0] :]
+        masks = batch._replace(places=batch.places[:, block])
+        places, positions, step = masks.places, positions_of(batch.segments), jnp.arange(size)
+        assert places is not None
+        same = here(masks, batch.segments)[:, :, None] == batch.segments[:, None]
+        text = (batch.segments[:, :, None] == batch.segments[:, None]) & (step[:, None] >= step)
+        behind = same & (step <= places[:, :, None] + 1)
+        own = jnp.broadcast_to((block[:, None] == block) & (depth[:, None] >= depth), (rows, block.size, block.size))
+        seen = jnp.concatenate([jnp.concatenate([text, behind], 1), jnp.pad(own, ((0, 0), (size, 0), (0, 0)))], 2)
+        window = Window(
+            jnp.pad(batch.tokens, ((0, 0), (0, block.size)), constant_values=self.token),
+            jnp.concatenate([positions, here(masks, positions) + 1 + depth], 1),
+            seen,
+        )
+        model = self._of_dtype(params)
+        features, _ = model.apply(params, window, model.init_cache(rows, 0))
+        first = here(batch, ahead(features[:, :size], 1))[:, : counts[0]]
+        return [first, *jnp.split(features[:, size:], np.cumsum(counts[1:])[:-1], axis=1)][: len(counts)]
+
+    def _of_dtype(self, params: Params) -> LanguageModel:
+        """Returns the model with keys and values in the dtype of its parameters."""
+        if not isinstance(self.model, TransformerLM):
+            return self.model
+        return dataclasses.replace(self.model, dtype=str(params["embed"].dtype))
+
+    def result(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None) -> Model:
+        """Returns the trained model, with the tokenizer of the one it started from."""
+        params = jax.tree.map(jnp.asarray, params)
+        return dataclasses.replace(start, params=params, name=name, preset=None, pard_token=self.token)
+
+
+def make_trainee(kind: Any, target: Model, start: Any) -> PardTrainee:
+    """Returns a draft model to train for a target.
+
+    Args:
+        kind: its settings, a `PardSettings`.
+        target: the target.
+        start: the draft model to start from.
+
+    Raises:
+        InvalidConfig: there is none, it is a PARD-2 model, or it has no such mask token.
+        VocabMismatch: its vocabulary is not the target's.
+    """
+    if not isinstance(start, Model):
+        raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
+    if start.pard2 is not None:
+        raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
+    token = start.pard_token if kind.pard_token < 0 else kind.pard_token
+    if token is None:
+        token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
+    draft = dataclasses.replace(start, pard_token=token)
+    drafter, _ = Pard.build(DrafterInputs(target, draft, chain(kind.depth)))
+    shares = tuple(max(kind.retention**i, kind.retention_min) if i else 1.0 for i in range(kind.depth))
+    return PardTrainee(drafter.network, drafter.token, drafter.vocab, kind.depth, shares)

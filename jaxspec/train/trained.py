@@ -1,0 +1,67 @@
+"""What a training run starts from, and what comes of it: draft heads, or a draft model."""
+
+from typing import NamedTuple
+
+from jaxspec.checkpoints.load import load
+from jaxspec.errors import InvalidConfig
+from jaxspec.heads.files import load_heads
+from jaxspec.heads.network import DraftHeads
+from jaxspec.models.model import Model
+from jaxspec.train.dataset import Data
+from jaxspec.train.settings import Settings
+from jaxspec.train.trainee import Trainee, TraineeSettings
+
+
+class Trained(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        result: the heads with the best held-out accuracy, without a tree, or the draft model.
+        target: the target, or the trained target if it was trained, too.
+        data: the texts that were trained on and held out.
+        log: the lines of the log.
+        step: number of steps taken.
+        skipped: steps whose loss or gradient was not finite.
+        trainee: the heads as training knows them.
+        kind: the kind of heads and their sizes.
+        settings: the shared settings.
+    """
+
+    result: DraftHeads | Model
+    target: Model
+    data: Data
+    log: list[dict]
+    step: int
+    skipped: int
+    trainee: Trainee
+    kind: TraineeSettings
+    settings: Settings
+
+    @property
+    def heads(self) -> DraftHeads:
+        """The result, if heads were trained.
+
+        Raises:
+            InvalidConfig: a draft model was.
+        """
+        if not isinstance(self.result, DraftHeads):
+            raise InvalidConfig("a draft model was trained, and no heads: it is the attribute draft")
+        return self.result
+
+    @property
+    def draft(self) -> Model:
+        """The result, if a draft model was trained.
+
+        Raises:
+            InvalidConfig: heads were.
+        """
+        if not isinstance(self.result, Model):
+            raise InvalidConfig("heads were trained, and no draft model: they are the attribute heads")
+        return self.result
+
+
+def begun_from(settings: Settings, kind: TraineeSettings, target: Model) -> DraftHeads | Model | None:
+    """Loads what a run starts from, in float32; returns None for new heads."""
+    if not settings.start:
+        return None
+    return load(settings.start, kernels=False) if kind.trains_model else load_heads(settings.start, target=target)
