@@ -1,5 +1,6 @@
-"""How much of a block the target accepts, and whether the confidence of a head says so: sums, shares, and a table."""
+"""How much of a block the target accepts, and whether the confidence of a head says so, as table and diagram."""
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 BINS = 10
 """Equal intervals of the confidence that the table has."""
+DIAGRAM = "reliability.png"
 
 
 class BlockSums(NamedTuple):
@@ -122,3 +124,35 @@ def table(measured: dict[str, Any]) -> list[str]:
             said, true = (found[name][number] for name in ("confidence", "acceptance"))
             lines.append(f"| {number / BINS:.1f} to {(number + 1) / BINS:.1f} | {count} | {said:.3f} | {true:.3f} |")
     return lines
+
+
+def draw(measured: dict[str, Any], path: pathlib.Path) -> bool:
+    """Draws the reliability diagram: of each interval the acceptance above the mean confidence, and the tokens below.
+
+    Returns:
+        False if there is no confidence, or matplotlib is not installed.
+    """
+    if (found := measured.get("confidence")) is None:
+        return False
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(4, 5), height_ratios=(4, 1), constrained_layout=True
+    )
+    some = [number for number, count in enumerate(found["tokens"]) if count]
+    said, true = ([found[name][number] for number in some] for name in ("confidence", "acceptance"))
+    upper.plot([0, 1], [0, 1], "k--", linewidth=1, label="calibrated")
+    upper.plot(said, true, "o-", label=f"held-out texts, error {found['error']:.3f}")
+    upper.set_ylabel("shared with the target")
+    upper.legend()
+    lower.bar((np.arange(BINS) + 0.5) / BINS, found["tokens"], 0.9 / BINS)
+    lower.set_ylabel("tokens")
+    lower.set_xlabel("confidence")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True

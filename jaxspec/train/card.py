@@ -96,7 +96,10 @@ def write(
         "",
         f"On {measured['positions']} positions.",
     ]
-    lines += [*calibration.table(measured), *tree_table(measured)]
+    lines += calibration.table(measured)
+    if calibration.draw(measured, folder / calibration.DIAGRAM):
+        lines += ["", f"![The reliability diagram of this table]({calibration.DIAGRAM})"]
+    lines += tree_table(measured)
     lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
     if trained.trainee.joint is not None:
         lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]

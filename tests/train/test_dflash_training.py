@@ -310,6 +310,23 @@ def test_reliability_is_the_table_by_hand():
     assert found["confidence"]["error"] == pytest.approx(error, rel=1e-5)
 
 
+def test_the_diagram_is_of_the_table(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    bins = np.zeros((calibration.BINS, 3))
+    bins[[2, 9]] = [[4, 1.0, 2.0], [10, 9.5, 9.0]]
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    assert not calibration.draw({}, tmp_path / "none.png")
+    assert calibration.draw({"confidence": calibration.reliability(bins)}, tmp_path / "diagram.png")
+    upper, lower = drawn[0].axes
+    np.testing.assert_allclose(upper.lines[1].get_xydata(), [[0.25, 0.5], [0.95, 0.9]])
+    assert [bar.get_height() for bar in lower.patches] == [0, 0, 4, 0, 0, 0, 0, 0, 0, 10]
+    assert (tmp_path / "diagram.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.undo()
+    pyplot.close(drawn[0])
+
+
 # Whole runs.
 
 
