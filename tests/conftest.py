@@ -28,6 +28,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are no
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # of the processes that tests start
     jax.config.update("jax_enable_compilation_cache", False)
 
+# A tenth of the suite's time would go to the collector, which finds little while a program is traced, and to writing
+# the lines of Python into every operation of it.
+gc.set_threshold(200_000, 20, 50)
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 pytest_plugins = ["helpers.durations"]
 
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
