@@ -7,11 +7,11 @@ with the tree fitted to them, a card and the figures: 'jaxspec generate --drafte
 """
 
 import argparse
+import contextlib
 import dataclasses
-import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
@@ -22,7 +22,6 @@ from jaxspec.storage.reading import check_path
 from jaxspec.storage.writing import reason
 
 if TYPE_CHECKING:
-    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
     from jaxspec.train.run import Trained
 
@@ -158,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
 def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Namespace) -> None:
     """Fits a tree to the heads, and writes heads, card and figures; a draft model has no tree of its own."""
     from jaxspec.cli import show
+    from jaxspec.heads.files import save_heads
     from jaxspec.heads.network import DraftHeads
     from jaxspec.train import calibration, card, evaluate
     from jaxspec.train.manifest import DRAFT, HEADS
@@ -167,7 +167,8 @@ def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Na
     rows = trained.settings.row_tokens
     found = evaluate.ranks(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
     if not isinstance(result, DraftHeads):
-        _write_model(result, folder, trained.settings.start)
+        with replacing(folder) as part:
+            _write_model(result, part, trained.settings.start)
     if args.fit_prompts:
         prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
         deciding, drafts, kernels = trained.target, result, False
@@ -181,7 +182,8 @@ def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Na
         if drafting and isinstance(result, DraftHeads):  # heads that predict nothing correctly have no tree
             result = dataclasses.replace(result, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
     if isinstance(result, DraftHeads):
-        _replace(result, folder)
+        with replacing(folder) as part:
+            save_heads(result, part)
     measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
     card.write(folder, trained, result, args.prompts, measured)
     if trained.trainee.joint is not None and not (out / "target").exists():
@@ -193,39 +195,35 @@ def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Na
 
 
 def _write_model(model: "Model", folder: pathlib.Path, start: str) -> None:
-    """Writes a draft model as the directory that it was trained from, or in jaxspec's own format; see `_replace`."""
+    """Writes a draft model as the directory that it was trained from, or in jaxspec's own format."""
     from jaxspec.checkpoints.hf_write import export_model, is_hf
     from jaxspec.checkpoints.saved import save
     from jaxspec.cli import show
 
-    part, old = (folder.with_name(f".{folder.name}.{name}") for name in ("part", "old"))
-    for left in (part, old):
-        shutil.rmtree(left, ignore_errors=True)
     if is_hf(start):
-        export_model(model, part, like=start)
+        export_model(model, folder, like=start)
     else:
         show.say(f"{start} is not in the Hugging Face format: the model is written in jaxspec's own", answer=True)
-        save(model, part)
+        save(model, folder)
+
+
+@contextlib.contextmanager
+def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary folder to write to, which then replaces `folder`: what an earlier call wrote stays till then.
+
+    Raises:
+        StorageError: the temporary folder cannot take the place.
+    """
+    part, old = (folder.with_name(f".{folder.name}.{name}") for name in ("part", "old"))
+    if old.exists() and not folder.exists():  # a call was killed between the two renames
+        old.rename(folder)
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
+    yield part
     try:
         if folder.exists():
             folder.rename(old)
         part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None
-
-
-def _replace(heads: "DraftHeads", folder: pathlib.Path) -> None:
-    """Writes heads to a temporary folder first, so that those of an earlier call stay intact until then."""
-    from jaxspec.heads.files import save_heads
-
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    save_heads(heads, part)
-    try:
-        folder.mkdir(exist_ok=True)
-        for file in part.iterdir():
-            os.replace(file, folder / file.name)
-        part.rmdir()
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None
+    shutil.rmtree(old, ignore_errors=True)

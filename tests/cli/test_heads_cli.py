@@ -12,6 +12,7 @@ import jaxspec
 from helpers import medusa_files as files
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from jaxspec.cli import main
+from jaxspec.cli.train import replacing
 from jaxspec.core.schedule import Constant
 from jaxspec.heads.dflash import init_params
 from jaxspec.heads.eagle import init_params as eagle_params
@@ -279,3 +280,29 @@ def test_drafters_by_token_are_tuned_measured_and_their_acceptance_computed(draf
     assert {figure["token"] for figure in run["figures"]} == set(range(1, 6))
     assert "token" in out
     assert jaxspec.best_tree(run["by_rank"]["coupled"], 8).shape.nodes == 8
+
+
+def test_an_earlier_folder_stays_until_the_new_one_is_whole(tmp_path):
+    folder = tmp_path / "heads"
+
+    def write(text):
+        with replacing(folder) as part:
+            part.mkdir()
+            (part / text).write_text(text)
+            if text == "broken":
+                raise OSError("full")
+
+    def held():
+        return [file.name for file in folder.iterdir()]
+
+    write("first")
+    with pytest.raises(OSError, match="full"):
+        write("broken")
+    assert held() == ["first"]
+    write("second")
+    assert held() == ["second"]
+    assert list(tmp_path.iterdir()) == [folder]
+    folder.rename(tmp_path / ".heads.old")  # as a kill between the two renames leaves it
+    with pytest.raises(OSError, match="full"):
+        write("broken")
+    assert held() == ["second"]
