@@ -65,7 +65,7 @@ figures: $(VENV)/core.stamp ## write what README and docs take from records and 
 	$(RUN) -m scripts.docs
 
 docs: $(VENV)/dev.stamp site ## run the examples of the documentation, and build the site
-	$(RUN) -m pytest tests/house/test_docs.py tests/house/test_readme.py tests/house/test_site.py $(JOBS) $(ARGS)
+	$(RUN) -m pytest -m "slow or not slow" tests/house/test_docs.py tests/house/test_readme.py tests/house/test_site.py $(JOBS) $(ARGS)
 
 site: $(VENV)/docs.stamp ## build the site into build/site; a broken link or a page that no other lists fails
 	$(RUN) -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \

@@ -58,6 +58,7 @@ def test_the_optimum_is_the_smallest_cut(replacement):
     np.testing.assert_allclose(got[:, 0], np.minimum(targets, drafts).sum(-1), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_short_head_only_raises_the_optimum():
     """1,000 tokens, some of them one by one: never below what all of them give, and not by much."""
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ from helpers import toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
+from helpers.tiers import with_slow
 from helpers.toys import noisy
 from jaxspec.bench import tune as tuning
 from jaxspec.bench.head_laws import DRAFTED
@@ -197,6 +198,7 @@ def test_tuned_is_given_alone():
 # From one end to the other.
 
 
+@pytest.mark.slow
 def test_from_measuring_to_decoding(tmp_path):
     """Measured on two prompts, written, read, decoded by: the plain text, and the schedule is the file's."""
     tuned = tune(TARGET, PROMPTS, drafter="model", draft=DRAFT, tree=2, max_new_tokens=60, **SAMPLED)
@@ -294,7 +296,7 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
     assert played[2:] == [chain(4), best, chain(4), chain(4)]
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "dflash", "pard"])
+@pytest.mark.parametrize("drafter", with_slow(["eagle", "dflash", "pard"], ("eagle", "pard")))
 def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
     """The chain is as deep as with a draft model, whatever the heads' own tree; the tree ends where no law was read."""
     played = []

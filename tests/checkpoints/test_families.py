@@ -19,6 +19,7 @@ import jaxspec
 from helpers.checkpoints import assert_same_params, leaves
 from helpers.families import LENGTH, POSITIONS, tokens_of, write_checkpoint
 from helpers.paths import GOLDEN_DIR
+from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_families import FAMILIES
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
@@ -84,7 +85,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", with_slow(DRAFTERS, ("model",)))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_sliding_attention_and_speculation(drafter, temperature, tmp_path_factory):
     target, draft = sliding_pair("float32", str(tmp_path_factory.getbasetemp() / "sliding32"))

@@ -18,6 +18,7 @@ import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from jaxspec.bench import texts
 from jaxspec.cli import COMMANDS, demo, drafting, main, show
 from jaxspec.cli.drafting import parse_tree
@@ -57,7 +58,7 @@ def errors(err: str) -> list[str]:
 # --- generating ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+@pytest.mark.parametrize("drafter", with_slow(cases.DRAFTERS, ("early-exit", "recycling", "medusa", "pard", "dflash")))
 def test_every_drafter_writes_the_plain_text(generate, directory, drafter, tmp_path):
     drafting = cases.words(drafter, jaxspec.load(directory), tmp_path)
     for sampling in ([], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]):
@@ -394,6 +395,7 @@ def test_module_and_closed_pipe():
         assert errors.read() == b""
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_kept(directory, tmp_path):
     """In our folder, by Python as by the command; later processes, with and without text, compile nothing anew."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}

@@ -203,6 +203,7 @@ def test_benchmark_of_heads(call, target, heads, tmp_path):
     assert "medusa:2" in out
 
 
+@pytest.mark.slow
 def test_an_eagle_head(call, target, tmp_path):
     """Looked at, tried with both bases of rotary positions, drafted with, measured and exported."""
     layer = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=300.0))

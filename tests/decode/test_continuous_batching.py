@@ -73,6 +73,7 @@ def test_the_schedule_and_log_probabilities_are_the_rows_own():
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transformer_in_turns():
     """A cache with real keys and values: a place's earlier text leaves no trace."""
     lm = transformer()

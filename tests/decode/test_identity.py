@@ -67,6 +67,7 @@ DRAFTERS = {
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }
+SLOW = {f"model-{name}" for name in cases.TREES.keys() - {"dynamic"}}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_plain_decoding_is_the_reference_by_hand(plain):
             assert plain[seed][row] == by_hand(table, asked, noise, row), (seed, row)
 
 
-@pytest.mark.parametrize("name", with_slow(DRAFTERS, ("model-chain-1", "model-chain-4", "model-wide")))
+@pytest.mark.parametrize("name", with_slow(DRAFTERS, SLOW))
 def test_toy_text_is_that_of_plain_decoding(name, plain):
     """Each seed is 128 configurations: prompts, budgets, stops, temperature, top-k, top-p, min-p and bias.
 
@@ -161,7 +162,11 @@ def members(lm, params, tree):
 
 @pytest.mark.parametrize(
     ("size", "tree"),
-    with_slow([("small", RAGGED), ("small", dynamic(3, 3, 8)), ("large", branching(2, 2))], ("large",)),
+    [
+        ("small", RAGGED),
+        pytest.param("small", dynamic(3, 3, 8), marks=pytest.mark.slow),
+        pytest.param("large", branching(2, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_transformer_text_is_that_of_plain_decoding(size, tree):
     """Float32 at the highest precision; a difference is allowed at a tie below 1e-4, and is printed."""
@@ -291,7 +296,7 @@ def flax_models():
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"), with_slow([("nnx", "linen"), ("linen", "nnx"), ("function", "function")], ("linen",))
+    ("target", "draft"), with_slow([("nnx", "linen"), ("linen", "nnx"), ("function", "function")], ("nnx", "linen"))
 )
 def test_adapted_models_as_target_and_draft(target, draft):
     """Plain text equals the module called on whole texts by hand, and speculative text equals plain text."""

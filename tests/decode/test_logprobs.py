@@ -54,7 +54,7 @@ def logits_after(text) -> np.ndarray:
     return table[text[-2] if len(text) > 1 else V, text[-1]]
 
 
-@pytest.mark.parametrize("name", with_slow(cases.LOSSLESS, set(cases.LOSSLESS) - {"coupled", "rejection", "traversal"}))
+@pytest.mark.parametrize("name", with_slow(cases.LOSSLESS, set(cases.LOSSLESS) - {"coupled", "rejection"}))
 def test_they_are_the_targets_whoever_proposed_the_token(name):
     """Raw, sampled and the likeliest, under every rule and every setting: accepted, replaced and bonus tokens."""
     rule, tree = cases.RULES[name], branching(2, 2, 1)
@@ -147,6 +147,7 @@ def test_who_does_not_ask_has_none():
         extend(config.drafter, start(config, WEIGHTS, silent, 128), silent._replace(logprobs=jnp.full(2, True)))
 
 
+@pytest.mark.slow
 def test_a_vmapped_request_records_its_own():
     config = Decoder(LM, ModelDraft(LM, chain(2)), Coupled(), chunk=4, top_logprobs=2)
     asked = request([[1], [2, 3], [4]], 8, vocab=V, temperature=1.0, logprobs=[True, False, True])
@@ -161,7 +162,7 @@ OPTIONS = {"drafter": "model", "draft": jaxspec.Model(LM, WEIGHTS.draft), "tree"
 OPTIONS |= {"key": jax.random.key(1), "sampling": Sampling(temperature=[0.0, 0.8]), "max_new_tokens": 20}
 
 
-@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("batch", with_slow([None, 1], (1,)))
 def test_five_means_five(batch):
     got = jaxspec.generate(TARGET, [[1, 2], [3]], logprobs=5, batch=batch, **OPTIONS)
     plain = jaxspec.generate(TARGET, [[1, 2], [3]], logprobs=True, batch=batch, **OPTIONS)

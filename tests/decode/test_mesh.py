@@ -40,18 +40,18 @@ print(json.dumps(meshes.on_two()))
 
 
 MESHES, MORE_MESHES = ["2x4"], ["8x1", "4x2", "1x8"]
-WAYS, MORE_WAYS = ["eagle", "another vocabulary", "rejection"], ["medusa", "dflash", "early-exit"]
+WAYS = ["eagle", "another vocabulary", "rejection", "medusa", "dflash", "early-exit"]
 ALL_MESHES = with_slow([*MESHES, *MORE_MESHES], MORE_MESHES)
 
 
 @pytest.fixture(scope="module")
 def eight():
-    return of_eight(f"meshes.on_eight({WAYS})")
+    return of_eight("meshes.on_eight()")
 
 
 @pytest.fixture(scope="module")
 def more():
-    return of_eight(f"meshes.on_meshes([(8, 1), (4, 2), (1, 8)]) | {{'others': meshes.others({MORE_WAYS})}}")
+    return of_eight(f"meshes.more_on_eight({WAYS})")
 
 
 @pytest.fixture
@@ -86,26 +86,28 @@ def test_groups_exchange_nothing(found, mesh):
         assert all(any(set(some) <= set(group) for group in own) for some in line), line
 
 
-@pytest.mark.parametrize("way", with_slow([*WAYS, *MORE_WAYS], MORE_WAYS))
-def test_other_drafters_and_rules_too(way, request):
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_other_drafters_and_rules_too(way, more):
     """Two groups of four devices; `rejection` writes texts of its own, the drafters those of plain decoding."""
-    found = request.getfixturevalue("eight" if way in WAYS else "more")
-    one, shared = found["others"][way]
+    one, shared = more["others"][way]
     assert one == shared
-    assert (one[0] == found["one"]) == (way != "rejection")
+    assert (one[0] == more["one"]) == (way != "rejection")
     assert one[1] > 10, "tokens of the draft were accepted"
 
 
-def test_stop_strings_end_rows_on_a_mesh(eight):
-    one, shared = eight["stop"]
+@pytest.mark.slow
+def test_stop_strings_end_rows_on_a_mesh(more):
+    one, shared = more["stop"]
     assert one == shared
-    cut = [row for row, (tokens, _, _) in zip(eight["one"], one) if len(tokens) < len(row)]
+    cut = [row for row, (tokens, _, _) in zip(more["one"], one) if len(tokens) < len(row)]
     assert len(cut) > 4
-    assert all(whole[: len(tokens)] == tokens for whole, (tokens, _, _) in zip(eight["one"], one))
+    assert all(whole[: len(tokens)] == tokens for whole, (tokens, _, _) in zip(more["one"], one))
 
 
-def test_a_mesh_can_be_compiled_for_beforehand(eight):
-    compiled, later = eight["precompile"]
+@pytest.mark.slow
+def test_a_mesh_can_be_compiled_for_beforehand(more):
+    compiled, later = more["precompile"]
     assert compiled > 0
     assert later == 0
 
@@ -128,11 +130,16 @@ def test_devices_that_share_no_layer_run_the_kernels(eight):
 
 def test_rounded_weights_are_shared_too(eight):
     assert eight["int8 shares"] == [0.25] * 3
-    one, shared = eight["int8"]
+
+
+@pytest.mark.slow
+def test_texts_of_rounded_weights_are_those_of_one_device(more):
+    one, shared = more["int8"]
     assert one == shared
     assert len({str(row) for row in one}) > 8
 
 
+@pytest.mark.slow
 def test_two_processes(eight):
     """Two processes of four devices each, on loopback, call the same function; rows take turns, each gets all texts."""
     with socket.socket() as free:

@@ -123,6 +123,7 @@ def same_noise_everywhere(keys, roots, nodes, vocab, wanted=True):
 
 
 @pytest.mark.parametrize("wrong", [None, position_noise, same_noise_everywhere], ids=["right", "mixed", "constant"])
+@pytest.mark.slow
 def test_mixed_streams_bias_the_text(wrong, monkeypatch):
     """A rejection rule whose drafts are drawn with the noise of the token after them, or all with one array."""
     if wrong is not None:

@@ -168,6 +168,7 @@ def test_a_batch_has_no_more_places_than_asked_for():
         assert len(not_none(running._session).state.length) == min(batch, sizes.rows(min(batch, count)))
 
 
+@pytest.mark.slow
 def test_a_transformer_beside_places_without_a_row():
     """Real keys and values: the texts are those of the rows alone."""
     lm = transformer()

@@ -328,7 +328,7 @@ def fresh_pass(drafter: DFlash, params, texts):
     return head.remember(head.fuse(features), places, jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, gated"])
+@pytest.mark.parametrize("name", with_slow(["dflash, sliding", "dspark, gated"], ("dspark, gated",)))
 def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
     """Prompts of one token and of several chunks, rounds, a further turn, and finished rows; no block's rows are in."""
     drafter, params = built(name, RAGGED)
@@ -395,7 +395,7 @@ def test_the_kernels_compute_the_same(name):
             ("dspark, gated", "dynamic"),
             ("dspark, rnn", "ragged"),
         ],
-        ("dspark", "dspark, rnn"),
+        ("dflash", "dspark", "dspark, rnn"),
     ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
@@ -412,11 +412,14 @@ def test_text_is_that_of_plain_decoding(name, tree):
 
 @pytest.mark.parametrize(
     ("rule", "tree", "schedule"),
-    [
-        ("deterministic", dynamic(3, 3, 9), None),
-        ("traversal", RAGGED, None),
-        ("coupled", chain(4), Confidence(threshold=0.3)),
-    ],
+    with_slow(
+        [
+            ("deterministic", dynamic(3, 3, 9), None),
+            ("traversal", RAGGED, None),
+            ("coupled", chain(4), Confidence(threshold=0.3)),
+        ],
+        ("traversal",),
+    ),
 )
 def test_rules_and_schedules(rule, tree, schedule):
     """Greedy text is plain decoding's under every rule; what stands below a doubt is not drafted."""

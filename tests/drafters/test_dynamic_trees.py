@@ -132,6 +132,7 @@ def test_it_drafts_better_than_a_fixed_tree():
 # Losslessness of the rules that take them.
 
 
+@pytest.mark.slow
 def test_the_deterministic_rule_is_lossless():
     """The law of four tokens over several rounds, from 40,000 rows, by a G-test against the exact law."""
     lm, rows, length = TableLM(3), 40_000, 4

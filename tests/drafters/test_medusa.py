@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from helpers import toys
 from helpers.narrow import instance
+from helpers.tiers import with_slow
 from jaxspec.core import noise
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
@@ -166,7 +167,10 @@ def test_dynamic_trees_are_eagle2s(name, kind):
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [("hidden", branching(3, 2, 1)), ("path, reduced", branching(3, 2, 1)), ("recurrent", dynamic(3, 5, 8))],
+    with_slow(
+        [("hidden", branching(3, 2, 1)), ("path, reduced", branching(3, 2, 1)), ("recurrent", dynamic(3, 5, 8))],
+        ("hidden",),
+    ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
     prompts, key = [[1, 2, 3], [4, 5, 6, 7, 8]], jax.random.key(3)

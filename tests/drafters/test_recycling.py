@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toys import decoder, generate, request, texts
 from jaxspec import Model
 from jaxspec.core.draw import Candidates, Draw, Noise
@@ -181,7 +182,7 @@ def test_a_long_match_is_copied():
     assert proposed(drafter, tables(drafter, 1), periodic, [9]).tokens[0, 1:].tolist() == [3, 1, 2, 3, 1]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "deterministic", "rejection"])
+@pytest.mark.parametrize("rule", with_slow(["coupled", "deterministic", "rejection"], ("rejection",)))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_row_does_not_depend_on_other_rows(rule, temperature):
     """Not its text, and not its rounds, which decide the text of a rule that is not coupled."""

@@ -14,6 +14,7 @@ import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toy_text import (
     BARE,
     DRAFT,
@@ -149,7 +150,7 @@ class TestKeys:
 
 
 class TestEnds:
-    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
+    @pytest.mark.parametrize("drafter", with_slow(cases.ANY_NETWORK, ("recycling", "pard")))
     @pytest.mark.parametrize("budget", [1, 2, 7, 24])
     def test_exactly_max_new_tokens(self, drafter, budget):
         output = go(drafter=drafter, max_new_tokens=budget, ignore_eos=True)
@@ -217,7 +218,7 @@ def fresh_law(text):
     return jax.nn.log_softmax(TINY_LM.head(TINY.params, features)[0])
 
 
-@pytest.mark.parametrize("drafter", cases.DRAFTERS)
+@pytest.mark.parametrize("drafter", with_slow(cases.DRAFTERS, cases.DRAFTERS.keys() - {"none", "model", "eagle"}))
 def test_logprobs_are_those_of_a_fresh_forward(drafter):
     """Raw, sampled and the likeliest, whoever drafted; and the tokens are those of plain decoding."""
     options = {"logprobs": 3, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}
@@ -240,7 +241,7 @@ def test_logprobs_are_those_of_a_fresh_forward(drafter):
 
 
 class TestCallback:
-    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
+    @pytest.mark.parametrize("drafter", with_slow(cases.ANY_NETWORK, ("recycling", "pard")))
     @pytest.mark.parametrize("end", [3, 7, 10, 14])
     def test_every_token_in_order_and_an_early_end(self, drafter, end):
         seen = [[], []]

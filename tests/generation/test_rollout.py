@@ -102,6 +102,7 @@ def test_fifty_steps_on_a_mesh_of_four(one):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_a_mesh_shares_prompts_and_parameters():
     assert on_four("rollouts.shared()") == [True, True]
 
@@ -213,6 +214,7 @@ def test_gradients_are_those_of_the_law(drawn):
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_models_without_a_cache_are_scored_too():
     def bigram(params, tokens, lengths):
         return params[jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]]

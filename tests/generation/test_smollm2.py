@@ -91,6 +91,7 @@ def test_a_ragged_tree_leaves_the_text_as_it_is(smollm2, rows):
     assert output.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, rows):
     model = shallow(jaxspec.load(smollm2_path, dtype="bfloat16"))
     tree = jaxspec.from_paths([(0, 0), (0, 1), (1,)])

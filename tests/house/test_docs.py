@@ -75,7 +75,17 @@ EVERY = [block for page in PAGES for block in blocks(page)]
 LONG = ("jaxspec bench ", "jaxspec tune ", "jaxspec acceptance ")
 LONG_PAGES = tuple(
     f"docs/{name}.md"
-    for name in ("benchmarks", "coupled-trees", "drafters", "functional", "heads", "rollouts", "train-export-serve")
+    for name in (
+        "batches",
+        "benchmarks",
+        "coupled-trees",
+        "drafters",
+        "functional",
+        "heads",
+        "own-model",
+        "rollouts",
+        "train-export-serve",
+    )
 )
 """What compiles five programs and more is in the slow tier."""
 

@@ -106,8 +106,8 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
 
 
 PAIRS = [(dtype, name) for name in DRAFTERS for dtype in DTYPES]
-FAST = {(dtype, name) for dtype in DTYPES for name in ("prompt-lookup", "eagle")}
-FAST |= {("float32", "early-exit"), ("float32", "model, dynamic"), ("float32", "medusa"), ("float32", "dflash")}
+FAST = {(dtype, "prompt-lookup") for dtype in DTYPES}
+FAST |= {("float32", "model, dynamic"), ("bfloat16", "eagle"), ("float32", "dflash")}
 """Drafters of few kinds show what a dtype's kernels do."""
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.tiers import with_slow
 from helpers.trainees import train
 from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
@@ -92,7 +93,7 @@ def test_its_text_is_that_of_plain_decoding(tree):
     assert drafted.stats.tokens_per_round > 1.2
 
 
-@pytest.mark.parametrize(("inputs", "draft_vocab"), [("hidden", 0), ("recurrent", 12)])
+@pytest.mark.parametrize(("inputs", "draft_vocab"), with_slow([("hidden", 0), ("recurrent", 12)], ("hidden",)))
 def test_heads_are_trained_for_it_from_token_ids_and_draft(tmp_path, monkeypatch, inputs, draft_vocab):
     """Without a tokenizer, in a relative folder; heads that read no token need no embedding."""
     monkeypatch.chdir(tmp_path)

@@ -129,6 +129,7 @@ def test_a_gpu_draws_after_all_nodes_at_once(monkeypatch):
         assert set(asked) == {(3, nodes), (3, depths)}
 
 
+@pytest.mark.slow
 def test_match_probability_of_one_child():
     """Both draw with one noise: they agree with probability sum_x 1 / sum_y max(p_y / p_x, q_y / q_x).
 

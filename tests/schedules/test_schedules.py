@@ -223,10 +223,11 @@ def test_looking_at_the_token_would_be_seen():
     assert total_variation(law, target(())) > 0.02
 
 
+@pytest.mark.slow  # one round of each is enumerated above
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(Confidence(threshold=0.6), id="doubt", marks=pytest.mark.slow),  # enumerated above
+        pytest.param(Confidence(threshold=0.6), id="doubt"),
         pytest.param(Adaptive((1.0, 1.1), prior_rounds=1.0), id="past"),
     ],
 )

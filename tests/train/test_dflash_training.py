@@ -90,7 +90,7 @@ def inputs(name: str) -> tuple[dict, Frozen]:
 # DeepSpec's step.
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", with_slow(TRAINED, ("DSpark, gated", "DSpark, rnn")))
 def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     """To 1e-5 of the loss and of each gradient's norm, and so is the norm of a whole step; and the same acceptance."""
     expected, weights = GOLDEN[name], TRAINED[name]["weights"]
@@ -169,7 +169,7 @@ def guesses(name: str, rows: Batch) -> jax.Array:
     return unroll(name, (dflash.CHUNK, dflash.attend_to_text_and_block), *inputs(name), rows)
 
 
-@pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash",)))
+@pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash", "dflash, sliding")))
 def test_each_block_is_the_drafters_with_the_same_tokens(name, monkeypatch):
     """At every place of every packed text, and at places that are drawn."""
     monkeypatch.setattr(dflash, "CHUNK", 5)
@@ -365,7 +365,8 @@ def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     assert "| confidence | tokens |" in "\n".join(calibration.table(calibration.best(trained.log)))
 
 
-@pytest.mark.parametrize("kind", with_slow(KINDS, ("dflash",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
     """The blocks are those of the step, too."""
 

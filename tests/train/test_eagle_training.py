@@ -110,7 +110,7 @@ class Dense(EagleTrainee):
             yield Guess(logits_of(c, head, frozen, states), penalty)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", with_slow(CONFIGS, ("3, two layers",)))
 def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     """Of every parameter, with packed texts, to 1e-5 of the largest value."""
     settings, (params, frozen), one, rows = Settings(loss="kl"), inputs(name), trainee(name), batch(name)

@@ -27,6 +27,7 @@ def draw(params, key, drafting) -> jaxspec.Rollout:
 
 
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_heads_follow_a_policy_that_changes(kind):
     """Sixty policies: nothing compiles after the first; more tokens are accepted, and texts stay as without heads."""
     online = jaxspec.OnlineHeads.of(POLICY, KINDS[kind], steps=60, learning_rate=1e-2, warmup=0)

@@ -16,6 +16,7 @@ import pytest
 import jaxspec
 from helpers import trainees
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.trainees import train
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
@@ -125,7 +126,7 @@ def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     assert total == 2 * sum(int(np.prod(shape)) for shape in heads.config.param_shapes().values())
 
 
-@pytest.mark.parametrize(("stop", "after"), [(3, None), (9, 6)])
+@pytest.mark.parametrize(("stop", "after"), with_slow([(3, None), (9, 6)], (9,)))
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, stop, after):
     """Ended by an exception before its checkpoint: heads and log are those of a run in one go."""
 
