@@ -26,7 +26,7 @@ def draw(params, key, drafting) -> jaxspec.Rollout:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.slow
 def test_heads_follow_a_policy_that_changes(kind):
     """Sixty policies: nothing compiles after the first; more tokens are accepted, and texts stay as without heads."""
