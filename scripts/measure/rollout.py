@@ -57,7 +57,7 @@ def padded(model: jaxspec.Model) -> dict[str, tuple[jax.Array, jax.Array]]:
 def measure(model: jaxspec.Model, arguments: Any) -> dict[str, Any]:
     """Returns, by kind of prompt, the figures of each drafter, and how many texts equal plain decoding's."""
     heads = jaxspec.load_heads(MODEL, target=model)
-    settings = {"none": jaxspec.Drafting("none"), "prompt-lookup": jaxspec.Drafting("prompt-lookup", tree=7)}
+    settings = {"none": jaxspec.Drafting("none"), "prompt-lookup": jaxspec.Drafting("prompt-lookup")}
     settings["medusa"] = jaxspec.Drafting("medusa", heads=heads, tree=3)
     draws = {way: drawer(model, settings[way], arguments) for way in WAYS}
     score = jax.jit(lambda params, rollout: jaxspec.log_probs(dataclasses.replace(model, params=params), rollout))

@@ -361,9 +361,8 @@ def batches(arguments) -> dict[str, Any]:
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
         heads = jaxspec.load_heads(MODEL, target=model)
-        drafters = {"none": {}, "prompt-lookup": {"tree": 4}, "medusa": {"heads": heads}}
+        drafters = {"none": {}, "prompt-lookup": {}, "medusa": {"heads": heads}}
         common = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
-        common["schedule"] = "constant"  # so that every round that drafts has the full width
         for rows in arguments.rows:
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]

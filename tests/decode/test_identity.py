@@ -56,14 +56,18 @@ NOT_NUMBERS = ("nan", "all-nan", "infinite")
 DRAFTERS = {
     "narrow-none": (NoDraft(RAGGED), {}, [None]),
     "wide-none": (NoDraft(chain(4)), {"widths": ()}, [None]),
-    "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
+    "lookup": (PromptLookup(chain(4), min_match=1, widths=()), {}, [None]),
     "lookup-while-it-pays": (
-        PromptLookup(dynamic(3, 5, 9), widths=(1, 4)),
+        PromptLookup(dynamic(3, 5, 9), widths=(4,)),
         {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup())},
         [None],
     ),
-    "lookup-in-earlier-answers": (PromptLookup(dynamic(3, 5, 9), earlier=9), {}, [{"earlier": jnp.arange(9) % 5 - 1}]),
-    "recycling": (Recycling(dynamic(3, 3, 8), size=8), {}, [None]),
+    "lookup-in-earlier-answers": (
+        PromptLookup(dynamic(3, 5, 9), earlier=9, widths=()),
+        {},
+        [{"earlier": jnp.arange(9) % 5 - 1}],
+    ),
+    "recycling": (Recycling(dynamic(3, 3, 8), size=8, widths=()), {}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }

@@ -98,7 +98,7 @@ def test_text_is_that_of_plain_decoding(schedule, plain):
 def test_text_is_that_of_plain_decoding_with_prompt_lookup(plain):
     """A drafter that does not draw: what is too deep is taken from its proposal."""
     limits = (0, 3, 1, 2, -5, 99)
-    config = decoder(LM, PromptLookup(chain(3), min_match=1), schedule=Cycle(limits, (2,)))
+    config = decoder(LM, PromptLookup(chain(3), min_match=1, widths=()), schedule=Cycle(limits, (2,)))
     result = generate(config, Weights(PARAMS), asked(), 128)
     assert texts(result) == plain
     log = jax.device_get(result.log.part(np.s_[:, : len(limits) * 4]))
