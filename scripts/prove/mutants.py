@@ -25,6 +25,9 @@ from jaxspec.bench.measurements import add_record, write
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 600
+USUAL = "not slow and not tpu and not gpu"
+SLOW = "slow and not tpu and not gpu"
+"""Run where all the usual tests pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -760,9 +763,12 @@ def build(folder: pathlib.Path, flags: str = "") -> None:
         raise SystemExit(f"the kernels cannot be built:\n{done.stdout}{done.stderr}")
 
 
-def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None) -> tuple[int, list[str], str]:
+def tested(
+    tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None, marked: str
+) -> tuple[int, list[str], str]:
     """pytest's exit status, the tests that failed by an assertion, and what was printed; `limit` is in seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", "-m", marked]
+    command += tests
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     failed = re.findall(r"^FAILED (.+?)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
@@ -772,7 +778,11 @@ def tested(tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int |
 def kill(mutant: Mutant) -> tuple[Mutant, list[str], float, str]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        _, failed, printed = tested(mutant.tests, prepared(mutant, pathlib.Path(folder)), 0, TIMEOUT)
+        prepared(mutant, pathlib.Path(folder))
+        for marked in (USUAL, SLOW):
+            _, failed, printed = tested(mutant.tests, pathlib.Path(folder), 0, TIMEOUT, marked)
+            if failed:
+                break
     return mutant, failed, time.perf_counter() - start, printed
 
 
@@ -799,7 +809,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with tempfile.TemporaryDirectory() as folder:
             prepared(None, pathlib.Path(folder))
             for seed in range(arguments.clean):
-                status, _, printed = tested(tests, pathlib.Path(folder), seed, None)  # all of them at once
+                status, _, printed = tested(tests, pathlib.Path(folder), seed, None, USUAL)  # all of them at once
                 red += status != 0
                 print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
         return 1 if red else 0

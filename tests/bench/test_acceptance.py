@@ -13,7 +13,6 @@ import jaxspec
 from helpers import toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.recorded import recorded
-from helpers.tiers import with_slow
 from helpers.toys import noisy
 from jaxspec import analysis
 from jaxspec.bench import acceptance
@@ -113,7 +112,8 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", with_slow(DRAFTS, DRAFTS.keys() - {"medusa"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DRAFTS)
 def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
     """Greedily, each drafted token with 4 candidates; the first level of the other tree has every token."""
     given, prompts = DRAFTS[kind], [("one", [5, 9, 7]), ("two", [8])]

@@ -504,6 +504,7 @@ def test_ties_are_certified():
     assert banned == Difference(0, 1, 4, 5)  # one of them at least cannot be drawn: no gap, no certificate
 
 
+@pytest.mark.slow
 def test_lower_precision_is_certified_by_width(monkeypatch):
     rounded = dataclasses.replace(TARGET, params=jax.tree.map(lambda a: a.astype(jnp.bfloat16), TARGET.params))
     assert equality.in_float32(TARGET)
@@ -589,6 +590,7 @@ def test_the_command_goes_on_without_a_prompt_that_is_too_long(bench, directory,
     assert "left out: prompt 1: prompt and new tokens make 50" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_fails_with_a_broken_rule(bench, monkeypatch):
     monkeypatch.setitem(RULES, "believing", f"{__name__}:Believing")
     status, out, _ = bench("--drafters", "early-exit:1", "--rule", "believing", "--temperature", "1")

@@ -13,7 +13,6 @@ from helpers import toys
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
-from helpers.tiers import with_slow
 from helpers.toys import noisy
 from jaxspec.bench import tune as tuning
 from jaxspec.bench.head_laws import DRAFTED
@@ -296,7 +295,8 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
     assert played[2:] == [chain(4), best, chain(4), chain(4)]
 
 
-@pytest.mark.parametrize("drafter", with_slow(["eagle", "dflash", "pard"], ("eagle", "pard")))
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle", "dflash", "pard"])
 def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
     """The chain is as deep as with a draft model, whatever the heads' own tree; the tree ends where no law was read."""
     played = []
@@ -336,6 +336,7 @@ def directory(tmp_path_factory):
     return write_bytes(tmp_path_factory.mktemp("tiny"), CONFIG, random_params(CONFIG, 3))
 
 
+@pytest.mark.slow
 def test_the_command(directory, tmp_path, capsys, monkeypatch):
     """`tune` writes a file, `generate --tuned` writes the plain text with it; so does `--schedule`."""
     monkeypatch.chdir(tmp_path)

@@ -100,6 +100,7 @@ def test_sliding_attention_and_speculation(drafter, temperature, tmp_path_factor
         assert out.stats.accepted > 10
 
 
+@pytest.mark.slow
 def test_sliding_attention_is_bit_identical_when_widths_match(tmp_path_factory):
     target, draft = sliding_pair("bfloat16", str(tmp_path_factory.getbasetemp() / "sliding16"))
     options = OPTIONS | DRAFTERS["model"] | {"sampling": jaxspec.Sampling(temperature=0.9), "width_matched": True}

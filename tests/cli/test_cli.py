@@ -58,7 +58,9 @@ def errors(err: str) -> list[str]:
 # --- generating ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", with_slow(cases.DRAFTERS, ("early-exit", "recycling", "medusa", "pard", "dflash")))
+@pytest.mark.parametrize(
+    "drafter", with_slow(cases.DRAFTERS, cases.DRAFTERS.keys() - {"none", "prompt-lookup", "eagle"})
+)
 def test_every_drafter_writes_the_plain_text(generate, directory, drafter, tmp_path):
     drafting = cases.words(drafter, jaxspec.load(directory), tmp_path)
     for sampling in ([], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]):
@@ -97,7 +99,7 @@ def test_json_holds_what_is_documented(generate):
 
 @pytest.mark.parametrize("words", [["--logprobs", "2", PROMPT], [PROMPT, "--logprobs=2"], [PROMPT, "--logprobs", "2"]])
 def test_logprobs_take_a_number_of_alternatives(generate, words):
-    (record,) = json.loads(generate(*words, "--json", "--max-new-tokens", "6", "--ignore-eos")[1])
+    (record,) = json.loads(generate(*words, "--json", "--drafter", "none", "--max-new-tokens", "6", "--ignore-eos")[1])
     assert record["prompt"] == PROMPT
     assert record["sampled_logprobs"] == [0.0] * 6, "greedy"
     assert [len(top) for top in record["top_logprobs"]] == [2] * 6
@@ -125,12 +127,13 @@ def test_many_prompts_into_a_file(generate, tmp_path):
     """Two at a time, and resumed after the file lost its end; the texts are those of each prompt's place."""
     asked, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
     asked.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo and a half\r\nthree\r\nfour\r\nfive")
-    command = ("--prompts", str(asked), "--out", str(out), "--batch", "2", "--temperature", "1", "--ignore-eos")
+    settings = ("--temperature", "1", "--ignore-eos", "--drafter", "none")
+    command = ("--prompts", str(asked), "--out", str(out), "--batch", "2", *settings)
     status, printed, err = generate(*command)
     assert (status, printed) == (0, "")
     assert f"{asked}: 5 prompts\n" in err
     assert "5 texts, caches of" in err
-    right = json.loads(generate("one", "two and a half", "three", "four", "five", *command[6:], "--json")[1])
+    right = json.loads(generate("one", "two and a half", "three", "four", "five", *settings, "--json")[1])
     whole = out.read_bytes()
     records = [json.loads(line) for line in whole.splitlines()]
     assert [record["index"] for record in records] == [0, 1, 2, 3, 4]
@@ -148,11 +151,13 @@ def test_many_prompts_into_a_file(generate, tmp_path):
     assert out.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("split", "count"), [("line", 3), ("blank", 2), ("file", 1)])
+@pytest.mark.parametrize(("split", "count"), with_slow([("line", 3), ("blank", 2), ("file", 1)], ("line", "file")))
 def test_a_text_file_is_split_as_wanted(generate, tmp_path, split, count):
     asked = tmp_path / "prompts.txt"
     asked.write_text("ab\ncd\n\nef\n")
-    status, out, err = generate("--prompts", str(asked), "--split", split, "--json", "--max-new-tokens", "1")
+    status, out, err = generate(
+        "--prompts", str(asked), "--split", split, "--json", "--drafter", "none", "--max-new-tokens", "1"
+    )
     assert status == 0
     assert f"{asked}: {count} prompt" in err
     prompts = {"line": ["ab", "cd", "ef"], "blank": ["ab\ncd", "ef"], "file": ["ab\ncd\n\nef"]}[split]

@@ -229,6 +229,7 @@ def test_an_eagle_head(call, target, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["fc_norm"] is True
 
 
+@pytest.mark.slow
 def test_a_dspark_head(call, target, tmp_path):
     """Looked at, tried, measured and exported; the layout of DFlash has no place for it."""
     layer = dataclasses.replace(CONFIG, qk_norm=True)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxspec
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toys import noisy, transformer
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode import session as sessions
@@ -43,8 +44,12 @@ def whole():
 
 @pytest.mark.parametrize(
     ("options", "batch"),
-    [(DRAFTERS[0], 4), (DRAFTERS[1], 1), (DRAFTERS[2], 4), (DRAFTERS[2], 99)],
-    ids=["none", "prompt-lookup, one by one", "model", "model, more places than rows"],
+    [
+        pytest.param(DRAFTERS[0], 4, id="none"),
+        pytest.param(DRAFTERS[1], 1, id="prompt-lookup, one by one"),
+        pytest.param(DRAFTERS[2], 4, id="model", marks=pytest.mark.slow),
+        pytest.param(DRAFTERS[2], 99, id="model, more places than rows", marks=pytest.mark.slow),
+    ],
 )
 def test_texts_do_not_depend_on_the_batch(whole, options, batch):
     """Greedy and sampled rows of a table of laws, each with a temperature of its own; the order is the prompts'."""
@@ -61,6 +66,7 @@ def test_texts_do_not_depend_on_the_batch(whole, options, batch):
         assert got.stats.accepted > 100
 
 
+@pytest.mark.slow
 def test_the_schedule_and_log_probabilities_are_the_rows_own():
     """What a place learnt of one text is forgotten with it."""
     options = DRAFTERS[2] | STOPPING | SAMPLED | {"schedule": "adaptive", "logprobs": True, "samples": 2}
@@ -100,7 +106,7 @@ def test_nothing_compiles_once_places_change_hands():
     assert set(sessions._EXECUTABLES) == set(compiled)
 
 
-@pytest.mark.parametrize("batch", [None, 4], ids=["at once", "by turns"])
+@pytest.mark.parametrize("batch", with_slow([None, 4], (None,)), ids=["at once", "by turns"])
 def test_what_was_compiled_before_is_not_compiled_again(batch):
     """By the lengths alone: other tokens, another key, other settings."""
     sessions.clear_executables()

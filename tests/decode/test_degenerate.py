@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cases import RULES, WEIGHING, verifies
+from helpers.tiers import with_slow
 from helpers.toys import request, start, step, texts
 from jaxspec.analysis.enumeration import stop_laws
 from jaxspec.core import noise as noises
@@ -194,7 +195,7 @@ def plain(target, length, **settings):
     return text
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", with_slow(RULES, [name for name in RULES if name.startswith("lossy")]))
 def test_decodes_of_degenerate_laws(name):
     """Temperatures towards 0, point laws by top-k, NaN in the draft and in the target, walked on and not.
 
@@ -268,7 +269,7 @@ def test_no_draft_at_all_is_plain_decoding(name):
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("name", ["rejection", "coupled"])
+@pytest.mark.parametrize("name", with_slow(["rejection", "coupled"], ("rejection",)))
 def test_padded_vocabulary(name):
     """Ids without a text, banned by a bias in draft and target: never drafted into the text, never written."""
     bias = np.zeros(V, np.float32)

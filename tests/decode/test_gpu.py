@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.tiers import with_slow
 from helpers.toys import decoder, lively, request, texts
 from helpers.toys import transformer as toy
 from jaxspec.backend import command_buffer
@@ -113,7 +114,7 @@ def test_options_that_xla_does_not_know_are_no_error():
         command_buffer.compile(broken, {"xla_gpu_nonsense": "1"})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("case", range(8))
+@pytest.mark.parametrize("case", with_slow(range(8), range(3, 8)))
 def test_attention_in_one_pass_equals_that_in_blocks(case):
     """Prefixes and masks of any kind, sliding windows, and values that are no numbers."""
     rng = np.random.default_rng(case)

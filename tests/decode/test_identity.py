@@ -71,7 +71,7 @@ DRAFTERS = {
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }
-SLOW = {f"model-{name}" for name in cases.TREES.keys() - {"dynamic"}}
+SLOW = {f"model-{name}" for name in cases.TREES.keys() - {"ragged"}} | {"lookup-in-earlier-answers"}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,8 @@ def right(vocab, rows):
     return script
 
 
-@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float32"], ("float32",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rejected_drafts_leave_no_trace(dtype):
     """At one width, wrong drafts change no bit of tokens or log-probabilities, in bfloat16 or float32."""
     reference, result = matched(dtype, wrong)
@@ -299,9 +300,8 @@ def flax_models():
     }
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"), with_slow([("nnx", "linen"), ("linen", "nnx"), ("function", "function")], ("nnx", "linen"))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "draft"), [("nnx", "linen"), ("linen", "nnx"), ("function", "function")])
 def test_adapted_models_as_target_and_draft(target, draft):
     """Plain text equals the module called on whole texts by hand, and speculative text equals plain text."""
     models = flax_models()

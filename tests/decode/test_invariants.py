@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toys import (
     RAGGED,
     decoder,
@@ -112,7 +113,7 @@ def test_root_is_pending():
     assert behind == {1, 2}, "the root, and before it a leaf"
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["table", "transformer"])
+@pytest.mark.parametrize("real", with_slow([False, True], (True,)), ids=["table", "transformer"])
 def test_scratch_is_never_read(real):
     """With large finite values in all scratch between the rounds: the same tokens and log-probabilities."""
     config, weights, asking = (REAL_DECODER, REAL_WEIGHTS, real_request()) if real else (TABLE, WEIGHTS, asked())

@@ -121,10 +121,11 @@ def test_a_checkpoint_is_read_into_its_shards(eight):
     assert loaded["shares"] == [0.25] * 2
 
 
-def test_devices_that_share_no_layer_run_the_kernels(eight):
-    if eight["kernels"] is None:
+@pytest.mark.slow
+def test_devices_that_share_no_layer_run_the_kernels(more):
+    if more["kernels"] is None:
         pytest.skip("the kernels were not built")
-    one, other = eight["kernels"]
+    one, other = more["kernels"]
     assert one == other
 
 

@@ -183,8 +183,11 @@ def nbytes(tree) -> int:
 
 @pytest.mark.parametrize(
     "drafter",
-    [ModelDraft(DRAFT, branching(2, 1)), ModelDraft(DRAFT, dynamic(3, 3, 8)), Pard(DRAFT, 0, 263, branching(2, 1))],
-    ids=["fixed", "dynamic", "pard"],
+    [
+        pytest.param(ModelDraft(DRAFT, branching(2, 1)), id="fixed"),
+        pytest.param(ModelDraft(DRAFT, dynamic(3, 3, 8)), id="dynamic"),
+        pytest.param(Pard(DRAFT, 0, 263, branching(2, 1)), id="pard", marks=pytest.mark.slow),
+    ],
 )
 def test_a_round_copies_no_cache(real, drafter):
     """`run` on a donated state: no copy, no select, and beside the state less than a tenth of the cache."""

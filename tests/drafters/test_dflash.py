@@ -232,7 +232,10 @@ MIXED = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, Noise.FRESH) for name in CONFIGS), ("dflash", Noise.NONE), ("dspark, gated", Noise.SHARED)],
+    with_slow(
+        [*((name, Noise.FRESH) for name in CONFIGS), ("dflash", Noise.NONE), ("dspark, gated", Noise.SHARED)],
+        CONFIGS.keys() - {"dflash", "dspark, gated", "dflash 2"},
+    ),
 )
 def test_proposals_are_those_computed_by_hand(name, kind):
     """Every node's children are the likeliest of its row's law under the noise of the rule; and so is the law."""
@@ -395,7 +398,7 @@ def test_the_kernels_compute_the_same(name):
             ("dspark, gated", "dynamic"),
             ("dspark, rnn", "ragged"),
         ],
-        ("dflash", "dspark", "dspark, rnn"),
+        ("dflash", "dflash 2", "dspark", "dspark, rnn"),
     ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
@@ -418,7 +421,7 @@ def test_text_is_that_of_plain_decoding(name, tree):
             ("traversal", RAGGED, None),
             ("coupled", chain(4), Confidence(threshold=0.3)),
         ],
-        ("traversal",),
+        ("traversal", "deterministic"),
     ),
 )
 def test_rules_and_schedules(rule, tree, schedule):

@@ -9,6 +9,7 @@ import pytest
 
 import jaxspec
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from helpers.toys import decoder, eagle2, generate, log_softmax, noisy, request, start, texts
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.cli.options import UsageError
@@ -58,13 +59,16 @@ def certain_or_not(seed: int) -> dict:
 
 @pytest.mark.parametrize(
     ("tree", "kind"),
-    [
-        (dynamic(4, 3, 12), "random"),
-        (dynamic(4, 3, 12), "ties"),
-        (dynamic(1, 4, 5), "ties"),
-        (dynamic(5, 1, 4), "random"),
-        (dynamic(2, 5, 19), "perturbed"),
-    ],
+    with_slow(
+        [
+            (dynamic(4, 3, 12), "random"),
+            (dynamic(4, 3, 12), "ties"),
+            (dynamic(1, 4, 5), "ties"),
+            (dynamic(5, 1, 4), "random"),
+            (dynamic(2, 5, 19), "perturbed"),
+        ],
+        (dynamic(1, 4, 5), dynamic(5, 1, 4), (dynamic(4, 3, 12), "random")),
+    ),
 )
 def test_it_equals_eagle2(tree, kind):
     """Model and early-exit drafters, 64 rows each: parents and tokens. The whole of a pool, chains and one level too.
@@ -113,6 +117,7 @@ def test_every_tree_is_one():
     )
 
 
+@pytest.mark.slow
 def test_it_drafts_better_than_a_fixed_tree():
     """Of equal size and depth: the tokens a round of 128 rows, greedy and sampled; the texts are the same."""
     lm, rows = TableLM(24), 128
@@ -198,6 +203,7 @@ def test_on_the_command_line():
             parse_tree(spec)
 
 
+@pytest.mark.slow
 def test_generate_takes_it():
     """With the target's tree, by name; plain decoding at its width has the same text."""
     target = jaxspec.Model(LM, PARAMS)

@@ -78,7 +78,7 @@ def fresh_pass(drafter: Eagle, params, texts):
     return head(head.fuse(features), table[window.tokens], window, init_cache(config, batch, 0, "float32"))
 
 
-@pytest.mark.parametrize("name", with_slow(CONFIGS, CONFIGS.keys() - {"1", "3.1"}))
+@pytest.mark.parametrize("name", with_slow(CONFIGS, CONFIGS.keys() - {"3.1"}))
 def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
     """Prompts of one token and of several chunks, rounds, a further turn, and finished rows."""
     drafter, params = built(name, RAGGED)
@@ -220,7 +220,7 @@ def test_a_head_that_knows_the_target_is_accepted_whole(version, shape):
             ("3, two layers", "dynamic"),
             ("3, the target's rows", "wide"),
         ],
-        ("3", "3, two layers", "3, the target's rows"),
+        ("1", "3", "3, two layers", "3, the target's rows"),
     ),
 )
 def test_text_is_that_of_plain_decoding(name, tree):
@@ -253,7 +253,7 @@ def test_under_vmap_it_is_the_batch():
             ("traversal", RAGGED, None),
             ("coupled", chain(4), Confidence(threshold=0.3)),
         ],
-        ("traversal",),
+        ("traversal", "deterministic"),
     ),
 )
 def test_rules_and_schedules(rule, tree, schedule):

@@ -59,7 +59,7 @@ def test_states_and_logits(loaded, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", with_slow(range(len(TREES)), range(2, len(TREES))))
+@pytest.mark.parametrize("which", with_slow(range(len(TREES)), range(1, len(TREES))))
 def test_dynamic_trees_of_two_rounds(loaded, name, which):
     """EAGLE's depth counts the levels below the first, and its size the root: `Dynamic` counts all levels."""
     model, heads = loaded(name)

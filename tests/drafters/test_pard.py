@@ -108,7 +108,10 @@ def check(drafter, params, state) -> set[int]:
     return set(np.asarray(state.length - state.draft.cache.length).tolist())
 
 
-@pytest.mark.parametrize(("tree", "states"), [(RAGGED, ()), (chain(3), (1, None))], ids=["ragged", "PARD-2"])
+@pytest.mark.parametrize(
+    ("tree", "states"),
+    [pytest.param(RAGGED, (), id="ragged", marks=pytest.mark.slow), pytest.param(chain(3), (1, None), id="PARD-2")],
+)
 def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree, states):
     """After prompts of one token and of several chunks, rounds, rounds without a draft, and a further turn."""
     drafter, params = Pard(LM, MASK, V, tree, states, 0.5), DRAFT
@@ -135,7 +138,7 @@ def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree, states):
     check(drafter, params, state)
 
 
-@pytest.mark.parametrize("name", with_slow(TREES, TREES.keys() - {"ragged", "dynamic"}))
+@pytest.mark.parametrize("name", with_slow(TREES, TREES.keys() - {"ragged"}))
 def test_texts_are_those_of_plain_decoding(name, seed):
     """64 random configurations: prompts, budgets, stops and settings; the mask is a token of the text, too."""
     asked = toys.random_request(seed, 64, V)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.tiers import with_slow
 from helpers.toy_text import go, tokens
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
@@ -109,7 +110,7 @@ def test_what_cannot_be_looked_up_is_refused(given, what):
         PromptLookup(**given)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "deterministic"])
+@pytest.mark.parametrize("rule", with_slow(["coupled", "deterministic"], ("deterministic",)))
 def test_ended_answers_are_copied_only_where_they_change_no_text(rule):
     """The same prompt again and again, with one key: after the first answer the drafts are its copies."""
     given: dict[str, Any] = {"batch": 1, "rule": rule, "tree": 3, "max_new_tokens": 24}

@@ -158,7 +158,7 @@ class TestEnds:
         assert [row.finish_reason for row in output] == ["length"] * 2
         assert output.stats.committed == 2 * budget
 
-    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
+    @pytest.mark.parametrize("drafter", with_slow(cases.ANY_NETWORK, ("recycling", "pard")))
     def test_the_stop_token_is_kept(self, drafter):
         free = [expected(p, row_key(i), 24, ()) for i, p in enumerate(PROMPTS)]
         for stop in sorted({*free[0][3:9]}):
@@ -218,7 +218,7 @@ def fresh_law(text):
     return jax.nn.log_softmax(TINY_LM.head(TINY.params, features)[0])
 
 
-@pytest.mark.parametrize("drafter", with_slow(cases.DRAFTERS, cases.DRAFTERS.keys() - {"none", "model", "eagle"}))
+@pytest.mark.parametrize("drafter", with_slow(cases.DRAFTERS, cases.DRAFTERS.keys() - {"none", "eagle"}))
 def test_logprobs_are_those_of_a_fresh_forward(drafter):
     """Raw, sampled and the likeliest, whoever drafted; and the tokens are those of plain decoding."""
     options = {"logprobs": 3, "sampling": Sampling(temperature=0.7, top_p=0.9), "target": TINY}

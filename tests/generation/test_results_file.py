@@ -223,6 +223,7 @@ def test_a_file_is_for_one_job(tmp_path, transformed, change, named):
     assert (path.read_bytes(), beside(path).read_bytes()) == transformed
 
 
+@pytest.mark.slow
 def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
     other = jaxspec.Model(LM, noisy(PARAMS, 2, 0.4))
     options = OPTIONS | {"batch": None, "rule": "rejection", "max_new_tokens": 2}

@@ -87,6 +87,11 @@ def on_four(call: str):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_later_steps_compile_nothing():
+    check(rollouts.example(4), 4)
+
+
+@pytest.mark.slow
 def test_fifty_steps_compile_once(one):
     check(one, 50)
     rewards = [step["reward"] for step in one["steps"]]

@@ -158,10 +158,9 @@ def precompiled(target) -> list:
 
 
 def on_eight() -> dict:
-    """Texts of one device and of eight, a checkpoint and rounded weights in shards, and the kernels."""
+    """Texts of one device and of eight, and a checkpoint and rounded weights in shards."""
     target = jaxspec.Model(LM, PARAMS)
     found = on_meshes([(2, 4)])
-    found["kernels"] = kernels(target)
     found["loaded"] = loaded(target)
     held = jaxspec.shard(jaxspec.Model(LM, quantize(PARAMS)), jaxspec.make_mesh(2, 4)).params["layers"][0]
     arrays = [held["qkv"].values, held["qkv"].scale, held["down"].values]
@@ -174,8 +173,9 @@ def on_eight() -> dict:
 
 
 def more_on_eight(ways) -> dict:
-    """What the slow tests look at: other meshes, ways to draft, stop strings, compiling beforehand, rounded weights."""
+    """For the slow tests: other meshes, the kernels, drafters, stop strings, compiling beforehand, rounded weights."""
     found = on_meshes([(8, 1), (4, 2), (1, 8)])
+    found["kernels"] = kernels(jaxspec.Model(LM, PARAMS))
     found["others"] = others(ways)
     found["stop"] = stop_strings(found["one"])
     found["precompile"] = precompiled(jaxspec.Model(LM, PARAMS))

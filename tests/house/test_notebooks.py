@@ -9,7 +9,7 @@ import pytest
 from helpers.paths import ROOT
 from scripts import run_notebooks as script
 
-SLOW = {"train_medusa", "train_eagle"}
+SLOW = {"one_round", "train_medusa", "train_eagle"}
 """Train for minutes: they run in the slow tier."""
 LARGEST = 200_000
 """Bytes of a notebook, pictures included."""

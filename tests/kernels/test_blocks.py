@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.blocks import decoded, on_device, raw_blocks
+from helpers.tiers import with_slow
 from jaxspec.checkpoints.gguf_blocks import read_blocks
 from jaxspec.kernels import library
 from jaxspec.models.block_kinds import KINDS
@@ -30,7 +31,7 @@ def random_blocks(rng: np.random.Generator, kind: str, outputs: int, units: int,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "units"), [(45, 3), (2100, 1)])
+@pytest.mark.parametrize(("outputs", "units"), with_slow([(45, 3), (2100, 1)], (2100,)))
 def test_no_weight_changes(kind, outputs, units):
     rng = np.random.default_rng(outputs)
     small = lambda size: rng.normal(size=size) * rng.choice([1, 1e-4, 1e-7], size)  # noqa: E731 - some subnormal

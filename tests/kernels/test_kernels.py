@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.tiers import with_slow
 from jaxspec.core.cache import storage_dtype
 from jaxspec.core.records import KV
 from jaxspec.kernels import calls, library
@@ -53,7 +54,7 @@ def product(x, matrix):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize(("outputs", "inputs"), with_slow(SIZES, SIZES[::2]))
 def test_products_are_those_of_xla_and_no_row_depends_on_another(outputs, inputs, kind):
     rng = np.random.default_rng(outputs)
     matrix = packed(rng, outputs, inputs, kind)

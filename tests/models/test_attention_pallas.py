@@ -110,7 +110,7 @@ def check_values(seed: int, draws: int, platforms=PLATFORMS) -> None:
             np.testing.assert_allclose(compiled(platform)(*given), expected, rtol=0, atol=most, err_msg=str(shape))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", with_slow(range(3), (1, 2)))
 def test_values_are_those_of_xla(seed):
     check_values(seed, 12)
 
@@ -129,7 +129,7 @@ def test_bfloat16_is_that_of_xla_but_for_its_rounding(platform):
         np.testing.assert_allclose(compiled(platform)(*given), compiled(None)(*given), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", with_slow(["float32", "bfloat16"], ("bfloat16",)))
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype):
     """A chain of nine in one window, also with other tokens between and in a larger cache, or one token at a time."""
@@ -192,7 +192,8 @@ def test_a_bad_value_spoils_the_tokens_that_see_it_alone(platform):
         np.testing.assert_array_equal(out[1], good[1])
 
 
-@pytest.mark.parametrize("platform", with_slow(PLATFORMS, ("gpu",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_texts_are_those_of_plain_decoding_and_of_xla(platform, monkeypatch):
     target = toy()
     weights = Weights(lively(target.init_params(jax.random.key(0))))

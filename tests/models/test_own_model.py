@@ -83,7 +83,7 @@ def test_both_protocols_are_met():
     assert not isinstance(without("embedding"), HeadTarget)
 
 
-@pytest.mark.parametrize("tree", [jaxspec.chain(3), jaxspec.branching(2, 2)])
+@pytest.mark.parametrize("tree", with_slow([jaxspec.chain(3), jaxspec.branching(2, 2)], (jaxspec.chain(3),)))
 def test_its_text_is_that_of_plain_decoding(tree):
     common = {"key": jax.random.key(1), "sampling": jaxspec.Sampling(temperature=0.8), "max_new_tokens": 16}
     draft = jaxspec.Model(Network(), jax.tree.map(lambda a: a * 1.1, TARGET.params))
@@ -93,7 +93,8 @@ def test_its_text_is_that_of_plain_decoding(tree):
     assert drafted.stats.tokens_per_round > 1.2
 
 
-@pytest.mark.parametrize(("inputs", "draft_vocab"), with_slow([("hidden", 0), ("recurrent", 12)], ("hidden",)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("inputs", "draft_vocab"), [("hidden", 0), ("recurrent", 12)])
 def test_heads_are_trained_for_it_from_token_ids_and_draft(tmp_path, monkeypatch, inputs, draft_vocab):
     """Without a tokenizer, in a relative folder; heads that read no token need no embedding."""
     monkeypatch.chdir(tmp_path)

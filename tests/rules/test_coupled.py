@@ -207,6 +207,7 @@ def test_the_text_follows_the_exact_law_over_keys(way):
     assert rounds > 1.3 * batch * chunks, "several rounds a text"
 
 
+@pytest.mark.slow
 def test_a_scripted_draft_cannot_shift_the_law():
     """The same continuation proposed for every key, by a drafter that cheats: frequencies stay exact."""
     vocab, batch = 4, 50_000

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cases
+from helpers.tiers import with_slow
 from helpers.toys import (
     RAGGED,
     decoder,
@@ -83,7 +84,11 @@ def plain():
 # With the coupled rule: the text of plain decoding, bit for bit.
 
 
-@pytest.mark.parametrize("schedule", ALL, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "schedule",
+    with_slow(ALL, [s for s in ALL if isinstance(s, (Confidence, Constant))]),
+    ids=lambda s: type(s).__name__,
+)
 def test_text_is_that_of_plain_decoding(schedule, plain):
     """A draft model on a ragged tree: 24 configurations of prompt, budget, stops and sampling in one batch."""
     config = decoder(LM, ModelDraft(LM, RAGGED), schedule=schedule)
@@ -140,7 +145,9 @@ def counted(calls):
     return FunctionLM(logits, V)
 
 
-@pytest.mark.parametrize("tree", [chain(4), branching(2, 2, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "tree", with_slow([chain(4), branching(2, 2, 1)], (branching(2, 2, 1),)), ids=["chain", "tree"]
+)
 def test_a_short_draft_costs_short_time(tree):
     """A limit of g takes g calls of the draft model, 0 none; and one compilation serves all limits.
 

@@ -82,9 +82,10 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=[pytest.mark.slow] * (i not in (1, 2))) for i, cell in enumerate(SHORT)],
+    SHORT,
     ids=lambda cell: f"{cell.rule}-{cell.vocab}-{cell.draft}",
 )
 def test_text_follows_its_law(cell, seed):

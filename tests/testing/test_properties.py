@@ -178,7 +178,7 @@ def test_drafter(name):
 
 @pytest.mark.parametrize(
     "name",
-    with_slow(sorted(cases.DRAFTERS.keys() - {"none"}), cases.DRAFTERS.keys() - {"prompt-lookup", "recycling"}),
+    with_slow(sorted(cases.DRAFTERS.keys() - {"none"}), cases.DRAFTERS.keys() - {"prompt-lookup"}),
 )
 def test_text_of_a_drafter_under_rejection(name):
     """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""

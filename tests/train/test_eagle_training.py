@@ -110,7 +110,7 @@ class Dense(EagleTrainee):
             yield Guess(logits_of(c, head, frozen, states), penalty)
 
 
-@pytest.mark.parametrize("name", with_slow(CONFIGS, ("3, two layers",)))
+@pytest.mark.parametrize("name", with_slow(CONFIGS, ("1", "3, two layers")))
 def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     """Of every parameter, with packed texts, to 1e-5 of the largest value."""
     settings, (params, frozen), one, rows = Settings(loss="kl"), inputs(name), trainee(name), batch(name)
@@ -167,7 +167,7 @@ def chains(config: EagleConfig, params, frozen: Frozen, text, features):
     return jnp.stack(found)[:, :, 0]
 
 
-@pytest.mark.parametrize("name", ["1", "3.1", "3, two layers"])
+@pytest.mark.parametrize("name", with_slow(["1", "3.1", "3, two layers"], ("1", "3, two layers")))
 def test_each_step_is_the_drafters_chain_with_the_same_tokens(name):
     """From every row of every packed text, to as many tokens as the text has."""
     (params, frozen), one, rows = inputs(name), trainee(name), batch(name)
@@ -216,7 +216,8 @@ def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     assert min(drafted.stats.conditional_acceptance) > 0.9
 
 
-@pytest.mark.parametrize("kind", with_slow(KINDS, ("eagle1",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
     """The noise of EAGLE-1 is that of the step, too; the folder refuses features without taps."""
 
@@ -243,6 +244,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
         trainees.train(target(), prompts, tmp_path / "other", data=shelf, of=other)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_path):
     """Saved and loaded: one further step at a vanishing rate leaves it as it is, whatever the texts' tokens are."""
     config = dataclasses.replace(CONFIGS["3.1"], taps=(2, 1))

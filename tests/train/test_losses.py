@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import trainees
+from helpers.tiers import with_slow
 from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.train import losses
 from jaxspec.train.medusa import MedusaTrainee
@@ -114,7 +115,9 @@ def objective(settings: Settings, config: HeadsConfig, reduced: bool):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize(("inputs", "reduced"), [("hidden", False), ("path", True), ("recurrent", True)])
+@pytest.mark.parametrize(
+    ("inputs", "reduced"), with_slow([("hidden", False), ("path", True), ("recurrent", True)], ("hidden", "path"))
+)
 def test_loss_and_gradient_equal_the_reference(kind, inputs, reduced):
     """To 1e-5, at a random direction of every parameter; "lk-lambda" has its mixture held fast, as its paper has."""
     config, named = heads(inputs, reduced)

@@ -8,7 +8,6 @@ import pytest
 
 from helpers.compiling import simulated
 from helpers.paths import TESTS
-from helpers.tiers import with_slow
 
 pytestmark = pytest.mark.mesh
 
@@ -38,9 +37,8 @@ for devices in (1, 8):
 """
 
 
-@pytest.mark.parametrize(
-    "kind", with_slow(["medusa", "eagle1", "eagle3", "dspark", "pard"], ("eagle1", "eagle3", "dspark", "pard"))
-)
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "dspark", "pard"])
+@pytest.mark.slow
 def test_one_device_and_eight_agree(tmp_path, kind):
     words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
