@@ -7,7 +7,6 @@ end of the run says so.
 import gc
 import importlib.util
 import os
-import pathlib
 
 import jax
 import pytest
@@ -52,16 +51,10 @@ def seed(request) -> int:
     return request.config.getoption("--seed")
 
 
-MOST_MAPS = 20_000
-"""Memory maps of a process, most of them of executables, beyond which these are dropped. Linux allows 65,530."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _executables_of_a_module(request):
-    """How they are compiled; and their end, which is that of the module where it compiles in its own way."""
+    """How they are compiled; and their end: the whole suite's need more memory maps than a process may have."""
     optimised = request.path.stem in OPTIMISED
-    if optimised:
-        _drop_executables()
     jax.config.update("jax_disable_most_optimizations", not optimised)
     with pytest.MonkeyPatch.context() as patch:
         if optimised:
@@ -73,21 +66,8 @@ def _executables_of_a_module(request):
             patch.setattr(jax.stages.Lowered, "compile", compile_as_users_do)
         yield
     clear_executables()
-    if optimised or _maps() > MOST_MAPS:
-        _drop_executables()
-
-
-def _drop_executables() -> None:
     jax.clear_caches()
     gc.collect()
-
-
-def _maps() -> float:
-    """Returns the number of this process's memory maps; infinity where that cannot be read."""
-    try:
-        return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:
-        return float("inf")
 
 
 @pytest.fixture(scope="session")

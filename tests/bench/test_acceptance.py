@@ -44,6 +44,7 @@ def measured(**options):
     return acceptance.measure(TARGET, LM, DRAFT, PROMPTS, **{**defaults, **options})
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_laws_along_the_targets_text():
     """Every position of each text once: the sums of the formulas, found from the tables directly."""
     sampling = jaxspec.Sampling(temperature=0.7)
@@ -68,6 +69,7 @@ def test_it_is_that_of_the_laws_along_the_targets_text():
             np.testing.assert_allclose(row.optimum[rule], optimum, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_limits_and_greedy():
     """Where laws are limited the coupled draft is not, and has its own optimum; greedy rules are one."""
     limited = measured(sampling=jaxspec.Sampling(temperature=1.0, top_k=3))
@@ -138,6 +140,7 @@ def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
     assert jaxspec.best_tree(acceptance.by_rank(found)[EVERY], 6).shape.depth <= len(made) // 2
 
 
+@pytest.mark.slow
 def test_tokens_that_heads_cannot_draft_have_no_probability():
     config = dataclasses.replace(EAGLE, draft_vocab_size=5)
     ids = np.array([1, 4, 5, 9, 15], np.int32)

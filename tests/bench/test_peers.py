@@ -118,6 +118,7 @@ def test_what_does_not_start_is_said_and_left_out(models, tmp_path, monkeypatch)
     assert "fake reads hf, the target is in another format" in missing["fake plain"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "absent", peers.Peer(("jaxspec-no-such-package==1",), ("plain",)))
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path)), ("PIP_CONFIG_FILE", "/dev/null")):

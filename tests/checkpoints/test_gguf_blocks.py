@@ -48,6 +48,7 @@ def mixed(tmp_path_factory):
     return write_gguf(place, CONFIG, PARAMS, kind="Q8_0", raw=raw, metadata=VOCABULARY)
 
 
+@pytest.mark.slow
 def test_all_weights_are_those_of_the_file(mixed):
     checkpoint = open_checkpoint(mixed)
     floats = read_params(checkpoint)
@@ -108,7 +109,7 @@ def test_the_model_decodes_and_is_its_own(mixed, tmp_path):
     assert model.bytes == memory_section(CONFIG, "file", 1, 64, stored)["parameters_bytes"]
     prompts = [[5, 6, 7, 8, 5, 6], [9, 10]]
     plain = jaxspec.generate(model, prompts, max_new_tokens=24, drafter="none", logprobs=1)
-    drafted = jaxspec.generate(model, prompts, max_new_tokens=24, drafter="prompt-lookup", logprobs=1)
+    drafted = jaxspec.generate(model, prompts, max_new_tokens=24, drafter="prompt-lookup", tree=3, logprobs=1)
     assert [(row.tokens, row.logprobs) for row in drafted] == [(row.tokens, row.logprobs) for row in plain]
     assert with_kernels(model) is model
     sums = [fingerprint.weights(jaxspec.load(mixed, dtype=dtype).params) for dtype in ("float32", "int8")]

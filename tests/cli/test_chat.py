@@ -15,6 +15,7 @@ import tokenizers
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
 from helpers.narrow import not_none
+from helpers.tiers import with_slow
 from jaxspec import Model
 from jaxspec.cli import chat as command
 from jaxspec.cli import drafting, main, options, show
@@ -117,7 +118,7 @@ def talk(capsys, monkeypatch):
 # --- the conversation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "model"])
+@pytest.mark.parametrize("drafter", with_slow(["prompt-lookup", "model"], ("model",)))
 @pytest.mark.parametrize("budget", ["24", "5"])
 def test_turns_are_one_generation(drafter, budget, read, capsys):
     """Whether an answer ends itself or is cut."""

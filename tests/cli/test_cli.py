@@ -107,8 +107,8 @@ def test_logprobs_take_a_number_of_alternatives(generate, words):
 
 
 def test_a_prompt_after_logprobs_is_no_number_of_them(generate):
-    plain = json.loads(generate(PROMPT, "--logprobs", "--json")[1])
-    (record,) = json.loads(generate("--json", "--logprobs", PROMPT)[1])
+    plain = json.loads(generate(PROMPT, "--logprobs", "--json", "--drafter", "none")[1])
+    (record,) = json.loads(generate("--json", "--drafter", "none", "--logprobs", PROMPT)[1])
     assert record["prompt"] == PROMPT
     assert "top_logprobs" not in record
     assert record["logprobs"] == plain[0]["logprobs"]

@@ -165,6 +165,7 @@ def test_one_row_of_a_table_is_looked_up():
     np.testing.assert_array_equal(look_up(table, jnp.asarray([[2]])), [[[6, 7, 8]]])
 
 
+@pytest.mark.slow
 def test_what_is_compiled_for_a_gpu_writes_the_same_text(monkeypatch):
     """The forms of its own, run on a CPU: plain decoding and drafts, a width of one and of five, every setting."""
     target = toy()

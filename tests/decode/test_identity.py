@@ -71,7 +71,7 @@ DRAFTERS = {
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }
-SLOW = {f"model-{name}" for name in cases.TREES.keys() - {"ragged"}} | {"lookup-in-earlier-answers"}
+SLOW = {f"model-{name}" for name in cases.TREES.keys() - {"ragged"}} | {"lookup-in-earlier-answers", "recycling"}
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +168,11 @@ def members(lm, params, tree):
     ("size", "tree"),
     [
         ("small", RAGGED),
-        pytest.param("small", dynamic(3, 3, 8), marks=pytest.mark.slow),
-        pytest.param("large", branching(2, 2), marks=pytest.mark.slow),
+        ("small", dynamic(3, 3, 8)),
+        ("large", branching(2, 2)),
     ],
 )
+@pytest.mark.slow
 def test_transformer_text_is_that_of_plain_decoding(size, tree):
     """Float32 at the highest precision; a difference is allowed at a tie below 1e-4, and is printed."""
     lm = {"small": SMALL, "large": LARGE}[size]
@@ -240,7 +241,8 @@ def test_rejected_drafts_leave_no_trace(dtype):
     assert_same_bits(result, reference)
 
 
-@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float32"], ("float32",)))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.slow
 def test_bits_are_those_of_the_width_matched_reference(dtype):
     """The same tree with nothing proposed: equal tokens, and log-probabilities equal to the last bit.
 

@@ -214,6 +214,7 @@ def test_cache_equals_fresh_prefill(config):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_cache_equals_fresh_prefill_of_a_transformer():
     """The same up to the rounding between windows of other widths."""
     asking = real_request()

@@ -100,6 +100,7 @@ def test_of_a_lossy_rule_a_token_that_the_law_excludes_has_minus_infinity():
     assert json.dumps(record, allow_nan=False) == '{"sampled_logprobs": [null, -0.5]}'
 
 
+@pytest.mark.slow
 def test_the_sampled_law_of_one_token_is_an_entry_of_the_whole():
     """Each setting alone and all together, ties, banned tokens; a token that was drawn always counts as kept."""
     rng = np.random.default_rng(0)

@@ -185,7 +185,7 @@ def nbytes(tree) -> int:
     "drafter",
     [
         pytest.param(ModelDraft(DRAFT, branching(2, 1)), id="fixed"),
-        pytest.param(ModelDraft(DRAFT, dynamic(3, 3, 8)), id="dynamic"),
+        pytest.param(ModelDraft(DRAFT, dynamic(3, 3, 8)), id="dynamic", marks=pytest.mark.slow),
         pytest.param(Pard(DRAFT, 0, 263, branching(2, 1)), id="pard", marks=pytest.mark.slow),
     ],
 )
@@ -202,6 +202,7 @@ def test_a_round_copies_no_cache(real, drafter):
     assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
 
 
+@pytest.mark.slow
 def test_vmapped_generate_copies_no_cache(real):
     """`jit(vmap(generate))` runs the batched program: one set of caches, never copied in the loop."""
     config, weights, asked = real

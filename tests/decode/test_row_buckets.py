@@ -77,6 +77,7 @@ def test_another_call_of_like_size_compiles_nothing():
     assert compiled, "eight places are another size"
 
 
+@pytest.mark.slow
 def test_turns_of_any_length_compile_nothing_more():
     """A session's next prompts: the executables of the second turn do for the third."""
     sessions.clear_executables()

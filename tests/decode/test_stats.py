@@ -158,6 +158,7 @@ def deepest(nodes, tree, tokens, text) -> int:
     return max(nodes, key=lambda n: reach(n, text[depth:]))
 
 
+@pytest.mark.slow
 def test_rounds_without_a_draft_draft_nothing():
     """Plain decoding and a lookup that finds nothing: a token a round, no drafted token, no rate."""
     lm = TableLM(V)

@@ -130,6 +130,7 @@ def test_tables_take_what_the_page_says():
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in own) == 16 * 4 * (2 * 2048 + 2)
 
 
+@pytest.mark.slow
 def test_prompts_that_fill_the_room():
     """Of 512 places: a prompt of 600 tokens is never read, one of 440 leaves room for some drafts, one of 3 for all."""
     drafter, params = across(chain(2))
@@ -166,6 +167,7 @@ class TestOwnPrompts:
             expected = OTHER.encode(prompt) + spelled(output[b].tokens)[1:]
             assert np.asarray(own.text)[b, : int(own.length[b])].tolist() == expected
 
+    @pytest.mark.slow
     def test_messages_are_rendered_by_the_drafts_template(self):
         output, plain = self.asked(["abc b"], chat=True)
         assert tokens(output) == tokens(plain)

@@ -247,15 +247,13 @@ def test_under_vmap_it_is_the_batch():
 
 @pytest.mark.parametrize(
     ("rule", "tree", "schedule"),
-    with_slow(
-        [
-            ("deterministic", dynamic(3, 3, 9), None),
-            ("traversal", RAGGED, None),
-            ("coupled", chain(4), Confidence(threshold=0.3)),
-        ],
-        ("traversal", "deterministic"),
-    ),
+    [
+        ("deterministic", dynamic(3, 3, 9), None),
+        ("traversal", RAGGED, None),
+        ("coupled", chain(4), Confidence(threshold=0.3)),
+    ],
 )
+@pytest.mark.slow
 def test_rules_and_schedules(rule, tree, schedule):
     """Greedy text is plain decoding's under every rule; what stands below a doubt is not drafted."""
     common: dict[str, Any] = {

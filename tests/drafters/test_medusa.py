@@ -208,6 +208,7 @@ def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
     assert ran == levels
 
 
+@pytest.mark.slow
 def test_a_rule_that_weighs_the_law_takes_them():
     out = jaxspec.generate(
         MODEL, [[1, 2, 3]], key=jax.random.key(0), drafter="medusa", heads=heads("path"), rule="traversal",

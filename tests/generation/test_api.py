@@ -138,6 +138,7 @@ class TestKeys:
         rows = jax.random.split(jax.random.key(3), 2)
         assert tokens(go(key=wrap(jax.random.key_data(rows)))) == tokens(go(key=rows))
 
+    @pytest.mark.slow
     def test_rbg_keys(self):
         key = jax.random.key(11, impl="rbg")
         same = [PROMPTS[0]] * 2
@@ -178,7 +179,7 @@ class TestEnds:
             assert "<eos>" not in row.text
             assert (row.finish_reason, longer.finish_reason) == ("stop", "length")
 
-    @pytest.mark.parametrize("drafter", cases.ANY_NETWORK)
+    @pytest.mark.parametrize("drafter", with_slow(cases.ANY_NETWORK, ("recycling", "pard")))
     def test_stop_strings(self, drafter):
         free = [expected(p, row_key(i)) for i, p in enumerate(PROMPTS)]
         text = TOKENIZER.decode(free[0])
@@ -392,6 +393,7 @@ class TestDrafting:
         assert made.build(TOY)[0].schedule == schedule
         assert dataclasses.replace(made, schedule="constant").build(TOY)[0].schedule == Constant()
 
+    @pytest.mark.slow
     def test_objects_are_the_members_of_those_names(self):
         named = go(drafter="prompt-lookup", rule="coupled", schedule="constant")
         objects = {"drafter": PromptLookup(), "rule": Coupled(), "schedule": Constant()}

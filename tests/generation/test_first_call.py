@@ -103,6 +103,7 @@ def test_without_a_preset_heads_and_draft_must_be_given(preset, tmp_path):
 # --- what is said while compiling ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_line_when_compiling_begins_and_one_when_it_ends(capsys):
     prompts = [[1, 2, 3], [2, 3]]
     options = {"drafter": "none", "max_new_tokens": 3, "ignore_eos": True}

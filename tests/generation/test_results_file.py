@@ -232,6 +232,7 @@ def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
         jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **{**options, "draft": other})
 
 
+@pytest.mark.slow
 def test_a_network_is_described_alike_in_every_process():
     """Neither by an address nor by the order of a set; functions by their code and what they hold."""
     assert fingerprint.static(made(1.0)) == fingerprint.static(made(1.0)) != fingerprint.static(made(2.0))

@@ -88,7 +88,7 @@ def on_four(call: str):
 
 
 def test_later_steps_compile_nothing():
-    check(rollouts.example(4), 4)
+    check(rollouts.example(4), 4, gain=1.05)
 
 
 @pytest.mark.slow
@@ -145,6 +145,7 @@ def test_rows_are_those_of_generate(drawn):
     assert drawn.rounds.sum() < drawn.drawn.sum(), "drafts were accepted"
 
 
+@pytest.mark.slow
 def test_keys_of_every_kind_are_folded_as_in_generate():
     key = jax.random.key(3, impl="rbg")
     out = jaxspec.generate(MODEL, PROMPTS, key=key, sampling=MIXED, max_new_tokens=NEW, samples=SAMPLES, drafter="none")

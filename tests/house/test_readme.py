@@ -20,6 +20,7 @@ def run(block: str) -> dict:
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "smollm2" in b], ids=lambda b: f"{len(b)} characters")
+@pytest.mark.slow
 def test_example_with_real_weights(block, smollm2_path, capsys):
     output, printed = run(block)["output"], capsys.readouterr().out
     assert len(output) == 2

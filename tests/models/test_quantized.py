@@ -137,7 +137,7 @@ def test_the_model_is_that_of_the_rounded_weights():
 NEAR = jaxspec.Model(LM, noisy(FLOATS, 1, 0.1))
 MODEL: dict[str, Any] = {"drafter": "model", "tree": jaxspec.branching(2, 1)}
 WAYS: dict[str, dict[str, Any]] = {
-    "prompt-lookup": {"drafter": "prompt-lookup"},
+    "prompt-lookup": {"drafter": "prompt-lookup", "tree": 3},
     "rounded draft": MODEL | {"draft": jaxspec.Model(LM, quantize(NEAR.params))},
     "draft": MODEL | {"draft": NEAR},
     "early-exit": {"drafter": "early-exit", "drafter_options": {"exit_layers": 2}},

@@ -10,7 +10,6 @@ import pytest
 import cases
 import jaxspec
 from helpers.paths import ROOT
-from helpers.tiers import with_slow
 from helpers.toys import transformer
 from jaxspec.core.protocols import ObservingDrafter
 from jaxspec.core.records import StopLaw
@@ -176,10 +175,8 @@ def test_drafter(name):
     assert (proposal.law is not None) == (drafter.draws and not isinstance(drafter, ObservingDrafter))
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_slow(sorted(cases.DRAFTERS.keys() - {"none"}), cases.DRAFTERS.keys() - {"prompt-lookup"}),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(cases.DRAFTERS.keys() - {"none"}))
 def test_text_of_a_drafter_under_rejection(name):
     """G-test of 6,000 texts of two tokens: the law handed over is that of the tokens. Greedy text is the plain one."""
     drafter, params = cases.drafting(name, TARGET).build_drafter(TARGET)

@@ -170,6 +170,7 @@ def guesses(name: str, rows: Batch) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash", "dflash, sliding")))
+@pytest.mark.slow
 def test_each_block_is_the_drafters_with_the_same_tokens(name, monkeypatch):
     """At every place of every packed text, and at places that are drawn."""
     monkeypatch.setattr(dflash, "CHUNK", 5)

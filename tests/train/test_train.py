@@ -61,6 +61,7 @@ def test_it_learns_and_the_target_stays_as_it_is(run):
     assert any("tokens to train on" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_heads_draft_what_they_learnt(run):
     trained = run[0]
     target = trained.target
@@ -150,6 +151,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, s
     assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
 
 
+@pytest.mark.slow
 def test_runs_may_share_answers_and_features(run, prompts, tmp_path):
     """Another loss on what is there: nothing is answered or read again."""
     before = {path: path.stat().st_mtime_ns for name in ("answers", "features") for path in (run[1] / name).iterdir()}
@@ -263,6 +265,7 @@ def press(times: int, at: int):
 
 
 @pytest.mark.usefixtures("keyboard")
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_path, monkeypatch):
     """Between two checkpoints, and again while that one is saved; then to the bits of a run in one go."""
     whole, folder = run[:2]
@@ -393,6 +396,7 @@ def test_heads_that_are_not_the_best_ones_are_said_to_be(run, prompts, copied):
     assert fingerprint(trained.heads.params) != fingerprint(run[0].heads.params)
 
 
+@pytest.mark.slow
 def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):
     """A target of its own comes out, the given one stays; the log judges the heads with the new one's features."""
     given, settings = trainees.target(), {"medusa2": True, "cache_features": False, "steps": 4, "medusa2_warmup": 2}
