@@ -118,7 +118,7 @@ def batches(values: Values) -> str:
             rows.append([dtype, str(count), *cells])
     headings = ["weights", "rows", "plain, tokens/s"]
     for name in drafters:
-        headings += [f"`{name}`, times plain", "its tokens per round", "the target at its widest, times width 1"]
+        headings += [f"`{name}`, times plain", "its tokens per round", "the target at that width, times width 1"]
     return table(headings, rows)
 
 

@@ -110,7 +110,7 @@ def check(drafter, params, state) -> set[int]:
 
 @pytest.mark.parametrize(
     ("tree", "states"),
-    [pytest.param(RAGGED, (), id="ragged", marks=pytest.mark.slow), pytest.param(chain(3), (1, None), id="PARD-2")],
+    [pytest.param(RAGGED, (), id="ragged"), pytest.param(chain(3), (1, None), id="PARD-2", marks=pytest.mark.slow)],
 )
 def test_the_rows_of_the_call_are_those_of_a_plain_pass(tree, states):
     """After prompts of one token and of several chunks, rounds, rounds without a draft, and a further turn."""

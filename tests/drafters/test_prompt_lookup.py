@@ -92,7 +92,7 @@ def test_the_likeliest_copies_are_proposed(drafter, kind, letters):
         assert len(set(paths)) == len(paths)
         assert set(paths) == set(list(found[row])[: width - 1]), row
         sizes.add(len(paths))
-    assert len(sizes) > 1 or rows == 3
+    assert len(sizes) > 1 if kind is Noise.NONE else max(sizes) > 0
 
 
 @pytest.mark.parametrize(("given", "what"), [

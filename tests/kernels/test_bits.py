@@ -107,7 +107,7 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
 
 PAIRS = [(dtype, name) for name in DRAFTERS for dtype in DTYPES]
 FAST = {("int8", "prompt-lookup")}
-"""Drafters of few kinds show what a dtype's kernels do."""
+"""The other pairs are slow."""
 
 
 @pytest.mark.parametrize(("dtype", "name"), with_slow(PAIRS, set(PAIRS) - FAST))
