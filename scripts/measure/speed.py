@@ -362,9 +362,9 @@ def batches(arguments) -> dict[str, Any]:
         model = jaxspec.load(MODEL, dtype=dtype)
         heads = jaxspec.load_heads(MODEL, target=model)
         drafters: dict[str, dict[str, Any]] = {
-            "none": {},
+            "none": {"drafter": "none"},
             "prompt-lookup": {"drafter": PromptLookup(jaxspec.chain(4), widths=())},
-            "medusa": {"heads": heads},
+            "medusa": {"drafter": "medusa", "heads": heads},
         }
         common: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
         common["schedule"] = "constant"  # so that every round that drafts has the full width
@@ -375,7 +375,7 @@ def batches(arguments) -> dict[str, Any]:
             tokens, nodes = {}, {}
             for repeat in range(arguments.repeats + 1):
                 for name, options in drafters.items():
-                    out = jaxspec.generate(model, prompts, **{"drafter": name} | common | options)
+                    out = jaxspec.generate(model, prompts, **common, **options)
                     tokens[name] = out.stats.tokens_per_round
                     assert out.session is not None
                     nodes[name] = out.session.decoder.drafter.shape.nodes
