@@ -44,6 +44,8 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 gpu: ## compile for GPUs without one, and check what the loop does (ARGS=--all for every combination)
 	$(MAKE) VENV=.venv-gpu-$(VERSION) in-gpu-environment
 
+# Otherwise the plugin asks for a driver.
+in-gpu-environment: export JAX_PLATFORMS = cpu
 in-gpu-environment: $(VENV)/core.stamp
 	$(INSTALL) '.[test,gpu]'
 	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py

@@ -1,6 +1,6 @@
 """Compiles the decoder for GPUs without one, and says what the compiled loop does: `make gpu`.
 
-    python -m scripts.prove.gpu                 # some 35 programs of two layers, one of 32
+    python -m scripts.prove.gpu                 # some 45 programs of two layers, two of 32
     python -m scripts.prove.gpu --all           # every drafter, GPU, mesh, batch and dtype: hours
     python -m scripts.prove.gpu --chips h100 --drafters medusa --layers 32
 
@@ -126,7 +126,8 @@ def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
     for chip, name in itertools.product(others, few):
         yield Case(chip, name, layers=layers)
     if layers < 32:
-        yield Case(first, "prompt-lookup, chain 8", layers=32)
+        for attention in ("xla", "pallas"):
+            yield Case(first, "prompt-lookup, chain 8", layers=32, attention=attention)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compute_on import compute_on
 
 from helpers.tiers import with_slow
 from helpers.toys import decoder, lively, request, texts
@@ -220,6 +221,21 @@ def test_it_finds_a_copied_cache(compiler, monkeypatch):
 
     monkeypatch.setattr(caches, "commit", chosen)
     assert "of a whole cache inside the loop" in wrong()
+
+
+@pytest.mark.gpu
+def test_it_finds_a_call_of_the_host(compiler, monkeypatch):
+    commit = caches.commit
+
+    @compute_on("device_host")
+    @jax.jit
+    def told(count):
+        return count + 0
+
+    monkeypatch.setattr(
+        caches, "commit", lambda cache, entries, count, after=0: commit(cache, entries, told(count), after)
+    )
+    assert "the host" in wrong()
 
 
 @pytest.mark.gpu
