@@ -274,10 +274,10 @@ MUTANTS = (
     ),
     Mutant(
         "sums-by-the-number-of-rows",
-        "from five rows on, a product rounds before it adds: other bits than one row alone",
+        "from three rows on, a product rounds before it adds: other bits than one row alone",
         "kernels/src/products.h",
         "sum[b][r] = Kind::add(sum[b][r], w[b], value);",
-        "if constexpr (R > 4 && std::is_same_v<Kind, Float32>) sum[b][r] = Lanes{w[b]} * Lanes{value} + sum[b][r]; else sum[b][r] = Kind::add(sum[b][r], w[b], value);",
+        "if constexpr (R > 2 && std::is_same_v<Kind, Float32>) sum[b][r] = Lanes{w[b]} * Lanes{value} + sum[b][r]; else sum[b][r] = Kind::add(sum[b][r], w[b], value);",
         ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
     ),
     Mutant(
@@ -364,10 +364,10 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-by-the-number-of-rows",
-        "from five rows on, a block's sum is rounded before it is added: other bits than one row alone",
+        "from three rows on, a block's sum is rounded before it is added: other bits than one row alone",
         "kernels/src/blocks.h",
         "total[b][r] = fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
-        "total[b][r] = R > 4 ? to_float(sum[b][r]) * (Kind::of_output ? one : one * step) + total[b][r] : fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
+        "total[b][r] = R > 2 ? to_float(sum[b][r]) * (Kind::of_output ? one : one * step) + total[b][r] : fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
         ("tests/kernels/test_blocks.py::test_rows_are_rounded_by_32_and_none_depends_on_another",),
     ),
     Mutant(
