@@ -30,23 +30,23 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
     return xp.where(tree.ancestors, share[..., None, :], 1.0).prod(-1)
 
 
-def assumed_cost(width: int, cpu: bool = True, rows: int = 1) -> float:
+def assumed_cost(width: int, cpu: float | None = 14, rows: int = 1) -> float:
     """Returns the time of a target call of a width that is assumed before it is measured, in calls of width 1.
 
-    On a CPU a call of up to sixteen tokens mostly reads the weights; from some twenty on, it takes as long as it has
-    tokens. This is the mean of what two cores take in float32, bfloat16 and int8 (`scripts/measure/speed.py widths` and
-    `scripts/measure/first_token.py`). On accelerators a token more costs little, up to the number that they multiply by
-    a weight in the time in which they read it (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16).
+    On a CPU a call of few tokens mostly reads the weights; from some more on, it takes as long as it has tokens. On
+    accelerators a token more costs little, up to the number that they multiply by a weight in the time in which they
+    read it (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16).
 
     Args:
         width: the number of tokens of each row.
-        cpu: False for an accelerator.
+        cpu: the number of tokens that the CPU multiplies in the time of a call of width 1
+            (`jaxspec.kernels.library.tokens_at_once`); None for an accelerator.
         rows: the number of rows.
     """
-    if cpu:
-        few, many = (max(1 + 0.025 * (tokens - 1), tokens / 14) for tokens in (rows, rows * width))
-        return many / few
-    return max(1 + 0.01 * (width - 1), rows * width / max(rows, 256))
+    if cpu is None:
+        return max(1 + 0.01 * (width - 1), rows * width / max(rows, 256))
+    few, many = (max(1 + 0.025 * (tokens - 1), tokens / cpu) for tokens in (rows, rows * width))
+    return many / few
 
 
 def best_length(acceptance: float, cost: float, longest: int) -> int:

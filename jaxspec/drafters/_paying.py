@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.theory import assumed_cost
+from jaxspec.kernels.library import tokens_at_once
 
 
 def count_paying(worth: Float[Array, "B N1"], widths: tuple[int, ...], draw: Draw) -> Int[Array, "B"]:
@@ -27,7 +28,9 @@ def count_paying(worth: Float[Array, "B N1"], widths: tuple[int, ...], draw: Dra
     if draw.kind is Noise.SHARED:
         rows = len(worth)
         tokens = jnp.broadcast_to(jnp.where(draw.below(0)[:, None], tokens, 0.0).sum(0), tokens.shape)
-    on_cpu, elsewhere = (np.array([assumed_cost(w, cpu, rows) for w in choices], np.float32) for cpu in (True, False))
+    on_cpu, elsewhere = (
+        np.array([assumed_cost(width, cpu, rows) for width in choices], np.float32) for cpu in (tokens_at_once(), None)
+    )
     speed = lax.platform_dependent(
         tokens, cpu=lambda tokens: tokens / on_cpu, default=lambda tokens: tokens / elsewhere
     )

@@ -228,7 +228,8 @@ class BridgedDraft:
                 state.model,
             )
         else:
-            model = self.inner.keep(state.model, advance.nodes, jnp.minimum(advance.count, added))
+            # Nodes are common tokens, of one piece each; the last committed token may have none.
+            model = self.inner.keep(state.model, advance.nodes, added)
         return BridgedState(model, text, length, covered)
 
     def propose(

@@ -26,6 +26,7 @@ from jaxspec.generation.members import check_law, check_member, make_rule, make_
 from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
+from jaxspec.kernels.library import tokens_at_once
 from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
@@ -289,5 +290,5 @@ def default_schedule(drafter: Drafter) -> Schedule:
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    costs = (1.0, *map(assumed_cost, compiled))
+    costs = (1.0, *(assumed_cost(width, tokens_at_once()) for width in compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

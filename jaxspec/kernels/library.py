@@ -17,6 +17,11 @@ from jaxspec.core.checks import flag
 from jaxspec.errors import InvalidConfig
 
 VARIABLE = "JAXSPEC_KERNELS"
+TOKENS_AT_ONCE = {"AVX-512 with BF16 and VNNI": 14.0, "AVX-512": 8.0, "AVX2": 4.4}
+"""How many tokens are multiplied in the time of a call of one; means of float32, bfloat16 and int8 on two cores
+(`scripts/measure/speed.py widths`). The second is assumed to lie between the others."""
+TOKENS_WITHOUT = 3.0
+"""The same of XLA's own products."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
 
 
@@ -50,6 +55,11 @@ def describe() -> str:
         return f"none ({VARIABLE}=0)"
     library = _library()
     return f"none ({library})" if isinstance(library, str) else library.jaxspec_processor().decode()
+
+
+def tokens_at_once() -> float:
+    """Returns how many tokens this CPU is assumed to multiply in the time of a target call of one token."""
+    return TOKENS_AT_ONCE[describe()] if available() else TOKENS_WITHOUT
 
 
 def use_kernels(wanted: bool | None, suited: bool = True) -> bool:

@@ -2,6 +2,8 @@
 
     python scripts/measure/long_texts.py build/long.jsonl
     jaxspec bench --tasks build/long.jsonl
+
+A page is cut after `LONGEST` characters.
 """
 
 import json

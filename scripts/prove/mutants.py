@@ -611,11 +611,11 @@ MUTANTS = (
         ("tests/drafters/test_bridged.py::test_the_law_is_the_drafts_on_the_common_tokens",),
     ),
     Mutant(
-        "bridge-keeps-more-than-was-committed",
-        "a draft of another vocabulary keeps accepted nodes behind a cut, counted by its own tokens",
+        "bridge-counts-the-targets-tokens",
+        "a draft of another vocabulary keeps the last node although the target's token after it has no spelling",
         "drafters/model.py",
-        "jnp.minimum(advance.count, added)",
-        "added",
+        "self.inner.keep(state.model, advance.nodes, added)",
+        "self.inner.keep(state.model, advance.nodes, advance.count)",
         ("tests/drafters/test_bridged.py::test_texts_are_those_of_plain_decoding",),
     ),
     Mutant(

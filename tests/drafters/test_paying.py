@@ -9,9 +9,17 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
+from jaxspec.drafters import _paying
 from jaxspec.drafters._paying import count_paying
+from jaxspec.kernels.library import TOKENS_AT_ONCE
 
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
+
+
+@pytest.fixture(autouse=True)
+def one_processor(monkeypatch):
+    """The costs are those of AVX-512, whatever runs the tests."""
+    monkeypatch.setattr(_paying, "tokens_at_once", lambda: TOKENS_AT_ONCE["AVX-512 with BF16 and VNNI"])
 
 
 def counted(worth, kind, limit=None):
@@ -38,7 +46,14 @@ def test_rows_that_do_not_draft_are_not_asked():
     assert min(counted([SURE, *7 * [HOPELESS]], Noise.SHARED, limit=[15, *7 * [0]])) > 0
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+def test_a_processor_without_avx512_drafts_less(monkeypatch):
+    likely = np.log(0.9) * np.arange(1, 16)
+    assert counted([likely], Noise.NONE) == [15]
+    monkeypatch.setattr(_paying, "tokens_at_once", lambda: TOKENS_AT_ONCE["AVX2"])
+    assert counted([likely], Noise.NONE) == [3]
+
+
+@pytest.mark.parametrize("cpu", [14, 4.4, 3, None])
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_costs_grow_with_width_and_never_faster_than_the_tokens(cpu, rows):
     costs = [assumed_cost(width, cpu, rows) for width in range(1, 65)]

@@ -1,7 +1,9 @@
 """Tests that the kernels are there where they can be, that they can be turned off, and what is said of it."""
 
 import os
+import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +48,14 @@ def test_what_is_missing_is_said(monkeypatch):
     assert not library.use_kernels(False)
     with pytest.raises(InvalidConfig, match="whole layers"):
         library.use_kernels(True, suited=False)
+
+
+def test_every_processor_has_a_cost_of_drafts(monkeypatch):
+    sources = pathlib.Path(library.__file__).parent / "src"
+    names = {name for path in sources.glob("*.cpp") for name in re.findall('#define NAME "(.+)"', path.read_text())}
+    assert library.TOKENS_AT_ONCE.keys() == names
+    monkeypatch.setenv(library.VARIABLE, "0")
+    assert library.tokens_at_once() == library.TOKENS_WITHOUT < min(library.TOKENS_AT_ONCE.values())
 
 
 @pytest.mark.skipif(not library.available(), reason=library.describe())
