@@ -228,7 +228,7 @@ class BridgedDraft:
                 state.model,
             )
         else:
-            # Nodes are common tokens, of one piece each; the last committed token may have none.
+            # Nodes are common tokens, of one piece each.
             model = self.inner.keep(state.model, advance.nodes, added)
         return BridgedState(model, text, length, covered)
 

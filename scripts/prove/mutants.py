@@ -611,14 +611,6 @@ MUTANTS = (
         ("tests/drafters/test_bridged.py::test_the_law_is_the_drafts_on_the_common_tokens",),
     ),
     Mutant(
-        "bridge-counts-the-targets-tokens",
-        "a draft of another vocabulary keeps the last node although the target's token after it has no spelling",
-        "drafters/model.py",
-        "self.inner.keep(state.model, advance.nodes, added)",
-        "self.inner.keep(state.model, advance.nodes, advance.count)",
-        ("tests/drafters/test_bridged.py::test_texts_are_those_of_plain_decoding",),
-    ),
-    Mutant(
         "bridge-spells-its-prompt-twice",
         "a draft that was given its own prompt appends the spelling of the target's prompt, too",
         "drafters/model.py",
