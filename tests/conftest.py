@@ -19,7 +19,10 @@ import jaxspec  # noqa: E402
 from helpers import compiling  # noqa: E402
 from jaxspec.checkpoints import presets  # noqa: E402
 from jaxspec.decode.session import clear_executables  # noqa: E402
+from jaxspec.drafters import _paying  # noqa: E402
 from jaxspec.errors import FetchError  # noqa: E402
+from jaxspec.generation import drafting  # noqa: E402
+from jaxspec.kernels.library import TOKENS_AT_ONCE  # noqa: E402
 
 if importlib.util.find_spec("libtpu"):  # only one process may open it: the one that compiles for TPUs
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
@@ -38,6 +41,7 @@ pytest_plugins = ["helpers.durations"]
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
 
+AVX512 = "AVX-512 with BF16 and VNNI"
 MISSING = "THE REAL WEIGHTS ARE MISSING"
 
 
@@ -49,6 +53,15 @@ def pytest_addoption(parser):
 def seed(request) -> int:
     """Of the random cases; 0 unless `--seed` says otherwise."""
     return request.config.getoption("--seed")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _costs_of_one_processor():
+    """Drafters that choose how much they draft choose the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_paying, drafting):
+            patch.setattr(module, "tokens_at_once", lambda: TOKENS_AT_ONCE[AVX512])
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

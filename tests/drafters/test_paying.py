@@ -16,12 +16,6 @@ from jaxspec.kernels.library import TOKENS_AT_ONCE
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
 
 
-@pytest.fixture(autouse=True)
-def one_processor(monkeypatch):
-    """The costs are those of AVX-512, whatever runs the tests."""
-    monkeypatch.setattr(_paying, "tokens_at_once", lambda: TOKENS_AT_ONCE["AVX-512 with BF16 and VNNI"])
-
-
 def counted(worth, kind, limit=None):
     rows = len(worth)
     noise = RoundNoise(jax.random.split(jax.random.key(0), rows), jnp.ones(rows, int), jnp.asarray(False), 9)

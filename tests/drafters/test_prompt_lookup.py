@@ -15,14 +15,11 @@ from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
 from jaxspec.core.tree import branching, build, chain, dynamic
-from jaxspec.drafters import _paying
 from jaxspec.drafters._match import TRUST
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.kernels.library import TOKENS_AT_ONCE
 
 ROWS, SLOTS, LENGTHS = 24, 64, np.random.default_rng(0).integers(1, 64, 24)
-AVX512 = TOKENS_AT_ONCE["AVX-512 with BF16 and VNNI"]
 
 
 def paths_by_hand(drafter, text, limit):
@@ -55,7 +52,7 @@ def width_by_hand(drafter, drafts):
     """The width at which rows that decide together expect the most tokens for their time."""
     widths = [*(w for w in drafter.widths if w < drafter.shape.nodes), drafter.shape.nodes]
     tokens = [sum(1 + sum(list(found.values())[: width - 1]) for found in drafts) for width in widths]
-    speed = [n / assumed_cost(width, AVX512, len(drafts)) for n, width in zip(tokens, widths)]
+    speed = [n / assumed_cost(width, rows=len(drafts)) for n, width in zip(tokens, widths)]
     return widths[int(np.argmax(speed))]
 
 
@@ -67,8 +64,7 @@ def width_by_hand(drafter, drafts):
     (PromptLookup(dynamic(3, 2, 6), widths=(1,)), Noise.NONE),
     (PromptLookup(earlier=40), Noise.SHARED),
 ], ids=["default", "rows together", "chain", "small", "earlier"])  # fmt: skip
-def test_the_likeliest_copies_are_proposed(drafter, kind, letters, monkeypatch):
-    monkeypatch.setattr(_paying, "tokens_at_once", lambda: AVX512)
+def test_the_likeliest_copies_are_proposed(drafter, kind, letters):
     rng, rows = np.random.default_rng(letters), ROWS if kind is Noise.NONE else 3
     lengths = LENGTHS[-rows:]
     text = rng.integers(0, letters, (rows, SLOTS))
