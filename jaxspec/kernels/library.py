@@ -20,8 +20,8 @@ VARIABLE = "JAXSPEC_KERNELS"
 TOKENS_AT_ONCE = {"AVX-512 with BF16 and VNNI": 14.0, "AVX-512": 8.0, "AVX2": 4.4}
 """How many tokens are multiplied in the time of a call of one; means of float32, bfloat16 and int8 on two cores
 (`scripts/measure/speed.py widths`). The second is assumed to lie between the others."""
-TOKENS_WITHOUT = 3.0
-"""The same of XLA's own products."""
+TOKENS_WITHOUT = 1.7
+"""The same of XLA's own products, in float32."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
 
 
