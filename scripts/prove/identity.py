@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--trees", nargs="+", choices=TREES, default=list(TREES))
     arguments = parser.parse_args()
     target = jaxspec.load("smollm2-135m-instruct", dtype=arguments.dtype)
     draft = jaxspec.Model(target.lm, noisy(target.params, 0.1))
@@ -65,7 +66,8 @@ def main() -> int:
     widest = None if matched else decode("none")
     bad = ties = total = 0
     print(f"{len(rows)} rows of {arguments.tokens} tokens, {arguments.dtype}, jax {jax.__version__}")
-    for label, tree in TREES.items():
+    for label in arguments.trees:
+        tree = TREES[label]
         reference = widest or decode("none", tree=tree, label=label)
         for drafter in ("prompt-lookup", "early-exit", "model"):
             if drafter == "prompt-lookup" and not tree.is_chain:

@@ -58,13 +58,13 @@ def shapes(lm: TransformerLM, int8: bool = False) -> Any:
 def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     """Returns each with the shapes of its parameters."""
     small = llama(max(layers // 2, 1), 2048, 8192, 32, 8)
-    config = HeadsConfig(target.config.hidden_size, target.config.vocab_size, 4)
-    params = {
-        "blocks": {
-            i: {0: {"kernel": jax.ShapeDtypeStruct((4096, 4096), "bfloat16"),
-                    "bias": jax.ShapeDtypeStruct((4096,), "float32")}} for i in range(4)
-        }
-    }  # fmt: skip
+    hidden = target.config.hidden_size
+    config = HeadsConfig(hidden, target.config.vocab_size, 4)
+    layer = {
+        "kernel": jax.ShapeDtypeStruct((hidden, hidden), "bfloat16"),
+        "bias": jax.ShapeDtypeStruct((hidden,), "float32"),
+    }
+    params = {"blocks": {i: {0: layer} for i in range(4)}}
     tree = jaxspec.named_tree("mc_sim_7b_63")
     model, exit = jaxspec.Model(target, shapes(target)), max(min(4, layers - 1), 1)
     medusa = Medusa(config, target, tree)

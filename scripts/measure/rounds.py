@@ -1,0 +1,288 @@
+"""Times rounds at the shapes of Llama 3 8B with random weights, on a GPU or TPU: by width, drafter, type and batch.
+
+    python -m scripts.measure.rounds --record rounds     # 16 GB of weights: needs a GPU of 40 GB or more
+    python -m scripts.measure.rounds --parts options widths --layers 8
+
+No text means anything here, and of random drafts almost none is accepted, so the table gives what a round costs in
+rounds of plain decoding: a drafter pays if its rounds commit more tokens than that. Every round has all nodes of the
+tree. Prompts have one token, so nothing is prefilled. Programs of a part are compiled together, then run in turns of
+16 rounds. With `--record` the figures are written after each part, so that a run that is ended keeps those before.
+At the end it counts what the CUDA driver is asked for in one turn of each.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import glob
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.backend import command_buffer
+from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.decode.state import Request, State, Weights
+from jaxspec.drafters.none import NoDraft
+from jaxspec.models.quantized import quantize
+from jaxspec.rules.coupled import Coupled
+from scripts.measure.speed import reader
+from scripts.prove import loops
+
+ROUNDS = 16
+"""Rounds in one turn."""
+CAPACITY = 2048
+READ = 1 << 31
+"""Bytes that are summed to see how fast memory is read."""
+WIDTHS = (2, 4, 8, 16, 32, 64)
+WATCHED = ("cuGraphLaunch", "cuLaunchKernel", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoHAsync")
+"""Calls of the CUDA driver; names that begin so count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+        name: of its line.
+        drafter: a name of `loops.drafters`, or the number of tokens of a window in which nothing is drafted.
+        int8: whether the target's matrices are in int8; else in bfloat16.
+        rows: the batch.
+        temperature: of all rows.
+        attention: see `jaxspec.load`.
+        captured: whether loops are captured in a command buffer.
+    """
+
+    name: str
+    drafter: str | int = 1
+    int8: bool = False
+    rows: int = 1
+    temperature: float = 0.0
+    attention: str = "xla"
+    captured: bool = True
+
+
+PLAIN = Case("plain")
+CHAIN = "prompt-lookup, chain 8"
+
+
+def parts(names: list[str]) -> dict[str, list[Case]]:
+    """Returns the cases of every part; the first is what the others are compared with."""
+    widths = [Case(f"width {width}", width) for width in WIDTHS]
+    return {
+        "options": [
+            PLAIN, Case(CHAIN, CHAIN),
+            Case("plain, no loop captured", captured=False),
+            Case(f"{CHAIN}, no loop captured", CHAIN, captured=False),
+            Case("plain, attention in Pallas", attention="pallas"),
+            Case(f"{CHAIN}, attention in Pallas", CHAIN, attention="pallas"),
+        ],
+        "widths": [PLAIN, *widths],
+        "drafters": [PLAIN, *(Case(name, name) for name in names)],
+        "int8": [Case("plain", int8=True), *(dataclasses.replace(case, int8=True) for case in widths[2::3])],
+        "batch": [Case("plain", rows=16), Case("width 8", 8, rows=16), Case(CHAIN, CHAIN, rows=16)],
+        "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
+    }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.bfloat16) / math.sqrt(shape[-1])).astype(dtype)
+
+
+def random(shapes: Any) -> Any:
+    """Returns parameters of these shapes: random matrices, vectors of ones, tokens from 0 on."""
+
+    def of(index: int, leaf: Any) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        if leaf.ndim < 2:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return normal(jax.random.key(index), leaf.shape, str(leaf.dtype))
+
+    leaves, structure = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(structure, [of(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+class Bench:
+    """Holds the weights; every drafter's are made once."""
+
+    def __init__(self, layers: int):
+        self.layers, self.lm = layers, loops.llama(layers)
+        self.drafters, self._drafts = loops.drafters(self.lm, layers), {}
+        self.params = {False: random(loops.shapes(self.lm))}
+
+    def weights(self, case: Case) -> tuple[Any, Weights]:
+        """Returns the drafter and all parameters."""
+        if case.int8 not in self.params:
+            self.params[case.int8] = quantize(self.params[False])
+        target = self.params[case.int8]
+        if isinstance(case.drafter, int):
+            return NoDraft(jaxspec.chain(case.drafter - 1)), Weights(target)
+        drafter, shapes = self.drafters[case.drafter]
+        drafter = dataclasses.replace(drafter, widths=()) if hasattr(drafter, "widths") else drafter
+        if case.drafter not in self._drafts:
+            self._drafts[case.drafter] = random(shapes)
+        return drafter, Weights(target, self._drafts[case.drafter])
+
+    def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, State]:
+        """Returns a function that compiles the loop, the weights, and the state of a batch of prompts of one token."""
+        target = dataclasses.replace(self.lm, attention=case.attention)
+        drafter, weights = self.weights(case)
+        decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
+        rows = case.rows
+        request = Request(
+            jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None], jnp.ones(rows, jnp.int32), jnp.full(rows, CAPACITY - 80),
+            jax.random.split(jax.random.key(0), rows), jnp.full((rows, 1), -1),
+            jaxspec.Sampling(temperature=case.temperature).rows(rows, target.vocab),
+        )  # fmt: skip
+        state = jax.jit(lambda w, r: decoder.init(w, r, CAPACITY))(weights, request)
+        run = jax.jit(lambda w, s, rounds: decoder.run(w, s, rounds), donate_argnums=1)
+        made = run.lower(weights, state, jnp.int32(ROUNDS))
+        options = command_buffer.options(jax.default_backend()) if case.captured else {}
+        return lambda: command_buffer.compile(made, options), weights, state
+
+
+class Timed:
+    """A compiled loop and its state."""
+
+    def __init__(self, run: Callable, weights: Weights, state: State):
+        self.run, self.weights, self.state = run, weights, state
+        self.ms: list[float] = []
+
+    def turn(self, keep: bool = True) -> None:
+        """Runs some rounds and keeps the milliseconds of one."""
+        before = int(self.state.round.max())
+        start = time.perf_counter()
+        self.state = jax.block_until_ready(self.run(self.weights, self.state, jnp.int32(ROUNDS)))
+        seconds = time.perf_counter() - start
+        played = int(self.state.round.max()) - before
+        if played != ROUNDS:
+            raise RuntimeError(f"expected {ROUNDS} rounds in a turn, got {played}: the rows have ended")
+        if keep:
+            self.ms.append(seconds / played * 1e3)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the first row."""
+        return np.asarray(self.state.tokens)[0, : int(self.state.length[0])].tolist()
+
+
+def driver_calls(timed: Timed) -> dict[str, int]:
+    """Returns how often the driver was called in one turn, by name; empty where JAX's profiler does not tell."""
+    counts: collections.Counter = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            timed.turn(keep=False)
+        for path in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        counts.update(name for name in WATCHED if event.name.startswith(name))
+    return dict(counts)
+
+
+def compiled(bench: Bench, cases: list[Case], threads: int) -> tuple[dict[Case, Timed], dict[Case, float]]:
+    """Returns the loops, compiled together, and the seconds that each took; a case that fails is said and left out."""
+    waiting, runs, seconds = [], {}, {}
+
+    def compile(made: Callable[[], Callable]) -> tuple[Callable, float]:
+        start = time.perf_counter()
+        return made(), time.perf_counter() - start
+
+    def failed(case: Case, error: Exception) -> None:
+        print(f"{case.name}: NOT MEASURED: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for case in cases:
+            start = time.perf_counter()
+            try:
+                made, weights, state = bench.lowered(case)
+                waiting.append((case, pool.submit(compile, made), weights, state, time.perf_counter() - start))
+            except Exception as error:  # the other cases are measured
+                failed(case, error)
+        for case, future, weights, state, lowering in waiting:
+            try:
+                run, took = future.result()
+                runs[case], seconds[case] = Timed(run, weights, state), lowering + took
+                runs[case].turn(keep=False)
+            except Exception as error:
+                runs.pop(case, None)
+                failed(case, error)
+    return runs, seconds
+
+
+def measured(runs: dict[Case, Timed], seconds: dict[Case, float], first: Case, repeats: int) -> list[dict[str, Any]]:
+    """Returns a line for each loop: milliseconds a round, and in rounds of the first case."""
+    for _ in range(repeats):
+        for timed in runs.values():
+            timed.turn()
+    rows = []
+    for case, timed in runs.items():
+        row: dict[str, Any] = {
+            "name": case.name, "dtype": "int8" if case.int8 else "bfloat16", "rows": case.rows,
+            "temperature": case.temperature, "compile_s": significant(seconds[case], 3), "ms": quartiles(timed.ms),
+            "tokens_per_round": significant((len(timed.tokens) - 1) / int(timed.state.round[0])),
+        }  # fmt: skip
+        if first in runs:
+            row["times_plain"] = quartiles(np.array(timed.ms) / np.array(runs[first].ms))
+            pairs = list(zip(timed.tokens, runs[first].tokens))
+            row["compared"], row["same"] = len(pairs), next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name in loops.drafters(loops.llama(2), 2) if not name.startswith(("none", "model of another"))]
+    known = parts(names)
+    parser.add_argument("--parts", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="programs that are compiled together")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many")
+    add_record(parser.add_argument)
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    bench = Bench(arguments.layers)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.params[False]))
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.layers} layers, {size / 1e9:.1f} GB")
+    values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": significant(size / 1e9), "parts": {}}
+    read = reader(READ)
+    values["read_gb_per_s"] = quartiles([READ / read() / 1e9 for _ in range(20)])
+    print(f"a sum reads {values['read_gb_per_s']} GB/s", flush=True)
+    held = []
+
+    def save() -> None:
+        if arguments.record:
+            write(arguments.record, "rounds", sys.argv, values)
+
+    for name in arguments.parts:
+        if time.perf_counter() - start > arguments.seconds:
+            print(f"{name}: NOT MEASURED: {arguments.seconds:.0f} seconds have passed")
+            continue
+        cases = known[name]
+        runs, seconds = compiled(bench, cases, arguments.threads)
+        values["parts"][name] = measured(runs, seconds, cases[0], arguments.repeats)
+        held += zip(values["parts"][name], runs.values())
+        print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)
+        save()
+    for row, timed in held:  # last, because a profiler may slow what comes after it
+        row["driver_calls"] = driver_calls(timed)
+        print(row["name"], row["dtype"], row["driver_calls"], flush=True)
+        save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
