@@ -37,14 +37,15 @@ def attend_once(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The window's scores and mixture are sums of products, which XLA fuses into the kernels before and after; as a second
-    matrix product each would be merged with the first one, and both operands copied to be adjacent.
+    The mixture of the window's values is a sum of products, which XLA fuses into the kernel after it. The scores are a
+    matrix product with operands of its own: of one queries array XLA would merge it with the cache's, and copy both keys
+    to be adjacent. Without the barriers every element of the scores would rotate its query and key anew.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
     keys, values = caches.read_layer(prefix, layer)
-    own_keys, own_values = (a[:, :, None] for a in window)
+    flat, own_keys, own_values = lax.optimization_barrier((flat, *window))
 
     def dot(equation: str, a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -55,11 +56,13 @@ def attend_once(
         cached &= slots >= jnp.tile(first_seen, (1, groups))[:, None, :, None]
     seen = jnp.broadcast_to(mask[:, None], (batch, groups, *mask.shape[1:])).reshape(batch, 1, groups * tokens, -1)
     # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
-    finite = jnp.isfinite(own_values)
-    products = flat[:, :, :, None].astype(jnp.float32) * own_keys.astype(jnp.float32)
-    own = (products + jnp.where(finite, 0.0, jnp.nan)).sum(-1)
+    finite = jnp.isfinite(own_values)[:, :, None]
+    own = dot("bhqk,bhwk->bhqw", lax.optimization_barrier(flat), own_keys)
+    own = jnp.where(finite.all(-1), own, jnp.nan)
     scores = jnp.where(cached, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
     weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own, -jnp.inf)], -1), -1).astype(values.dtype)
-    near = weights[..., slots.size :, None].astype(jnp.float32) * jnp.where(finite, own_values, 0).astype(jnp.float32)
+    near = weights[..., slots.size :, None].astype(jnp.float32) * jnp.where(finite, own_values[:, :, None], 0).astype(
+        jnp.float32
+    )
     mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near.sum(3)
     return mixed.reshape(batch, heads, groups, tokens, width)

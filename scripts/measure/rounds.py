@@ -5,9 +5,9 @@
 
 No text means anything here, and of random drafts almost none is accepted, so the table gives what a round costs in
 rounds of plain decoding: a drafter pays if its rounds commit more tokens than that. Every round has all nodes of the
-tree. Prompts have one token, so nothing is prefilled. Programs of a part are compiled together, then run in turns of
-16 rounds. With `--record` the figures are written after each part, so that a run that is ended keeps those before.
-At the end it counts what the CUDA driver is asked for in one turn of each.
+tree. Prompts have one token, so nothing is prefilled. All programs are compiled together; those of a part run in turns
+of 16 rounds. With `--record` the figures are written after each part, so that a run that is ended keeps those before.
+At the end it counts what the CUDA driver is asked for in one turn of each program.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import glob
+import itertools
 import math
 import os
 import sys
@@ -89,7 +90,11 @@ def parts(names: list[str]) -> dict[str, list[Case]]:
         "widths": [PLAIN, *widths],
         "drafters": [PLAIN, *(Case(name, name) for name in names)],
         "int8": [Case("plain", int8=True), *(dataclasses.replace(case, int8=True) for case in widths[2::3])],
-        "batch": [Case("plain", rows=16), Case("width 8", 8, rows=16), Case(CHAIN, CHAIN, rows=16)],
+        "batch": [
+            Case("plain", rows=16), Case("width 8", 8, rows=16), Case(CHAIN, CHAIN, rows=16),
+            Case("plain, attention in Pallas", rows=16, attention="pallas"),
+            Case("width 8, attention in Pallas", 8, rows=16, attention="pallas"),
+        ],
         "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
     }  # fmt: skip
 
@@ -134,8 +139,8 @@ class Bench:
             self._drafts[case.drafter] = random(shapes)
         return drafter, Weights(target, self._drafts[case.drafter])
 
-    def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, State]:
-        """Returns a function that compiles the loop, the weights, and the state of a batch of prompts of one token."""
+    def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
+        """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
         target = dataclasses.replace(self.lm, attention=case.attention)
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
@@ -145,19 +150,25 @@ class Bench:
             jax.random.split(jax.random.key(0), rows), jnp.full((rows, 1), -1),
             jaxspec.Sampling(temperature=case.temperature).rows(rows, target.vocab),
         )  # fmt: skip
-        state = jax.jit(lambda w, r: decoder.init(w, r, CAPACITY))(weights, request)
+        init = jax.jit(lambda w, r: decoder.init(w, r, CAPACITY))
         run = jax.jit(lambda w, s, rounds: decoder.run(w, s, rounds), donate_argnums=1)
-        made = run.lower(weights, state, jnp.int32(ROUNDS))
+        made = run.lower(weights, jax.eval_shape(init, weights, request), jnp.int32(ROUNDS))
         options = command_buffer.options(jax.default_backend()) if case.captured else {}
-        return lambda: command_buffer.compile(made, options), weights, state
+        return lambda: command_buffer.compile(made, options), weights, lambda: init(weights, request)
 
 
 class Timed:
     """A compiled loop and its state."""
 
-    def __init__(self, run: Callable, weights: Weights, state: State):
-        self.run, self.weights, self.state = run, weights, state
+    def __init__(self, run: Callable, weights: Weights, fresh: Callable[[], State]):
+        self.run, self.weights, self.fresh = run, weights, fresh
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a new text."""
+        self.state = self.fresh()
         self.ms: list[float] = []
+        self.turn(keep=False)
 
     def turn(self, keep: bool = True) -> None:
         """Runs some rounds and keeps the milliseconds of one."""
@@ -180,6 +191,7 @@ class Timed:
 def driver_calls(timed: Timed) -> dict[str, int]:
     """Returns how often the driver was called in one turn, by name; empty where JAX's profiler does not tell."""
     counts: collections.Counter = collections.Counter()
+    timed.begin()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             timed.turn(keep=False)
@@ -206,23 +218,23 @@ def compiled(bench: Bench, cases: list[Case], threads: int) -> tuple[dict[Case, 
         for case in cases:
             start = time.perf_counter()
             try:
-                made, weights, state = bench.lowered(case)
-                waiting.append((case, pool.submit(compile, made), weights, state, time.perf_counter() - start))
+                made, weights, fresh = bench.lowered(case)
+                waiting.append((case, pool.submit(compile, made), weights, fresh, time.perf_counter() - start))
             except Exception as error:  # the other cases are measured
                 failed(case, error)
-        for case, future, weights, state, lowering in waiting:
+        for case, future, weights, fresh, lowering in waiting:
             try:
                 run, took = future.result()
-                runs[case], seconds[case] = Timed(run, weights, state), lowering + took
-                runs[case].turn(keep=False)
+                runs[case], seconds[case] = Timed(run, weights, fresh), lowering + took
             except Exception as error:
-                runs.pop(case, None)
                 failed(case, error)
     return runs, seconds
 
 
-def measured(runs: dict[Case, Timed], seconds: dict[Case, float], first: Case, repeats: int) -> list[dict[str, Any]]:
+def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> list[dict[str, Any]]:
     """Returns a line for each loop: milliseconds a round, and in rounds of the first case."""
+    for timed in runs.values():
+        timed.begin()
     for _ in range(repeats):
         for timed in runs.values():
             timed.turn()
@@ -230,7 +242,7 @@ def measured(runs: dict[Case, Timed], seconds: dict[Case, float], first: Case, r
     for case, timed in runs.items():
         row: dict[str, Any] = {
             "name": case.name, "dtype": "int8" if case.int8 else "bfloat16", "rows": case.rows,
-            "temperature": case.temperature, "compile_s": significant(seconds[case], 3), "ms": quartiles(timed.ms),
+            "temperature": case.temperature, "ms": quartiles(timed.ms),
             "tokens_per_round": significant((len(timed.tokens) - 1) / int(timed.state.round[0])),
         }  # fmt: skip
         if first in runs:
@@ -250,7 +262,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="programs that are compiled together")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -261,26 +272,26 @@ def main() -> int:
     read = reader(READ)
     values["read_gb_per_s"] = quartiles([READ / read() / 1e9 for _ in range(20)])
     print(f"a sum reads {values['read_gb_per_s']} GB/s", flush=True)
-    held = []
+    cases = {name: known[name] for name in arguments.parts}
+    runs, seconds = compiled(bench, list(dict.fromkeys(itertools.chain(*cases.values()))), arguments.threads)
+    print(f"{len(runs)} programs: {time.perf_counter() - start:.0f} s since the start", flush=True)
 
     def save() -> None:
         if arguments.record:
             write(arguments.record, "rounds", sys.argv, values)
 
-    for name in arguments.parts:
-        if time.perf_counter() - start > arguments.seconds:
-            print(f"{name}: NOT MEASURED: {arguments.seconds:.0f} seconds have passed")
-            continue
-        cases = known[name]
-        runs, seconds = compiled(bench, cases, arguments.threads)
-        values["parts"][name] = measured(runs, seconds, cases[0], arguments.repeats)
-        held += zip(values["parts"][name], runs.values())
+    for name, own in cases.items():
+        values["parts"][name] = measured({case: runs[case] for case in own if case in runs}, own[0], arguments.repeats)
+        for case, row in zip((case for case in own if case in runs), values["parts"][name]):
+            row["compile_s"] = significant(seconds[case], 3)
         print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)
         save()
-    for row, timed in held:  # last, because a profiler may slow what comes after it
-        row["driver_calls"] = driver_calls(timed)
-        print(row["name"], row["dtype"], row["driver_calls"], flush=True)
-        save()
+    counts = {case: driver_calls(timed) for case, timed in runs.items()}  # last: a profiler may slow what comes after
+    print(list(counts.values()), flush=True)
+    for name, own in cases.items():
+        for case, row in zip((case for case in own if case in runs), values["parts"][name]):
+            row["driver_calls"] = counts[case]
+    save()
     return 0
 
 
