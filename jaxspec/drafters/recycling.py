@@ -185,8 +185,8 @@ class Recycling:
 
     def _read(self, state: Tables, context: Context, level: Level, paths: Paths) -> tuple[Candidates, Paths]:
         """Returns what may follow the nodes of a level."""
-        places = level.of_parents(paths.places)
-        if not (isinstance(level.depth, int) and level.depth == 0):
+        places, at_root = level.of_parents(paths.places), isinstance(level.depth, int) and level.depth == 0
+        if not at_root:
             follows = self._next(context, places) == level.tokens[..., None]
             further = places + 1
             further = jnp.where(further < context.length[:, None, None], further, further - paths.period[:, None])
@@ -198,12 +198,12 @@ class Recycling:
         before = jnp.concatenate([jnp.ones_like(rest[..., :1]), rest[..., :-1]], -1)
         kept, probs = self._entries(state, level.tokens)
         ids, shares = [copied, kept], [before * trust, rest[..., -1:] * self.share * probs]
-        if isinstance(level.depth, int) and level.depth == 0:
+        if at_root:
             others = jnp.where(state.guesses == level.tokens, -1, state.guesses)[:, None]
             ids.append(others)
             shares.append(rest[..., -1:] * jnp.asarray(GUESSES, jnp.float32))
         candidates = _merge(jnp.concatenate(ids, -1), jnp.concatenate(shares, -1))
-        return candidates, paths._replace(places=level.put(paths.places, places))
+        return candidates, paths if at_root else paths._replace(places=level.put(paths.places, places))
 
     def _next(self, context: Context, places: Int[Array, "B n J"]) -> Int[Array, "B n J"]:
         """Returns the token at each place; -1 for none."""

@@ -1,7 +1,10 @@
 """Renders the figures of a record as a Markdown table, with one function for every kind of record."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from jaxspec.registry import DRAFTERS
 
 Values = Mapping[str, Any]
 
@@ -262,6 +265,43 @@ def gpu(values: Values) -> str:
     return table(headings, rows)
 
 
+def rounds(values: Values) -> str:
+    shown: dict[tuple, list[str]] = {}
+    for part in values["parts"].values():
+        for row in part:
+            first, rest = re.fullmatch(r"([\w-]*)(.*)", row["name"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            calls = row.get("driver_calls")
+            shown.setdefault((row["name"], row["dtype"], row["rows"], row["temperature"]), [
+                f"`{first}`{rest}" if first in DRAFTERS else row["name"],
+                row["dtype"], str(row["rows"]), f"{row['temperature']:g}", between(row["ms"], 2),
+                f"{row['times_plain'][1]:.2f}", "" if calls is None else str(calls.get("cuGraphLaunch", 0)),
+                f"{row['compile_s']:.0f}",
+            ])  # fmt: skip
+    headings = [f"{values['layers']} layers, {values['weights_gb']:.1f} GB", "matrices", "rows", "temperature",
+                "ms a round (quartiles)", "in rounds of plain decoding", "graphs launched in 16 rounds",
+                "compiled in, s"]  # fmt: skip
+    return table(headings, shown.values())
+
+
+def texts(values: Values) -> str:
+    rows = [
+        [row["dtype"], f"{row['temperature']:g}", row["task"], f"`{row['drafter']}`", f"{row['tokens_per_round']:.2f}",
+         between(row["tokens_per_s"], 0), times(row["times_plain"][1]), f"{row['same_texts']} of {row['prompts']}"]
+        for row in values["rows"]
+    ]  # fmt: skip
+    headings = [
+        "matrices",
+        "temperature",
+        "task",
+        "drafter",
+        "tokens per round",
+        "tokens/s",
+        "times plain",
+        "same text",
+    ]
+    return table(headings, rows)
+
+
 def gtest(values: Values) -> str:
     return table(
         ["cells", "texts per cell", "smallest p-value (Holm)", "texts of probability 0", "bias that would be found"],
@@ -361,5 +401,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm,
+    "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
 }  # fmt: skip
