@@ -22,7 +22,7 @@ from jaxspec.decode.session import clear_executables  # noqa: E402
 from jaxspec.drafters import _paying  # noqa: E402
 from jaxspec.errors import FetchError  # noqa: E402
 from jaxspec.generation import drafting  # noqa: E402
-from jaxspec.kernels.library import TOKENS_AT_ONCE  # noqa: E402
+from jaxspec.kernels.library import TOKEN_COSTS  # noqa: E402
 
 if importlib.util.find_spec("libtpu"):  # only one process may open it: the one that compiles for TPUs
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
@@ -60,7 +60,7 @@ def _costs_of_one_processor():
     """Drafters that choose how much they draft choose the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (_paying, drafting):
-            patch.setattr(module, "tokens_at_once", lambda: TOKENS_AT_ONCE[AVX512])
+            patch.setattr(module, "token_cost", lambda _: TOKEN_COSTS[AVX512]["float32"])
         yield
 
 

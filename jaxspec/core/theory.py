@@ -1,7 +1,7 @@
 """Expected tokens of a draft, and the best draft length (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,19 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
     return xp.where(tree.ancestors, share[..., None, :], 1.0).prod(-1)
 
 
-def assumed_cost(width: int, cpu: float | None = 14, rows: int = 1) -> float:
+class TokenCost(NamedTuple):
+    """What reading more tokens in a target call takes on a CPU, in calls of one token.
+
+    Attributes:
+        each: a token more, as long as reading the weights takes longer than multiplying.
+        at_once: the number of tokens that are multiplied in the time of a call of one.
+    """
+
+    each: float
+    at_once: float
+
+
+def assumed_cost(width: int, cpu: TokenCost | None, rows: int = 1) -> float:
     """Returns the time of a target call of a width that is assumed before it is measured, in calls of width 1.
 
     On a CPU a call of few tokens mostly reads the weights; from some more on, it takes as long as it has tokens. On
@@ -39,13 +51,12 @@ def assumed_cost(width: int, cpu: float | None = 14, rows: int = 1) -> float:
 
     Args:
         width: the number of tokens of each row.
-        cpu: the number of tokens that the CPU multiplies in the time of a call of width 1
-            (`jaxspec.kernels.library.tokens_at_once`); None for an accelerator.
+        cpu: what tokens take on the CPU (`jaxspec.kernels.library.token_cost`); None for an accelerator.
         rows: the number of rows.
     """
     if cpu is None:
         return max(1 + 0.01 * (width - 1), rows * width / max(rows, 256))
-    few, many = (max(1 + 0.025 * (tokens - 1), tokens / cpu) for tokens in (rows, rows * width))
+    few, many = (max(1 + cpu.each * (tokens - 1), tokens / cpu.at_once) for tokens in (rows, rows * width))
     return many / few
 
 

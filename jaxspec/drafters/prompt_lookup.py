@@ -113,7 +113,7 @@ class PromptLookup:
         allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)[:, :, None]
         if remembers:
             allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
-        return self._best(copies, jnp.where(allowed, self._worth(match), -jnp.inf), draw), None
+        return self._best(copies, jnp.where(allowed, self._worth(match), -jnp.inf), draw, context.params), None
 
     @property
     def _places(self) -> int:
@@ -138,11 +138,11 @@ class PromptLookup:
         right = right.at[:, 0, 1:].multiply(others[:, :-1])
         return jnp.cumsum(jnp.log(right), 1)
 
-    def _best(self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw) -> Proposal:
+    def _best(self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw, target: Params) -> Proposal:
         """Proposes the likeliest tokens, as many as pay: in level order, with those that do not pay behind them."""
         nodes, places, batch = self.shape.nodes, self._places, len(copies)
         highest, best = lax.top_k(worth.reshape(batch, -1), nodes - 1)
-        paying, last = count_paying(highest, self.widths, draw), copies[0].size
+        paying, last = count_paying(highest, self.widths, draw, target), copies[0].size
         kept = (jnp.arange(nodes - 1) < paying[:, None]) & (highest > -jnp.inf)
         order = jnp.sort(jnp.where(kept, best, last + best), -1)
         at = order % last

@@ -171,7 +171,7 @@ class Recycling:
         def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:
             return self._read(state, context, level, paths)
 
-        count = functools.partial(count_paying, widths=self.widths, draw=draw)
+        count = functools.partial(count_paying, widths=self.widths, draw=draw, target=context.params)
         return grow(self.tree, root, draw, read, paths, unroll=True, count=count).proposal, state
 
     def _find(self, context: Context, slots: int) -> Paths:

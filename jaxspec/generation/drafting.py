@@ -26,7 +26,7 @@ from jaxspec.generation.members import check_law, check_member, make_rule, make_
 from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
-from jaxspec.kernels.library import tokens_at_once
+from jaxspec.kernels.library import token_cost
 from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
@@ -165,7 +165,7 @@ class Drafting:
             fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule of chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
         check_law(rule, drafter, target.lm.vocab)
-        schedule = default_schedule(drafter) if schedule is None else make_schedule(schedule)
+        schedule = default_schedule(drafter, target.params) if schedule is None else make_schedule(schedule)
         return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -277,7 +277,7 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
     return True
 
 
-def default_schedule(drafter: Drafter) -> Schedule:
+def default_schedule(drafter: Drafter, target: Params) -> Schedule:
     """Returns the schedule of a drafter for which none is given. Drafts that are copied are made only while that pays.
 
     A drafter that chooses how much it drafts is left to choose, as long as that pays at all. Others draft a few tokens
@@ -290,5 +290,5 @@ def default_schedule(drafter: Drafter) -> Schedule:
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    costs = (1.0, *(assumed_cost(width, tokens_at_once()) for width in compiled))
+    costs = (1.0, *(assumed_cost(width, token_cost(target)) for width in compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

@@ -14,13 +14,20 @@ import warnings
 import jax
 
 from jaxspec.core.checks import flag
+from jaxspec.core.records import Params
+from jaxspec.core.theory import TokenCost
 from jaxspec.errors import InvalidConfig
 
 VARIABLE = "JAXSPEC_KERNELS"
-TOKENS_AT_ONCE = {"AVX-512 with BF16 and VNNI": 14.0, "AVX-512": 8.0, "AVX2": 4.4}
-"""How many tokens are multiplied in the time of a call of one; means of float32, bfloat16 and int8 on two cores
+TYPES = ("float32", "bfloat16", "int8")
+TOKEN_COSTS = {
+    "AVX-512 with BF16 and VNNI": dict.fromkeys(TYPES, TokenCost(0.025, 14.0)),
+    "AVX-512": dict.fromkeys(TYPES, TokenCost(0.025, 8.0)),
+    "AVX2": {"float32": TokenCost(0.05, 6.5), "bfloat16": TokenCost(0.04, 4.1), "int8": TokenCost(0.1, 3.7)},
+}
+"""What tokens take, by the processors that the kernels are for and the type of the matrices, on two cores
 (`scripts/measure/speed.py widths`). The second is assumed to lie between the others."""
-TOKENS_WITHOUT = 1.7
+COST_WITHOUT = TokenCost(0.025, 1.7)
 """The same of XLA's own products, in float32."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
 
@@ -57,9 +64,16 @@ def describe() -> str:
     return f"none ({library})" if isinstance(library, str) else library.jaxspec_processor().decode()
 
 
-def tokens_at_once() -> float:
-    """Returns how many tokens this CPU is assumed to multiply in the time of a target call of one token."""
-    return TOKENS_AT_ONCE[describe()] if available() else TOKENS_WITHOUT
+def token_cost(params: Params) -> TokenCost:
+    """Returns what tokens are assumed to take on this CPU in calls of a target with these parameters."""
+    if not available():
+        return COST_WITHOUT
+    sizes = dict.fromkeys(TYPES, 0)
+    for leaf in jax.tree.leaves(params):
+        name = str(getattr(leaf, "dtype", None)).replace("uint8", "int8")  # a file's blocks are multiplied as int8
+        if name in sizes:
+            sizes[name] += leaf.size
+    return TOKEN_COSTS[describe()][max(sizes, key=lambda name: sizes[name])]
 
 
 def use_kernels(wanted: bool | None, suited: bool = True) -> bool:

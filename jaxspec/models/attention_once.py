@@ -37,9 +37,9 @@ def attend_once(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The mixture of the window's values is a sum of products, which XLA fuses into the kernel after it. The scores are a
-    matrix product with operands of its own: of one queries array XLA would merge it with the cache's, and copy both keys
-    to be adjacent. Without the barriers XLA would rotate a query and a key again for every element of the scores.
+    The mixture of the window's values is a sum of products, which XLA fuses into the kernel after it. Their scores are
+    a matrix product with operands of its own: XLA merges two products that share one, and copies the keys of both to be
+    adjacent. Without the barriers XLA would rotate a query and a key again for every element of the scores.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.theory import assumed_cost
+from jaxspec.kernels.library import TOKEN_COSTS
 from scripts.measure.replayed import KEPT, Drafter, Table, Text, matches, rounds
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -123,8 +124,9 @@ MATCH = Drafter(copies=4, depth=15)
 ROWS = Drafter(rows=1.0)
 BOTH = Drafter(rows=0.5, copies=4)
 ALL = BOTH._replace(guesses=0.3)
+COST = TOKEN_COSTS["AVX-512 with BF16 and VNNI"]["float32"]
 PAYING, WIDE = (
-    tuple((width - 1, assumed_cost(width)) for width in widths) for widths in ((1, 4, 8, 16), (1, 4, 8, 32))
+    tuple((width - 1, assumed_cost(width, COST)) for width in widths) for widths in ((1, 4, 8, 16), (1, 4, 8, 32))
 )
 TREES = {
     "copies of one place": (MATCH._replace(copies=1), (8,)),

@@ -59,7 +59,7 @@ DRAFTERS = {
     "lookup": (PromptLookup(chain(4), min_match=1, widths=()), {}, [None]),
     "lookup-while-it-pays": (
         PromptLookup(dynamic(3, 5, 9), widths=(4,)),
-        {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup())},
+        {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup(), {})},
         [None],
     ),
     "lookup-in-earlier-answers": (

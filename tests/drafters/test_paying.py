@@ -11,7 +11,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
 from jaxspec.drafters import _paying
 from jaxspec.drafters._paying import count_paying
-from jaxspec.kernels.library import TOKENS_AT_ONCE
+from jaxspec.kernels.library import COST_WITHOUT, TOKEN_COSTS
 
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
 
@@ -21,7 +21,7 @@ def counted(worth, kind, limit=None):
     noise = RoundNoise(jax.random.split(jax.random.key(0), rows), jnp.ones(rows, int), jnp.asarray(False), 9)
     limit = None if limit is None else jnp.asarray(limit)
     draw = Draw(kind, noise, Sampling().rows(rows, 9), limit)
-    return count_paying(jnp.asarray(np.array(worth), jnp.float32), (1, 4, 8), draw).tolist()
+    return count_paying(jnp.asarray(np.array(worth), jnp.float32), (1, 4, 8), draw, {}).tolist()
 
 
 def test_a_row_by_itself_has_no_neighbours():
@@ -43,11 +43,15 @@ def test_rows_that_do_not_draft_are_not_asked():
 def test_a_processor_without_avx512_drafts_less(monkeypatch):
     likely = np.log(0.9) * np.arange(1, 16)
     assert counted([likely], Noise.NONE) == [15]
-    monkeypatch.setattr(_paying, "tokens_at_once", lambda: TOKENS_AT_ONCE["AVX2"])
+    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["int8"])
     assert counted([likely], Noise.NONE) == [3]
+    doubtful = np.log(0.2) * np.arange(1, 16)  # 1.25 tokens of four nodes
+    assert counted([doubtful], Noise.NONE) == [0]
+    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["bfloat16"])
+    assert counted([doubtful], Noise.NONE) == [3]
 
 
-@pytest.mark.parametrize("cpu", [14, 4.4, 1.7, None])
+@pytest.mark.parametrize("cpu", [*(cost for own in TOKEN_COSTS.values() for cost in own.values()), COST_WITHOUT, None])
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_costs_grow_with_width_and_never_faster_than_the_tokens(cpu, rows):
     costs = [assumed_cost(width, cpu, rows) for width in range(1, 65)]

@@ -18,7 +18,9 @@ from jaxspec.core.tree import branching, build, chain, dynamic
 from jaxspec.drafters._match import TRUST
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import TOKEN_COSTS
 
+COST = TOKEN_COSTS["AVX-512 with BF16 and VNNI"]["float32"]  # see conftest.py
 ROWS, SLOTS, LENGTHS = 24, 64, np.random.default_rng(0).integers(1, 64, 24)
 
 
@@ -52,7 +54,7 @@ def width_by_hand(drafter, drafts):
     """The width at which rows that decide together expect the most tokens for their time."""
     widths = [*(w for w in drafter.widths if w < drafter.shape.nodes), drafter.shape.nodes]
     tokens = [sum(1 + sum(list(found.values())[: width - 1]) for found in drafts) for width in widths]
-    speed = [n / assumed_cost(width, rows=len(drafts)) for n, width in zip(tokens, widths)]
+    speed = [n / assumed_cost(width, COST, len(drafts)) for n, width in zip(tokens, widths)]
     return widths[int(np.argmax(speed))]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxspec
@@ -53,9 +54,16 @@ def test_what_is_missing_is_said(monkeypatch):
 def test_every_processor_has_a_cost_of_drafts(monkeypatch):
     sources = pathlib.Path(library.__file__).parent / "src"
     names = {name for path in sources.glob("*.cpp") for name in re.findall('#define NAME "(.+)"', path.read_text())}
-    assert library.TOKENS_AT_ONCE.keys() == names
-    monkeypatch.setenv(library.VARIABLE, "0")
-    assert library.tokens_at_once() == library.TOKENS_WITHOUT < min(library.TOKENS_AT_ONCE.values())
+    assert library.TOKEN_COSTS.keys() == names
+    monkeypatch.setattr(library, "available", lambda: True)
+    monkeypatch.setattr(library, "describe", lambda: "AVX2")
+    few, many = jnp.ones(8), jnp.ones((8, 8))
+    for name, stored in (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int8", "uint8")):
+        cost = library.token_cost({"norm": few, "matrix": many.astype(stored), "empty": 1.0})
+        assert cost is library.TOKEN_COSTS["AVX2"][name]
+    monkeypatch.setattr(library, "available", lambda: False)
+    least = min(cost.at_once for own in library.TOKEN_COSTS.values() for cost in own.values())
+    assert library.token_cost({}).at_once < least
 
 
 @pytest.mark.skipif(not library.available(), reason=library.describe())

@@ -391,7 +391,7 @@ def test_one_bad_guess_does_not_keep_drafts_short(prior_rounds, deep):
 ])  # fmt: skip
 def test_copied_drafts_start_short_and_grow(nodes, accepted, limits):
     """The loss budget allows 29 rejected windows at first; whole windows follow where all of a window was right."""
-    schedule = default_schedule(ScriptedDrafter(chain(nodes - 1)))
+    schedule = default_schedule(ScriptedDrafter(chain(nodes - 1)), {})
     state = schedule.init(1, TreeShape(nodes, nodes - 1, 1))
     tried = []
     for kept in accepted:
