@@ -12,6 +12,9 @@ from jaxspec.core.sizes import BLOCK
 MOST = 2**25
 """Elements of a layer's keys that are read at once: in 20 us on an H100, as long as ten kernels take to launch."""
 
+FEW = 16
+"""Tokens of a window whose scores are sums of products."""
+
 
 def block_size(prefix: KV) -> int:
     """Returns the number of slots that a GPU reads in a turn: all, or of large caches a power of two times `BLOCK`."""
@@ -37,15 +40,16 @@ def attend_once(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The mixture of the window's values is a sum of products, which XLA fuses into the kernel after it. Their scores are
-    a matrix product with operands of its own: XLA merges two products that share one, and copies the keys of both to be
-    adjacent. Without the barriers XLA would rotate a query and a key again for every element of the scores.
+    The mixture of the window's values is a sum of products, and so are their scores if it has few tokens: XLA would
+    merge a product that shares an operand with the cache's, and copy both to be adjacent. With many tokens the scores
+    are a product with operands of its own. The last barrier keeps them out of the kernel that joins both scores, in
+    which one thread would compute each, and rotate the query and the key for it.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
     keys, values = caches.read_layer(prefix, layer)
-    flat, own_keys, own_values = lax.optimization_barrier((flat, *window))
+    own_keys, own_values = window
 
     def dot(equation: str, a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -56,13 +60,17 @@ def attend_once(
         cached &= slots >= jnp.tile(first_seen, (1, groups))[:, None, :, None]
     seen = jnp.broadcast_to(mask[:, None], (batch, groups, *mask.shape[1:])).reshape(batch, 1, groups * tokens, -1)
     # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
-    finite = jnp.isfinite(own_values)[:, :, None]
-    own = dot("bhqk,bhwk->bhqw", lax.optimization_barrier(flat), own_keys)
-    own = jnp.where(finite.all(-1), own, jnp.nan)
+    finite = jnp.isfinite(own_values)
+    if own_keys.shape[2] > FEW:
+        own_keys = jnp.where(finite.all(-1, keepdims=True), own_keys, jnp.nan)
+        own = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))
+    else:
+        products = flat[:, :, :, None].astype(jnp.float32) * own_keys[:, :, None].astype(jnp.float32)
+        own = (products + jnp.where(finite, 0.0, jnp.nan)[:, :, None]).sum(-1)
+    own = lax.optimization_barrier(own)
     scores = jnp.where(cached, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
     weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own, -jnp.inf)], -1), -1).astype(values.dtype)
-    near = weights[..., slots.size :, None].astype(jnp.float32) * jnp.where(finite, own_values[:, :, None], 0).astype(
-        jnp.float32
-    )
-    mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near.sum(3)
+    near = jnp.where(finite, own_values, 0)[:, :, None].astype(jnp.float32)
+    near = (weights[..., slots.size :, None].astype(jnp.float32) * near).sum(3)
+    mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near
     return mixed.reshape(batch, heads, groups, tokens, width)

@@ -163,6 +163,24 @@ def moved_by_kernels(parts: dict[str, list[Instruction]]) -> list[int]:
     return found
 
 
+def serial_sums(parts: dict[str, list[Instruction]]) -> list[tuple[str, int]]:
+    """Returns the fusions of a GPU program in which one thread sums many elements, and how many, the worst first.
+
+    XLA spreads the sums of a fusion over threads where the fusion's result is one. In others each element of the result
+    is computed by one thread, from the beginning.
+    """
+    found = {}
+    for one in (one for name in reached(parts) for one in parts[name] if one.op == "fusion"):
+        by_threads = "kind=kInput" in one.rest and "reduce" in one.name  # its result is a sum
+        if by_threads or not re.search("kind=k(Loop|Input)", one.rest):
+            continue
+        inside = parts[called(one, "calls")]
+        types = {each.name: each.type for each in inside}
+        sums = [elements(types[each.operands[0]]) // elements(each.type) for each in inside if each.op == "reduce"]
+        found[one.name] = max(sums, default=1)
+    return sorted(found.items(), key=lambda pair: -pair[1])
+
+
 def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Instruction) -> int:
     if one.op in MOVE_NOTHING or "ConcatBitcast" in one.rest:
         return 0

@@ -54,6 +54,7 @@ gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
 """
 TEXTS = (200, 2000)  # tokens
+SERIAL = 64  # elements; more than the parts in which XLA computes a product
 
 
 @functools.cache
@@ -91,6 +92,9 @@ def look(case: Case) -> dict[str, Any]:
         row |= {f"launches_{tokens}": cost.launches, f"waits_{tokens}": cost.waits}
     if not captured and not case.mesh:
         row["wrong"].append("the loop is not one command buffer, so every round waits for the host")
+    name, most = next(iter(hlo.serial_sums(program.parts)), ("", 0))
+    if most >= SERIAL:
+        row["wrong"].append(f"one thread sums {most} elements for each result of {name}")
     if row["launches_2000"] > row["launches_200"]:
         row["wrong"].append("a loop over the text launches more for a longer one")
     return row

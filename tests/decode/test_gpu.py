@@ -21,7 +21,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models import transformer
 from jaxspec.models.attention import attend
-from jaxspec.models.attention_once import MOST, attend_once, block_size
+from jaxspec.models.attention_once import FEW, MOST, attend_once, block_size
 from jaxspec.models.layers import look_up
 from jaxspec.testing import hlo, thunks
 from scripts.prove import gpu
@@ -96,6 +96,31 @@ def test_launches_and_waits_are_counted_by_hand():
     assert gpu.turns(2000, next(one for one in parts["left"])) == 1
 
 
+FUSIONS = """
+%inside (a: f32[4,96], b: f32[4,5]) -> f32[4,6] {
+  %a = f32[4,96]{1,0} parameter(0)
+  %b = f32[4,5]{1,0} parameter(1)
+  %r = f32[4]{0} reduce(%a, %zero), dimensions={1}, to_apply=%add
+  %r1 = f32[4,1]{1,0} bitcast(%r)
+  ROOT %c = f32[4,6]{1,0} concatenate(%b, %r1), dimensions={1}
+}
+%plain (a: f32[4,96]) -> f32[4,96] {
+  ROOT %n = f32[4,96]{1,0} negate(%a)
+}
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %input_concatenate_fusion = f32[4,6] fusion(%x, %y), kind=kInput, calls=%inside
+  %input_reduce_fusion = f32[4,6] fusion(%x, %y), kind=kInput, calls=%inside
+  %softmax = f32[4,6] fusion(%x, %y), kind=kCustom, calls=%inside
+  %loop_negate_fusion = f32[4,96] fusion(%x), kind=kLoop, calls=%plain
+}
+"""
+
+
+def test_sums_by_one_thread_are_counted_by_hand():
+    found = hlo.serial_sums(hlo.computations(FUSIONS))
+    assert found == [("input_concatenate_fusion", 96), ("loop_negate_fusion", 1)]
+
+
 def test_options_are_a_gpus_and_the_users_go_first(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert command_buffer.options("cpu") == command_buffer.options("tpu") == {}
@@ -119,9 +144,8 @@ def test_options_that_xla_does_not_know_are_no_error():
 def test_attention_in_one_pass_equals_that_in_blocks(case):
     """Prefixes and masks of any kind, sliding windows, and values that are no numbers."""
     rng = np.random.default_rng(case)
-    batch, heads, groups, tokens, before = (
-        int(rng.integers(*ends)) for ends in ((1, 4), (1, 3), (1, 3), (1, 6), (0, 3))
-    )
+    many = (FEW + 1, FEW + 4) if case % 4 == 3 else (1, 6)
+    batch, heads, groups, tokens, before = (int(rng.integers(*ends)) for ends in ((1, 4), (1, 3), (1, 3), many, (0, 3)))
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     kv = KV(*(normal(2, batch, heads, 512, 16) for _ in range(2)))
     keys, values = (normal(batch, heads, before + tokens, 16) for _ in range(2))
@@ -248,6 +272,12 @@ def test_it_finds_a_gathered_table(compiler, monkeypatch):
 def test_it_finds_an_uncaptured_loop(compiler, monkeypatch):
     monkeypatch.setattr(command_buffer, "OPTIONS", {})
     assert "not one command buffer" in wrong()
+
+
+@pytest.mark.gpu
+def test_it_finds_sums_by_one_thread(compiler, monkeypatch):
+    monkeypatch.setattr("jaxspec.models.attention_once.lax.optimization_barrier", lambda values: values)
+    assert "one thread sums 128 elements" in wrong()
 
 
 @pytest.mark.gpu
