@@ -62,8 +62,8 @@ def attend_once(
     # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
     finite = jnp.isfinite(own_values)
     if own_keys.shape[2] > FEW:
-        own_keys = jnp.where(finite.all(-1, keepdims=True), own_keys, jnp.nan)
         own = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))
+        own = jnp.where(finite.all(-1)[:, :, None], own, jnp.nan)
     else:
         products = flat[:, :, :, None].astype(jnp.float32) * own_keys[:, :, None].astype(jnp.float32)
         own = (products + jnp.where(finite, 0.0, jnp.nan)[:, :, None]).sum(-1)
