@@ -28,6 +28,12 @@ def share(value: float) -> str:
     return f"{value:.0%}"
 
 
+def named(drafter: str) -> str:
+    """Returns a name whose first word, if it is a drafter's, is set as code."""
+    first, rest = re.fullmatch(r"([\w-]*)(.*)", drafter).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return f"`{first}`{rest}" if first in DRAFTERS else drafter
+
+
 def widths(values: Values) -> str:
     first = next(iter(values.values()))["rounds"]
     counts = sorted({row["width"] for row in first if row["capacity"] == 512})
@@ -244,15 +250,14 @@ def tpu(values: Values) -> str:
 
     names = list(dict.fromkeys(row["drafter"] for row in values["rows"]))
     rows = [line("the target's matrices alone", names[0], "weights_gb", "ms_weights_alone")]
-    rows += [line(f"`{name.partition(',')[0]}`{name[name.find(',') :] if ',' in name else ''}", name, "moved_gb",
-                  "ms_by_bytes") for name in names]  # fmt: skip
+    rows += [line(named(name), name, "moved_gb", "ms_by_bytes") for name in names]
     return table(["drafter", *(f"{chip}, {mesh}" for chip, mesh in columns)], rows)
 
 
 def gpu(values: Values) -> str:
     rows = [
         [row["chip"], row["mesh"], str(row["batch"]), row["dtype"], str(row["layers"]),
-         f"`{row['drafter'].partition(',')[0]}`{row['drafter'][len(row['drafter'].partition(',')[0]) :]}",
+         named(row["drafter"]),
          *(["does not fit", *[""] * 5] if "moved_gb" not in row else [
              f"{row['moved_gb']:.2f} ({row['weights_gb']:.2f})", f"{row['temporary_mb']:.0f}",
              f"{row['launches_200']}, {row['launches_2000']}", f"{row['waits_200']}, {row['waits_2000']}",
@@ -269,10 +274,9 @@ def rounds(values: Values) -> str:
     shown: dict[tuple, list[str]] = {}
     for part in values["parts"].values():
         for row in part:
-            first, rest = re.fullmatch(r"([\w-]*)(.*)", row["name"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
             calls = row.get("driver_calls")
             shown.setdefault((row["name"], row["dtype"], row["rows"], row["temperature"]), [
-                f"`{first}`{rest}" if first in DRAFTERS else row["name"],
+                named(row["name"]),
                 row["dtype"], str(row["rows"]), f"{row['temperature']:g}", between(row["ms"], 2),
                 f"{row['times_plain'][1]:.2f}", "" if calls is None else str(calls.get("cuGraphLaunch", 0)),
                 f"{row['compile_s']:.0f}",

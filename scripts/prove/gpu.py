@@ -54,7 +54,7 @@ gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
 """
 TEXTS = (200, 2000)  # tokens
-SERIAL = 64  # elements; more than the parts in which XLA computes a product
+SERIAL = 128  # elements: the width of a head; counts of nodes are shorter
 
 
 @functools.cache
