@@ -278,7 +278,9 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
 
 
 def default_schedule(drafter: Drafter, target: Params) -> Schedule:
-    """Returns the schedule of a drafter for which none is given. Drafts that are copied are made only while that pays.
+    """Returns the schedule of a drafter for which none is given, before a target with these parameters.
+
+    Drafts that are copied are made only while that pays.
 
     A drafter that chooses how much it drafts is left to choose, as long as that pays at all. Others draft a few tokens
     first, and a whole window after accepted ones; the loss budget allows at least two rejected whole windows.
@@ -290,5 +292,6 @@ def default_schedule(drafter: Drafter, target: Params) -> Schedule:
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    costs = (1.0, *(assumed_cost(width, token_cost(target)) for width in compiled))
+    tokens = token_cost(target)
+    costs = (1.0, *(assumed_cost(width, tokens) for width in compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

@@ -31,7 +31,9 @@ import numpy as np
 
 import jaxspec
 from jaxspec.backend import command_buffer
+from jaxspec.bench.equality import first_difference
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.core.protocols import ChoosingDrafter
 from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize
@@ -122,7 +124,7 @@ class Bench:
     """Holds the weights; every drafter's are made once."""
 
     def __init__(self, layers: int):
-        self.layers, self.lm = layers, loops.llama(layers)
+        self.lm = loops.llama(layers)
         self.drafters, self._drafts = loops.drafters(self.lm, layers), {}
         self.params = {False: random(loops.shapes(self.lm))}
 
@@ -133,8 +135,10 @@ class Bench:
         target = self.params[case.int8]
         if isinstance(case.drafter, int):
             return NoDraft(jaxspec.chain(case.drafter - 1)), Weights(target)
+        drafter: Any
         drafter, shapes = self.drafters[case.drafter]
-        drafter = dataclasses.replace(drafter, widths=()) if hasattr(drafter, "widths") else drafter
+        if isinstance(drafter, ChoosingDrafter):
+            drafter = dataclasses.replace(drafter, widths=())  # pyright: ignore[reportArgumentType]
         if case.drafter not in self._drafts:
             self._drafts[case.drafter] = random(shapes)
         return drafter, Weights(target, self._drafts[case.drafter])
@@ -180,7 +184,7 @@ class Timed:
         if played != ROUNDS:
             raise RuntimeError(f"expected {ROUNDS} rounds in a turn, got {played}: the rows have ended")
         if keep:
-            self.ms.append(seconds / played * 1e3)
+            self.ms.append(seconds / ROUNDS * 1e3)
 
     @property
     def tokens(self) -> list[int]:
@@ -231,14 +235,14 @@ def compiled(bench: Bench, cases: list[Case], threads: int) -> tuple[dict[Case, 
     return runs, seconds
 
 
-def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> list[dict[str, Any]]:
+def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, dict[str, Any]]:
     """Returns a line for each loop: milliseconds a round, and in rounds of the first case."""
     for timed in runs.values():
         timed.begin()
     for _ in range(repeats):
         for timed in runs.values():
             timed.turn()
-    rows = []
+    rows = {}
     for case, timed in runs.items():
         row: dict[str, Any] = {
             "name": case.name, "dtype": "int8" if case.int8 else "bfloat16", "rows": case.rows,
@@ -247,10 +251,11 @@ def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> list[dict[st
         }  # fmt: skip
         if first in runs:
             row["times_plain"] = quartiles(np.array(timed.ms) / np.array(runs[first].ms))
-            pairs = list(zip(timed.tokens, runs[first].tokens))
-            row["compared"], row["same"] = len(pairs), next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            own, plain = timed.tokens, runs[first].tokens
+            row["compared"] = min(len(own), len(plain))
+            row["same"] = first_difference(own[: len(plain)], plain[: len(own)]) or row["compared"]
         print(row, flush=True)
-        rows.append(row)
+        rows[case] = row
     return rows
 
 
@@ -280,17 +285,18 @@ def main() -> int:
         if arguments.record:
             write(arguments.record, "rounds", sys.argv, values)
 
+    rows = {}
     for name, own in cases.items():
-        values["parts"][name] = measured({case: runs[case] for case in own if case in runs}, own[0], arguments.repeats)
-        for case, row in zip((case for case in own if case in runs), values["parts"][name]):
+        rows[name] = measured({case: runs[case] for case in own if case in runs}, own[0], arguments.repeats)
+        for case, row in rows[name].items():
             row["compile_s"] = significant(seconds[case], 3)
+        values["parts"][name] = list(rows[name].values())
         print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)
         save()
     counts = {case: driver_calls(timed) for case, timed in runs.items()}  # last: a profiler may slow what comes after
     print(list(counts.values()), flush=True)
-    for name, own in cases.items():
-        for case, row in zip((case for case in own if case in runs), values["parts"][name]):
-            row["driver_calls"] = counts[case]
+    for case, row in itertools.chain(*(own.items() for own in rows.values())):
+        row["driver_calls"] = counts[case]
     save()
     return 0
 

@@ -23,6 +23,7 @@ import numpy as np
 import jaxspec
 from jaxspec.backend import command_buffer
 from jaxspec.bench import tasks
+from jaxspec.bench.equality import first_difference
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.decode.stats import Stats
 from jaxspec.generation import inputs
@@ -121,7 +122,8 @@ class Target:
 
     def gap(self, ids: list[int], tokens: list[int], plain: list[int], temperature: float) -> float:
         """Returns how close the choice was at which two texts of a prompt part."""
-        at = next(i for i, (a, b) in enumerate(zip(tokens, plain)) if a != b)
+        at = first_difference(tokens, plain)
+        assert at is not None
         row, pair = jaxspec.Sampling(temperature=temperature), (tokens[at], plain[at])
         text, key = ids + plain[:at], jax.random.key(len(ids))
         return tie_gap(self.model.lm, self.model.params, text, pair, key, row)
