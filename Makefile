@@ -35,10 +35,10 @@ test: $(VENV)/dev.stamp ## run the tests, but for the slow ones (ARGS= goes to p
 slow: $(VENV)/dev.stamp ## run the tests that take minutes
 	$(RUN) -m pytest --durations=15 -m slow $(ARGS)
 
-tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does
+tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does (ARGS=--all for every combination)
 	$(INSTALL) '.[tpu]'
-	$(RUN) -m pytest -m tpu $(ARGS)
-	$(RUN) -m scripts.prove.tpu
+	$(RUN) -m pytest -m tpu tests/decode/test_tpu.py
+	$(RUN) -m scripts.prove.tpu $(ARGS)
 
 # In an environment of its own: its compiler and JAX are of one release.
 gpu: ## compile for GPUs without one, and check what the loop does (ARGS=--all for every combination)

@@ -239,35 +239,42 @@ def schedules(values: Values) -> str:
     return table([f"`{values['drafter']}`, {values['prompts']} prompts", "times plain", "by prompt"], rows)
 
 
+def compiled(row: Values) -> list[str]:
+    """Returns what both tiers of accelerators show first: what was compiled, and the bytes that a round moves."""
+    case = [row["chip"], row["mesh"], str(row["batch"]), row["dtype"], str(row["layers"]), named(row["drafter"])]
+    if "moved_gb" not in row:
+        return [*case, "does not fit", ""]
+    return [*case, f"{row['moved_gb']:.2f} ({row['weights_gb']:.2f})", f"{row['temporary_mb']:.0f}"]
+
+
+COMPILED = (
+    "chip",
+    "devices",
+    "rows",
+    "matrices",
+    "layers",
+    "drafter",
+    "GB a round (matrices alone)",
+    "temporaries, MB",
+)
+
+
 def tpu(values: Values) -> str:
-    columns = list(dict.fromkeys((row["chip"], row["mesh"]) for row in values["rows"]))
-    at = {(row["drafter"], row["chip"], row["mesh"]): row for row in values["rows"]}
-
-    def line(first: str, name: str, moved: str, ms: str) -> list[str]:
-        entry = [at.get((name, *column)) for column in columns]
-        return [first, *("" if row is None else "does not fit" if moved not in row else
-                         f"{row[moved]:.2f} GB, {row[ms]:.2f} ms" for row in entry)]  # fmt: skip
-
-    names = list(dict.fromkeys(row["drafter"] for row in values["rows"]))
-    rows = [line("the target's matrices alone", names[0], "weights_gb", "ms_weights_alone")]
-    rows += [line(named(name), name, "moved_gb", "ms_by_bytes") for name in names]
-    return table(["drafter", *(f"{chip}, {mesh}" for chip, mesh in columns)], rows)
+    rows = [[*compiled(row), *([f"{row['ms_by_bytes']:.2f} ({row['ms_weights_alone']:.2f})", f"{row['gflop']:.0f}"]
+                               if "moved_gb" in row else ["", ""])] for row in values["rows"]]  # fmt: skip
+    return table([*COMPILED, "ms by bytes (matrices alone)", "GFLOP"], rows)
 
 
 def gpu(values: Values) -> str:
     rows = [
-        [row["chip"], row["mesh"], str(row["batch"]), row["dtype"], str(row["layers"]),
-         named(row["drafter"]),
-         *(["does not fit", *[""] * 5] if "moved_gb" not in row else [
-             f"{row['moved_gb']:.2f} ({row['weights_gb']:.2f})", f"{row['temporary_mb']:.0f}",
+        [*compiled(row),
+         *([""] * 3 if "moved_gb" not in row else [
              f"{row['launches_200']}, {row['launches_2000']}", f"{row['waits_200']}, {row['waits_2000']}",
              "0" if row["captured"] else f"{row['waits_200']}, {row['waits_2000']}"])]
         for row in values["rows"]
     ]  # fmt: skip
-    headings = ["GPU", "devices", "rows", "matrices", "layers", "drafter", "GB a round (matrices alone)",
-                "temporaries, MB", "launches a round at 200 and 2000 tokens", "waits a round by XLA's default",
-                "waits a round"]  # fmt: skip
-    return table(headings, rows)
+    headings = ["launches a round at 200 and 2000 tokens", "waits a round by XLA's default", "waits a round"]
+    return table([*COMPILED, *headings], rows)
 
 
 def rounds(values: Values) -> str:

@@ -1,6 +1,6 @@
 """Compiles the decoder for GPUs without one, and says what the compiled loop does: `make gpu`.
 
-    python -m scripts.prove.gpu                 # some 45 programs of two layers, two of 32
+    python -m scripts.prove.gpu                 # programs of two layers, and two of 32
     python -m scripts.prove.gpu --all           # every drafter, GPU, mesh, batch and dtype: hours
     python -m scripts.prove.gpu --chips h100 --drafters medusa --layers 32
 
@@ -15,12 +15,10 @@ several. Nothing is run.
 
 import functools
 import importlib.util
-import itertools
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 from jax.experimental import topologies
@@ -106,42 +104,15 @@ def shown(row: dict[str, Any]) -> str:
 
 
 FIGURES = ("captured", *(f"{what}_{tokens}" for what in ("launches", "waits") for tokens in TEXTS))
-TIER = tier.Tier("gpu", look, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
-
-
-def cases(chips: list[str], layers: int, everything: bool) -> Iterator[Case]:
-    """The cases: all of them, or on one GPU every drafter on one device and on a mesh, and a few of the others."""
-    names = loops.drafters(loops.llama(layers), layers)
-    few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
-    if everything:
-        for chip, mesh, many, int8, name in itertools.product(
-            chips, (False, True), (False, True), (False, True), names
-        ):
-            yield Case(chip, name, mesh, 16 if many else 1 + mesh, int8, layers)
-        return
-    first, *others = chips
-    for mesh, name in itertools.product((False, True), names):
-        yield Case(first, name, mesh, 1 + mesh, layers=layers)
-    for name in few:
-        yield Case(first, name, batch=16, layers=layers)
-        yield Case(first, name, int8=True, layers=layers)
-    for name in loops.BY_KERNEL:
-        yield Case(first, name, layers=layers, attention="pallas")
-    for chip, name in itertools.product(others, few):
-        yield Case(chip, name, layers=layers)
-    if layers < 32:
-        for attention in ("xla", "pallas"):
-            yield Case(first, "prompt-lookup, chain 8", layers=32, attention=attention)
+TIER = tier.Tier("gpu", look, lambda layers: 2048, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
 
 
 def main() -> int:
     parser = tier.parser(__doc__, CHIPS)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--all", action="store_true", help="every combination")
     arguments = parser.parse_args()
     if not importlib.util.find_spec("nvidia.cuda_nvcc"):  # XLA would end with an error of nvlink, or at a null pointer
         parser.error("the package nvidia-cuda-nvcc-cu12, which has ptxas, is not installed; run `make gpu`")
-    return TIER.run(cases(arguments.chips.split(","), arguments.layers, arguments.all), arguments)
+    return TIER.run(arguments)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ The target has the shapes of Llama-3-8B in bfloat16 or int8, with drafters and t
 """
 
 import dataclasses
+import functools
+import itertools
 import time
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +41,7 @@ from jaxspec.testing import hlo
 
 BY_KERNEL = ("prompt-lookup, chain 8", "medusa, 64 nodes")
 """Drafters that the tiers also compile with attention in Pallas."""
+DEEP = 32  # layers of Llama 3 8B
 
 
 def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
@@ -143,6 +146,39 @@ class Case:
         drafter = self.drafter if self.attention == "xla" else f"{self.drafter}, attention in Pallas"
         own = {"chip": self.chip, "mesh": kind, "drafter": drafter, "batch": self.batch, "dtype": dtype}
         return own | {"layers": self.layers}
+
+
+def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[int], int]) -> Iterator[Case]:
+    """The cases: all of them, or on one chip every drafter on one device and on a mesh, and a few of the others.
+
+    Args:
+        chips: their names.
+        layers: of the target.
+        everything: every combination.
+        capacity: slots of the cache for a target of so many layers.
+    """
+    names = drafters(llama(layers), layers)
+    few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
+    shallow = functools.partial(Case, layers=layers, capacity=capacity(layers))
+    if everything:
+        for chip, mesh, many, int8, name in itertools.product(
+            chips, (False, True), (False, True), (False, True), names
+        ):
+            yield shallow(chip, name, mesh, 16 if many else 1 + mesh, int8)
+        return
+    first, *others = chips
+    for mesh, name in itertools.product((False, True), names):
+        yield shallow(first, name, mesh, 1 + mesh)
+    for name in few:
+        yield shallow(first, name, batch=16)
+        yield shallow(first, name, int8=True)
+    for name in BY_KERNEL:
+        yield shallow(first, name, attention="pallas")
+    for chip, name in itertools.product(others, few):
+        yield shallow(chip, name)
+    if layers < DEEP:
+        for attention in ("xla", "pallas"):
+            yield Case(first, BY_KERNEL[0], layers=DEEP, capacity=capacity(DEEP), attention=attention)
 
 
 class Program(NamedTuple):

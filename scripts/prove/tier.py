@@ -13,6 +13,7 @@ import jax
 
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.testing import hlo
+from scripts.prove import loops
 from scripts.prove.loops import Case, Program
 
 LARGE = 1_000_000  # bytes; what is smaller may be copied
@@ -99,6 +100,7 @@ class Tier:
     Attributes:
         kind: of its records.
         look: compiles a case, and returns its line of the table.
+        capacity: slots of the cache for a target of so many layers.
         shown: what a line shows beside what both tiers do.
         kept: what a record keeps of a line beside what both tiers do.
         packages: those that compile, whose versions are recorded.
@@ -106,14 +108,15 @@ class Tier:
 
     kind: str
     look: Callable[[Case], dict[str, Any]]
+    capacity: Callable[[int], int]
     shown: Callable[[dict[str, Any]], str]
     kept: tuple[str, ...]
     packages: tuple[str, ...]
 
-    def run(self, cases: Iterable[Case], arguments: argparse.Namespace) -> int:
-        """Compiles the cases, prints and writes the table, and returns the exit status."""
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Compiles the cases that are asked for, prints and writes the table, and returns the exit status."""
         rows = []
-        for case in cases:
+        for case in loops.cases(arguments.chips.split(","), arguments.layers, arguments.all, self.capacity):
             if arguments.drafters and arguments.drafters not in case.drafter:
                 continue
             try:
@@ -164,6 +167,8 @@ def parser(about: str | None, chips: Iterable[str]) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--chips", default=",".join(chips))
     made.add_argument("--drafters", help="only those whose name holds this")
+    made.add_argument("--layers", type=int, default=2, help="of the target")
+    made.add_argument("--all", action="store_true", help="every combination")
     made.add_argument("--json", metavar="FILE")
     add_record(made.add_argument)
     return made

@@ -1,6 +1,8 @@
 """Compiles the decoder for TPUs without one, and says what the compiled loop does: `make tpu`.
 
-    python -m scripts.prove.tpu [--chips v5e,v6e,v5p] [--layers 32] [--capacity 2048] [--batch 1] [--json out.json]
+    python -m scripts.prove.tpu                 # programs of two layers, and two of 32
+    python -m scripts.prove.tpu --all           # every drafter, TPU, mesh, batch and dtype: hours
+    python -m scripts.prove.tpu --chips v6e --drafters medusa --layers 32
 
 The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, on one device and on a mesh of 2 x 2
 (`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs (package libtpu). What must hold
@@ -39,35 +41,16 @@ def look(case: Case) -> dict[str, Any]:
     return row | {"gflop": flops / 1e9, "ms_by_flops": flops / chip.flops * 1e3}
 
 
-TIER = tier.Tier("tpu", look, lambda row: f"{row['gflop']:8.1f} GFLOP", (), ("libtpu",))
+# Over all layers a cache has as many bytes for two layers as for 32: a smaller one would be moved to VMEM.
+TIER = tier.Tier(
+    "tpu", look, lambda layers: 65536 // layers, lambda row: f"{row['gflop']:8.1f} GFLOP", ("gflop",), ("libtpu",)
+)
 
 
 def main() -> int:
-    parser = tier.parser(__doc__, CHIPS)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--capacity", type=int, default=2048, help="slots of the cache; a small one is moved to VMEM")
-    parser.add_argument("--batch", type=int, default=1, help="rows of one device; a mesh has twice as many")
-    parser.add_argument("--int8", action="store_true", help="the target's matrices in int8")
-    arguments = parser.parse_args()
+    arguments = tier.parser(__doc__, CHIPS).parse_args()
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    names = loops.drafters(loops.llama(arguments.layers), arguments.layers)
-    kinds = [(name, mesh, "xla") for mesh in (False, True) for name in names]
-    kinds += [(name, False, "pallas") for name in loops.BY_KERNEL]
-    cases = (
-        Case(
-            chip,
-            name,
-            mesh,
-            arguments.batch * (1 + mesh),
-            arguments.int8,
-            arguments.layers,
-            arguments.capacity,
-            attention,
-        )
-        for chip in arguments.chips.split(",")
-        for name, mesh, attention in kinds
-    )
-    return TIER.run(cases, arguments)
+    return TIER.run(arguments)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compute_on import compute_on
 
+from helpers import defects
 from helpers.tiers import with_slow
 from helpers.toys import decoder, lively, request, texts
 from helpers.toys import transformer as toy
 from jaxspec.backend import command_buffer
-from jaxspec.core import cache as caches
 from jaxspec.core import laws
 from jaxspec.core.records import KV
 from jaxspec.core.tree import chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.models import transformer
 from jaxspec.models.attention import attend
 from jaxspec.models.attention_once import FEW, MOST, attend_once, block_size
 from jaxspec.models.layers import look_up
@@ -235,37 +233,20 @@ def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
 
 @pytest.mark.gpu
 def test_it_finds_a_copied_cache(compiler, monkeypatch):
-    """As a loop under vmap does, the commit chooses between the old cache and the new one."""
-    commit = caches.commit
-
-    def chosen(cache, entries, count, after=0):
-        new = commit(cache, entries, count, after)
-        some = (count > 0)[None, :, None, None, None]
-        return new._replace(kv=jax.tree.map(lambda a, b: jnp.where(some, a, b), new.kv, cache.kv))
-
-    monkeypatch.setattr(caches, "commit", chosen)
+    defects.copied_cache(monkeypatch)
     assert "of a whole cache inside the loop" in wrong()
 
 
 @pytest.mark.gpu
 def test_it_finds_a_call_of_the_host(compiler, monkeypatch):
-    commit = caches.commit
-
-    @compute_on("device_host")
-    @jax.jit
-    def told(count):
-        return count + 0
-
-    monkeypatch.setattr(
-        caches, "commit", lambda cache, entries, count, after=0: commit(cache, entries, told(count), after)
-    )
+    defects.call_of_the_host(monkeypatch)
     assert "the host" in wrong()
 
 
 @pytest.mark.gpu
 def test_it_finds_a_gathered_table(compiler, monkeypatch):
-    monkeypatch.setattr(transformer, "look_up", lambda table, tokens: table[tokens].astype(jnp.float32))
-    assert "of a matrix inside the loop" in wrong(mesh=True)
+    defects.gathered_table(monkeypatch)
+    assert "of a matrix" in wrong(mesh=True)
 
 
 @pytest.mark.gpu

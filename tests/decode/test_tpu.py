@@ -1,17 +1,13 @@
 """Tests the decode loop as XLA compiles it for TPUs, on two layers, and the checks of both tiers."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 
-from helpers.paths import ROOT
+from helpers import defects
 from jaxspec.backend import layout
 from jaxspec.testing import hlo
-from scripts.prove import loops, tier
+from scripts.prove import loops, tier, tpu
+from scripts.prove.loops import Case
 
 pytestmark = pytest.mark.quick
 
@@ -201,21 +197,45 @@ def test_layouts_are_asked_for_on_a_tpu_alone(name, shape, order):
     assert "LayoutConstraint" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-@pytest.mark.tpu
-@pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
-def test_the_loop_of_every_drafter(chip, tmp_path):
-    """One loop, no host, no copy of a cache, caches updated in place; on one device and on 2 x 2."""
+@pytest.fixture
+def compiler(monkeypatch):
+    """What the tier needs, or the test is skipped."""
     pytest.importorskip("libtpu")
-    words = [sys.executable, "-m", "scripts.prove.tpu", "--chips", chip, "--json", str(tmp_path / "out.json")]
-    words += ["--layers", "2", "--capacity", "32768"]  # few layers, but more cache than fits into VMEM
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # those of the CPU
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 2 * len(loops.drafters(loops.llama(2), 2)) + len(loops.BY_KERNEL)
-    for row in rows:
-        assert row["fits"]
-        assert not row["wrong"]
-        assert row["temporary_mb"] < row["cache_mb"]
-        # A layer of the cache, and what a kernel reads and writes beside it.
-        assert row.get("attention_mb", 0) < 1.1 * row["cache_mb"] / row["layers"]
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+
+
+def found(mesh: bool = False) -> str:
+    return "; ".join(tpu.look(Case("v6e", "none", mesh, 2, layers=2, capacity=32768))["wrong"])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("mesh", [False, True])
+def test_the_tier_finds_nothing_in_the_loop(compiler, mesh):
+    assert not found(mesh)
+
+
+@pytest.mark.tpu
+def test_it_finds_a_copied_cache(compiler, monkeypatch):
+    defects.copied_cache(monkeypatch)
+    assert "of a whole cache inside the loop" in found()
+
+
+@pytest.mark.tpu
+def test_it_finds_a_call_of_the_host(compiler, monkeypatch):
+    defects.call_of_the_host(monkeypatch)
+    assert "the host" in found()
+
+
+@pytest.mark.tpu
+def test_it_finds_a_gathered_table(compiler, monkeypatch):
+    defects.gathered_table(monkeypatch)
+    assert "of a matrix" in found(mesh=True)
+
+
+@pytest.mark.tpu
+def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
+    row = tpu.look(Case("v6e", "none", layers=2, capacity=32768, attention="pallas"))
+    assert not row["wrong"]
+    assert row["temporary_mb"] < row["cache_mb"]
+    assert 0 < row["attention_mb"] / (row["cache_mb"] / 2) < 1.1
