@@ -43,6 +43,8 @@ def _library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(file))
         library.jaxspec_processor.restype = ctypes.c_char_p
         if library.jaxspec_processor() is None:
+            if (wanted := os.environ.get(VARIABLE, "")) not in ("", "1"):
+                return f"{VARIABLE}={wanted}: this processor runs no kernels of that name; leave the variable unset"
             return "they need an x86-64 processor with AVX2 and FMA"
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

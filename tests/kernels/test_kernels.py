@@ -210,7 +210,8 @@ def test_a_bad_value_spoils_the_tokens_that_see_it_alone():
 PROGRAM = """
 import pytest, sys
 from jaxspec.kernels import library
-assert library.describe() == sys.argv[1], library.describe()
+if library.describe() != sys.argv[1]:
+    sys.exit(library.describe())
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:], "-k", "not processor"]))
 """
 
@@ -220,7 +221,11 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:], "-k",
 def test_the_kernels_of_older_processors(processor):
     environment = {**os.environ, "JAXSPEC_KERNELS": processor}
     files = [__file__, os.path.join(os.path.dirname(__file__), "test_blocks.py")]
-    subprocess.run([sys.executable, "-c", PROGRAM, processor, *files], env=environment, check=True, timeout=600)
+    words = [sys.executable, "-c", PROGRAM, processor, *files]
+    done = subprocess.run(words, env=environment, check=False, timeout=600, stderr=subprocess.PIPE, text=True)
+    if "this processor runs no kernels of that name" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("width", "turned"), [(64, None), (20, 10), (8, 8)])
