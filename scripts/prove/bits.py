@@ -20,6 +20,7 @@ from jaxspec.bench import tasks
 MODEL = "smollm2-135m-instruct"
 DRAFTERS = {
     "prompt-lookup": {"drafter": "prompt-lookup"},
+    "recycling": {"drafter": "recycling"},
     "early-exit of 10 layers, tree 2x2": {
         "drafter": "early-exit", "tree": jaxspec.branching(2, 2), "drafter_options": {"exit_layers": 10}
     },
@@ -27,6 +28,8 @@ DRAFTERS = {
     "model, dynamic tree of 64 nodes": {"drafter": "model", "tree": jaxspec.dynamic(8, 5, 64)},
     "medusa, the heads' own tree": {"drafter": "medusa"},
     "medusa, tree of 64 nodes": {"drafter": "medusa", "tree": jaxspec.named_tree("mc_sim_7b_63")},
+    "eagle, chain 5": {"drafter": "eagle", "tree": 5},
+    "eagle, dynamic tree of 64 nodes": {"drafter": "eagle", "tree": jaxspec.dynamic(8, 6, 64)},
 }  # fmt: skip
 
 
