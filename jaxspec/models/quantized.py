@@ -7,6 +7,7 @@ it.
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -14,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Int8
 
 from jaxspec.core.records import Params
 from jaxspec.models.config import is_table
+
+TILE = 32  # rows of int8 in a tile of a TPU's memory
+FEW = 256  # rows of a table that are read with their tiles; more are those of a prompt
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +51,11 @@ class Quantized:
         return self.values.shape
 
     def __getitem__(self, rows: Any) -> "Quantized":
-        return Quantized(self.values[rows], self.scale[rows])
+        if isinstance(rows, jax.Array) and rows.size <= FEW and len(self.values) % TILE == 0:
+            values = lax.platform_dependent(self.values, rows, tpu=_rows_of_tiles, default=operator.getitem)
+        else:
+            values = self.values[rows]
+        return Quantized(values, self.scale[rows])
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the matrix in floating point, `[O, I]`."""
@@ -66,6 +74,13 @@ def quantize(params: Params) -> Params:
         return leaf if leaf.ndim < 2 else Quantized.quantize(leaf, is_table(path[-1].key))
 
     return jax.tree_util.tree_map_with_path(convert, params)
+
+
+def _rows_of_tiles(values: Int8[Array, "O I"], rows: Int[Array, "*n"]) -> Int8[Array, "*n I"]:
+    """Returns rows of a table, read with their tiles: XLA:TPU copies the table to read rows alone."""
+    tiles = values.reshape(-1, TILE, values.shape[1])[rows // TILE]
+    own = rows[..., None] % TILE == jnp.arange(TILE)
+    return jnp.where(own[..., None], tiles, 0).sum(-2, dtype=values.dtype)
 
 
 def _on_cpu(x: Array, values: Array) -> Array:

@@ -224,7 +224,7 @@ def _read(parts: dict[str, list[Instruction]], name: str, index: int, whole: int
             for place, operand in enumerate(one.operands):
                 if operand != value or one.op == "parameter":
                     continue
-                if one.op == "bitcast":
+                if one.op == "bitcast" or "output_to_operand_aliasing" in one.rest:  # the same memory
                     part = of(one.name)
                 elif one.op in ("dynamic-slice", "slice", "gather") and place == 0:
                     part = size(one.type, anywhere=True)

@@ -104,6 +104,20 @@ def test_a_product_has_a_gradient_and_can_be_mapped():
     np.testing.assert_allclose(mapped, [matmul(x[0], weight), -matmul(x[0], weight)], rtol=1e-5, atol=1e-3)
 
 
+def test_rows_that_are_read_with_their_tiles_are_the_same():
+    values = jnp.asarray(np.random.default_rng(0).integers(-127, 128, (96, 8)), jnp.int8)
+    rows = jnp.asarray([[0, 31, 32], [63, 64, 95]])
+    np.testing.assert_array_equal(quantized._rows_of_tiles(values, rows), values[rows])
+
+
+@pytest.mark.parametrize(("vocab", "tokens", "by_tiles"), [(96, 3, True), (80, 3, False), (96, 300, False)])
+def test_a_tpu_reads_few_rows_with_their_tiles(vocab, tokens, by_tiles):
+    """It gathers rows alone for a prompt, and from a table that is not made of whole tiles."""
+    table = Quantized(jnp.zeros((vocab, 8), jnp.int8), jnp.ones(vocab))
+    traced = jax.jit(look_up).trace(table, jnp.zeros((1, tokens), jnp.int32))
+    assert (f"{tokens}x32x8xi8>" in traced.lower(lowering_platforms=("tpu",)).as_text()) == by_tiles
+
+
 def test_an_embedding_is_looked_up_in_bytes():
     table = jax.tree.map(jnp.asarray, Quantized.quantize(MATRIX, transposed=True))
     tokens = jnp.asarray([[3, 0], [47, 3]])
