@@ -19,13 +19,18 @@ from jaxspec.core.theory import TokenCost
 from jaxspec.errors import InvalidConfig
 
 VARIABLE = "JAXSPEC_KERNELS"
-TYPES = ("float32", "bfloat16", "int8")
+TYPES = ("float32", "bfloat16", "int8", "file")
 TOKEN_COSTS = {
     "AVX-512 with BF16 and VNNI": dict.fromkeys(TYPES, TokenCost(0.025, 14.0)),
     "AVX-512": dict.fromkeys(TYPES, TokenCost(0.025, 8.0)),
-    "AVX2": {"float32": TokenCost(0.05, 6.5), "bfloat16": TokenCost(0.04, 4.1), "int8": TokenCost(0.1, 3.7)},
+    "AVX2": {
+        "float32": TokenCost(0.05, 6.5),
+        "bfloat16": TokenCost(0.04, 4.1),
+        "int8": TokenCost(0.1, 3.7),
+        "file": TokenCost(0.16, 3.2),
+    },
 }
-"""What tokens take, by the processors that the kernels are for and the type of the matrices, on two cores
+"""What tokens take, by the processors that the kernels are for and `dtype` of `jaxspec.load`, on two cores
 (`scripts/measure/speed.py widths`). The second is assumed to lie between the others."""
 COST_WITHOUT = TokenCost(0.025, 1.7)
 """The same of XLA's own products, in float32."""
@@ -72,7 +77,9 @@ def token_cost(params: Params) -> TokenCost:
         return COST_WITHOUT
     sizes = dict.fromkeys(TYPES, 0)
     for leaf in jax.tree.leaves(params):
-        name = str(getattr(leaf, "dtype", None)).replace("uint8", "int8")  # a file's blocks are multiplied as int8
+        name = str(getattr(leaf, "dtype", None))
+        if name == "uint8":  # packed int8 is [O / 16, I / 4, 16, 4], a file's blocks are [O / 16, I / unit, bytes]
+            name = "int8" if leaf.ndim == 4 else "file"
         if name in sizes:
             sizes[name] += leaf.size
     return TOKEN_COSTS[describe()][max(sizes, key=lambda name: sizes[name])]

@@ -10,15 +10,18 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxspec
+from helpers.blocks import blocks_like
 from helpers.toys import transformer
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation import fingerprint
 from jaxspec.kernels import library
 from jaxspec.models.kernels import with_kernels, without_kernels
-from jaxspec.models.quantized import quantize
+from jaxspec.models.packed import Packed
+from jaxspec.models.quantized import Quantized, quantize
 
 pytestmark = pytest.mark.quick
 
@@ -57,9 +60,14 @@ def test_every_processor_has_a_cost_of_drafts(monkeypatch):
     assert library.TOKEN_COSTS.keys() == names
     monkeypatch.setattr(library, "available", lambda: True)
     monkeypatch.setattr(library, "describe", lambda: "AVX2")
-    few, many = jnp.ones(8), jnp.ones((8, 8))
-    for name, stored in (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int8", "uint8")):
-        cost = library.token_cost({"norm": few, "matrix": many.astype(stored), "empty": 1.0})
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(32, 32)).astype("float32")
+    rounded = Quantized.quantize(values)
+    stored = {"float32": [values], "bfloat16": [values.astype(jnp.bfloat16)], "int8": [rounded, Packed.pack(rounded)]}
+    stored["file"] = [blocks_like(rng, "Q4_0", values)]
+    assert stored.keys() == set(library.TYPES)
+    for name, matrix in ((name, matrix) for name, each in stored.items() for matrix in each):
+        cost = library.token_cost({"norm": jnp.ones(8), "matrix": matrix, "empty": 1.0})
         assert cost is library.TOKEN_COSTS["AVX2"][name]
     monkeypatch.setattr(library, "available", lambda: False)
     least = min(cost.at_once for own in library.TOKEN_COSTS.values() for cost in own.values())
