@@ -21,7 +21,6 @@ from jaxspec.core.records import Params
 from jaxspec.models.config import is_table
 
 TILE = 32  # rows of int8 in a tile of a TPU's memory
-FEW = 256  # rows of a table that are read with their tiles; more are those of a prompt
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +50,8 @@ class Quantized:
         return self.values.shape
 
     def __getitem__(self, rows: Any) -> "Quantized":
-        if isinstance(rows, jax.Array) and rows.size <= FEW and len(self.values) % TILE == 0:
+        size = len(self.values)
+        if isinstance(rows, jax.Array) and size % TILE == 0 and rows.size * TILE <= size:  # else a copy reads less
             values = lax.platform_dependent(self.values, rows, tpu=_rows_of_tiles, default=operator.getitem)
         else:
             values = self.values[rows]

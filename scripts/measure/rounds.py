@@ -253,7 +253,8 @@ def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, d
             row["times_plain"] = quartiles(np.array(timed.ms) / np.array(runs[first].ms))
             own, plain = timed.tokens, runs[first].tokens
             row["compared"] = min(len(own), len(plain))
-            row["same"] = first_difference(own[: len(plain)], plain[: len(own)]) or row["compared"]
+            differs = first_difference(own[: len(plain)], plain[: len(own)])
+            row["same"] = row["compared"] if differs is None else differs
         print(row, flush=True)
         rows[case] = row
     return rows

@@ -110,9 +110,9 @@ def test_rows_that_are_read_with_their_tiles_are_the_same():
     np.testing.assert_array_equal(quantized._rows_of_tiles(values, rows), values[rows])
 
 
-@pytest.mark.parametrize(("vocab", "tokens", "by_tiles"), [(96, 3, True), (80, 3, False), (96, 300, False)])
+@pytest.mark.parametrize(("vocab", "tokens", "by_tiles"), [(96, 3, True), (80, 3, False), (96, 4, False)])
 def test_a_tpu_reads_few_rows_with_their_tiles(vocab, tokens, by_tiles):
-    """It gathers rows alone for a prompt, and from a table that is not made of whole tiles."""
+    """It gathers rows alone where their tiles are more than the table, or the table is not made of whole tiles."""
     table = Quantized(jnp.zeros((vocab, 8), jnp.int8), jnp.ones(vocab))
     traced = jax.jit(look_up).trace(table, jnp.zeros((1, tokens), jnp.int32))
     assert (f"{tokens}x32x8xi8>" in traced.lower(lowering_platforms=("tpu",)).as_text()) == by_tiles
