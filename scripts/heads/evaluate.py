@@ -1,7 +1,7 @@
 """Measures trained heads of any kind on MT-bench, which they were not trained on.
 
     python -m scripts.heads.evaluate HEADS [HEADS ...] [--target T] [--limit 80] [--tokens N ...]
-        [--trees TREE ...] [--temperatures T ...] [--rules RULE ...] [--json KEPT] [--record ID]
+        [--trees TREE ...] [--temperatures T ...] [--rules RULE ...] [--workers N] [--json KEPT] [--record ID]
 
 The target answers the first turn of every question greedily. The script prints how often each drafted token is right on
 these answers, and then tokens per round of every combination: at temperature 0 the texts are compared with plain
@@ -11,16 +11,20 @@ TREE is K for a chain, best-N for the best static tree of N nodes by the accepta
 other texts, `own` for the tree of the heads, or what `jaxspec generate --tree` takes, such as dynamic-8x6-64. Trees
 that heads cannot draft are left out.
 
-What is measured is kept in KEPT, where a repeated command continues. It measures no time; `jaxspec bench --drafters
-medusa,eagle` does.
+What is measured is kept in KEPT, where a repeated command continues. It measures no time, so that several trees may be
+compiled and decoded together (`--workers`); `jaxspec bench --drafters medusa,eagle` measures time.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
+import functools
 import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +60,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trees", nargs="+", default=["own"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--rules", nargs="+", default=["coupled"], help="those above temperature 0; there all are one")
+    parser.add_argument("--workers", type=int, default=1, help="trees that are measured together")
     parser.add_argument("--json", type=pathlib.Path, metavar="KEPT")
     add_record(parser.add_argument)
     return parser
@@ -80,15 +85,17 @@ class Kept:
     """What is measured, by name; written to a file after every entry."""
 
     def __init__(self, path: pathlib.Path | None):
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
         self._found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def get(self, name: str, measure: Callable, *settings: Any) -> Any:
         """Returns an entry, which is measured if it is missing."""
         if name not in self._found:
-            self._found[name] = measure(*settings)
-            if self._path:
-                self._path.write_text(json.dumps(self._found))
+            found = measure(*settings)
+            with self._lock:
+                self._found[name] = found
+                if self._path:
+                    self._path.write_text(json.dumps(self._found))
         return self._found[name]
 
 
@@ -110,7 +117,7 @@ class Evaluation:
         return jaxspec.generate(
             self.target, self.prompts, max_new_tokens=tokens, sampling=jaxspec.Sampling(temperature=temperature),
             key=jax.random.split(jax.random.key(0), len(self.prompts)), batch=self.given.batch, verbose=False,
-            capacity=-(-(len(self.prompts[-1]) + tokens + 160) // 128) * 128, **drafting,
+            capacity=-(-(len(self.prompts[-1]) + max(self.given.tokens) + 160) // 128) * 128, **drafting,
         )  # fmt: skip
 
     def plain(self, tokens: int) -> list[list[int]]:
@@ -146,20 +153,47 @@ class Evaluation:
         return found
 
 
-def measure(evaluation: Evaluation, label: str, heads: jaxspec.DraftHeads, source: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of some heads: the accuracy of each token first, then every combination."""
-    given, kept, own = evaluation.given, evaluation.kept, fingerprint(heads.params)[:12]
-    yield {"heads": label} | kept.get(f"{own}, accuracy", evaluation.accuracy, heads)
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Heads to measure.
+
+    Attributes:
+        source: what `load_heads` was given.
+        heads: the heads.
+    """
+
+    source: str
+    heads: jaxspec.DraftHeads
+
+    @property
+    def label(self) -> str:
+        """What they are called in the record."""
+        folder = pathlib.Path(self.source)
+        return trainee_of(self.heads).title + f" ({folder.name})" * folder.exists()
+
+    @functools.cached_property
+    def own(self) -> str:
+        """What names them among that which is kept."""
+        return fingerprint(self.heads.params)[:12]
+
+
+def measure_tree(evaluation: Evaluation, candidate: Candidate, spec: str) -> list[dict[str, Any]]:
+    """Returns the row of every combination with a tree, one after the other: they share compiled programs."""
+    given, heads, rows = evaluation.given, candidate.heads, []
+    tree = tree_of(spec, heads, candidate.source)
     by_temperature = [(t, rule) for t in given.temperatures for rule in (given.rules if t else given.rules[:1])]
-    for spec, tokens, (temperature, rule) in itertools.product(given.trees, given.tokens, by_temperature):
-        tree = tree_of(spec, heads, source)
-        row = {"heads": label, "tree": spec, "nodes": tree.shape.nodes, "depth": tree.shape.depth}
+    for tokens, (temperature, rule) in itertools.product(given.tokens, by_temperature):
+        row = {"heads": candidate.label, "tree": spec, "nodes": tree.shape.nodes, "depth": tree.shape.depth}
         row |= {"tokens": tokens, "temperature": temperature, "rule": rule}
-        name = f"{own}, {tree.shape.nodes} nodes of {spec}, {tokens}, {temperature}, {rule}"
+        name = f"{candidate.own}, {tree.shape.nodes} nodes of {spec}, {tokens}, {temperature}, {rule}"
         try:
-            yield row | kept.get(name, evaluation.rounds, heads, tree, tokens, temperature, rule)
+            row |= evaluation.kept.get(name, evaluation.rounds, heads, tree, tokens, temperature, rule)
         except jaxspec.errors.InvalidConfig as error:  # too deep, or not with this rule
             print(f"{name}: {error}", flush=True)
+            continue
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
@@ -167,17 +201,19 @@ def main() -> int:
     evaluation = Evaluation(given)
     count = len(evaluation.prompts)
     print(f"jax {jax.__version__}, {jax.default_backend()}, {given.dtype}, {count} questions", flush=True)
-    accuracy, rounds = {}, []
-    for source in given.heads:
-        heads = jaxspec.load_heads(source, target=evaluation.target)
-        folder = pathlib.Path(source)
-        label = trainee_of(heads).title + f" ({folder.name})" * folder.exists()
-        for row in measure(evaluation, label, heads, source):
-            if "tree" in row:
-                rounds.append(row)
-            else:
-                accuracy[row.pop("heads")] = row
-            print(json.dumps({"heads": label} | row), flush=True)
+    candidates = [Candidate(source, jaxspec.load_heads(source, target=evaluation.target)) for source in given.heads]
+    for tokens in given.tokens if 0.0 in given.temperatures else ():
+        evaluation.plain(tokens)  # once, before it is needed by many
+    accuracy = {}
+    for candidate in candidates:
+        accuracy[candidate.label] = evaluation.kept.get(
+            f"{candidate.own}, accuracy", evaluation.accuracy, candidate.heads
+        )
+        print(json.dumps({"heads": candidate.label} | accuracy[candidate.label]), flush=True)
+    with concurrent.futures.ThreadPoolExecutor(given.workers) as pool:
+        pairs = itertools.product(candidates, given.trees)
+        parts = pool.map(lambda pair: measure_tree(evaluation, *pair), pairs)
+        rounds = list(itertools.chain.from_iterable(parts))
     print(f"of Medusa's heads for Vicuna 7B, as published: {json.dumps(PUBLISHED)}")
     if given.record:
         values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}

@@ -147,7 +147,7 @@ def test_evaluation_of_heads(tmp_path, capsys, monkeypatch):
         assert row["same_texts"] == 2
         assert f"{row['tokens_per_round']:.2f}" in shown
     assert (chain["nodes"], dynamic["nodes"]) == (3, 4)
-    assert "| EAGLE-3 head | chain of 2 | 3 |" in shown
+    assert "| EAGLE-3 head (heads) | chain of 2 | 3 |" in shown
     first = json.loads((tmp_path / "kept.json").read_text())
     monkeypatch.setattr(jaxspec, "generate", None)
     assert evaluate.main() == 0
