@@ -1,4 +1,11 @@
-"""How many nodes a round should have, for drafters that choose."""
+"""How many nodes a round should have, for drafters that choose: what is expected to pay, and what a row can afford.
+
+A round is chosen for the tokens that are expected of it in the time that it takes. Expectations can be wrong, so each
+row has a budget: the time that its earlier rounds saved, and a small part of the text (`ALLOWANCE`). Of costs that are
+as assumed, decoding then takes little more time than without drafts on any text, and not only on most.
+"""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,29 +17,76 @@ from jaxspec.core.records import Params
 from jaxspec.core.theory import assumed_cost
 from jaxspec.kernels.library import token_cost
 
+ALLOWANCE = 0.03
+"""The time for drafts that every token brings, in rounds of plain decoding."""
 
-def count_paying(worth: Float[Array, "B N1"], widths: tuple[int, ...], draw: Draw, target: Params) -> Int[Array, "B"]:
+
+class Budget(NamedTuple):
+    """What each row may spend, in rounds of plain decoding."""
+
+    left: Float[Array, "B"]
+    cost: Float[Array, "B"]  # of the round that was proposed last, by assumption; 0 for none
+
+
+def new_budget(rows: int) -> Budget:
+    """Returns the budget of texts that begin."""
+    return Budget(jnp.full((rows,), ALLOWANCE), jnp.zeros((rows,)))
+
+
+def count_paying(
+    worth: Float[Array, "B N1"], widths: tuple[int, ...], draw: Draw, target: Params, budget: Budget
+) -> Int[Array, "B"]:
     """Returns how many nodes have the most expected tokens for their assumed cost, without the root.
 
     The target reads as many tokens of every row. Where no draft can change a text, because the noise is shared, the
     rows that draft choose together; elsewhere a row's text must not depend on other rows, and each chooses as if it was
-    alone.
+    alone. Rounds whose loss, times the probability that they lose, exceeds the budget are not chosen.
 
     Args:
         worth: the logarithm of the probability that each node is accepted, in descending order.
         widths: numbers of nodes to choose among, root included, besides that of all nodes; see `ChoosingDrafter`.
         draw: of the round.
         target: the target's parameters, whose type decides what tokens take on a CPU.
+        budget: of the rows.
     """
-    nodes, rows = worth.shape[1] + 1, 1
-    choices = np.array([*(width for width in widths if width < nodes), nodes])
-    tokens = 1 + jnp.pad(jnp.cumsum(jnp.exp(worth), -1), ((0, 0), (1, 0)))[:, choices - 1]
+    choices = _choices(widths, worth.shape[1] + 1)
+    chances = jnp.exp(worth)
+    tokens = 1 + jnp.pad(jnp.cumsum(chances, -1), ((0, 0), (1, 0)))[:, choices - 1]
+    wrong, left, costs = 1 - chances[:, :1], budget.left[:, None], _costs(choices, draw, target)
     if draw.kind is Noise.SHARED:
-        rows = len(worth)
-        tokens = jnp.broadcast_to(jnp.where(draw.below(0)[:, None], tokens, 0.0).sum(0), tokens.shape)
+
+        def of_all(values: Array) -> Array:
+            return jnp.broadcast_to(jnp.where(draw.below(0)[:, None], values, 0.0).sum(0), values.shape)
+
+        tokens, wrong, left = of_all(tokens), of_all(wrong), of_all(left)
+    affordable = (wrong * (costs - 1) <= left).at[:, 0].set(True)
+    return jnp.asarray(choices - 1)[jnp.argmax(jnp.where(affordable, tokens / costs, 0.0), -1)]
+
+
+def spend(budget: Budget, drafted: Int[Array, "B N"], widths: tuple[int, ...], draw: Draw, target: Params) -> Budget:
+    """Returns the budget with the cost of a round that drafts these tokens, -1 for none; arguments as above."""
+    nodes = drafted.shape[1]
+    needed = jnp.where(drafted >= 0, jnp.arange(nodes), 0).at[:, 0].set(0).max(-1) + 1
+    if draw.kind is Noise.SHARED:
+        needed = jnp.broadcast_to(needed.max(), needed.shape)
+    choices = _choices(widths, nodes)
+    at = (jnp.asarray(choices) < needed[:, None]).sum(-1)
+    return budget._replace(cost=jnp.where(draw.below(0), _costs(choices, draw, target)[at], 0.0))
+
+
+def settle(budget: Budget, count: Int[Array, "B"]) -> Budget:
+    """Returns the budget after a round that committed so many tokens; text that was not drafted changes nothing."""
+    saved = (1 + ALLOWANCE) * count - budget.cost
+    return Budget(budget.left + jnp.where(budget.cost > 0, saved, 0.0), jnp.zeros_like(budget.cost))
+
+
+def _choices(widths: tuple[int, ...], nodes: int) -> np.ndarray:
+    return np.array([*(width for width in widths if width < nodes), nodes])
+
+
+def _costs(choices: np.ndarray, draw: Draw, target: Params) -> Float[Array, "C"]:
+    """Returns the assumed costs of rounds of these widths."""
+    rows = draw.roots.size if draw.kind is Noise.SHARED else 1
     costs = token_cost(target), None
-    on_cpu, elsewhere = (np.array([assumed_cost(width, own, rows) for width in choices], np.float32) for own in costs)
-    speed = lax.platform_dependent(
-        tokens, cpu=lambda tokens: tokens / on_cpu, default=lambda tokens: tokens / elsewhere
-    )
-    return jnp.asarray(choices - 1)[jnp.argmax(speed, -1)]
+    cpu, other = (np.array([assumed_cost(width, own, rows) for width in choices], np.float32) for own in costs)
+    return lax.platform_dependent(cpu=lambda: jnp.asarray(cpu), default=lambda: jnp.asarray(other))

@@ -3,7 +3,7 @@
 This is prompt lookup decoding (Saxena 2023), computed on the device, for several places at once: those whose preceding
 tokens match the end of the text for longest, the latest of equal ones, each followed by another token. What followed a
 longer match is likelier to be right (`TRUST`), so the tokens likeliest to be accepted are proposed, of all places
-together, and no more of them than are expected to pay.
+together, and no more of them than are expected to pay, and than the row can afford.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.schedule import check_widths
 from jaxspec.core.tree import Dynamic, Topology, TreeShape, build, dynamic
 from jaxspec.drafters._match import TRUST, find_places
-from jaxspec.drafters._paying import count_paying
+from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
 from jaxspec.errors import InvalidConfig
 
 TREE = dynamic(beam=4, depth=15, nodes=16)
@@ -42,8 +42,9 @@ class PromptLookup:
         min_match: least number of matching tokens; a place with fewer is not copied.
         max_match: number of tokens that are compared.
         widths: numbers of nodes among which a row chooses in each round, besides that of the tree, root included: that
-            with the most expected tokens for its assumed cost (`jaxspec.core.theory.assumed_cost`). One node is plain
-            decoding. Under a rule with shared noise, the rows choose together.
+            with the most expected tokens for its assumed cost (`jaxspec.core.theory.assumed_cost`), of those that it
+            can afford by what its drafts have saved. One node is plain decoding. Under a rule with shared noise, the
+            rows choose together.
         earlier: the number of tokens of earlier answers that are copied from, too, where the rule is coupled: those of
             other rows of the same call that have ended. 0 for none. Parameters are `{"earlier": tokens}`, -1 at first.
 
@@ -97,13 +98,13 @@ class PromptLookup:
     def calls(self) -> int:
         return 0
 
-    def init(self, params: Params, batch: int, capacity: int) -> None:
-        return None
+    def init(self, params: Params, batch: int, capacity: int) -> Budget:
+        return new_budget(batch)
 
-    def absorb(self, params: Params, state: None, advance: Advance) -> None:
-        return None
+    def absorb(self, params: Params, state: Budget, advance: Advance) -> Budget:
+        return settle(state, advance.count)
 
-    def propose(self, params: Params, state: None, context: Context, draw: Draw) -> tuple[Proposal, None]:
+    def propose(self, params: Params, state: Budget, context: Context, draw: Draw) -> tuple[Proposal, Budget]:
         text, length = context.tokens, context.length
         remembers = self.earlier > 0 and draw.kind is Noise.SHARED
         if remembers:
@@ -113,7 +114,9 @@ class PromptLookup:
         allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)[:, :, None]
         if remembers:
             allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
-        return self._best(copies, jnp.where(allowed, self._worth(match), -jnp.inf), draw, context.params), None
+        worth = jnp.where(allowed, self._worth(match), -jnp.inf)
+        proposal = self._best(copies, worth, draw, context.params, state)
+        return proposal, spend(state, proposal.tokens, self.widths, draw, context.params)
 
     @property
     def _places(self) -> int:
@@ -138,11 +141,13 @@ class PromptLookup:
         right = right.at[:, 0, 1:].multiply(others[:, :-1])
         return jnp.cumsum(jnp.log(right), 1)
 
-    def _best(self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw, target: Params) -> Proposal:
+    def _best(
+        self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw, target: Params, budget: Budget
+    ) -> Proposal:
         """Proposes the likeliest tokens, as many as pay: in level order, with those that do not pay behind them."""
         nodes, places, batch = self.shape.nodes, self._places, len(copies)
         highest, best = lax.top_k(worth.reshape(batch, -1), nodes - 1)
-        paying, last = count_paying(highest, self.widths, draw, target), copies[0].size
+        paying, last = count_paying(highest, self.widths, draw, target, budget), copies[0].size
         kept = (jnp.arange(nodes - 1) < paying[:, None]) & (highest > -jnp.inf)
         order = jnp.sort(jnp.where(kept, best, last + best), -1)
         at = order % last

@@ -23,7 +23,7 @@ from jaxspec.core.tree import Dynamic, Topology, TreeShape, dynamic
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._match import TRUST, find_places
-from jaxspec.drafters._paying import count_paying
+from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
 from jaxspec.errors import InvalidConfig
 
 KEPT = 8
@@ -43,6 +43,7 @@ class Tables(NamedTuple):
     ids: Int[Array, "B MK"]
     probs: Float[Array, "B MK"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
+    budget: Budget
 
 
 class Paths(NamedTuple):
@@ -104,9 +105,11 @@ class Recycling:
 
     def init(self, params: Params, batch: int, capacity: int) -> Tables:
         none = jnp.full((batch, self.size * KEPT), -1, jnp.int32)
-        return Tables(none[:, : self.size], none, jnp.zeros(none.shape, jnp.float32), none[:, :KEPT])
+        probs = jnp.zeros(none.shape, jnp.float32)
+        return Tables(none[:, : self.size], none, probs, none[:, :KEPT], new_budget(batch))
 
     def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
+        state = state._replace(budget=settle(state.budget, advance.count))
         if advance.seen is None:
             return self._absorb_text(state, advance)
         return self._absorb_round(state, advance, advance.seen)
@@ -171,8 +174,13 @@ class Recycling:
         def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:
             return self._read(state, context, level, paths)
 
-        count = functools.partial(count_paying, widths=self.widths, draw=draw, target=context.params)
-        return grow(self.tree, root, draw, read, paths, unroll=True, count=count).proposal, state
+        settings, budget = (self.widths, draw, context.params), state.budget
+        proposal = grow(
+            self.tree, root, draw, read, paths, unroll=True, count=lambda worth: count_paying(worth, *settings, budget)
+        ).proposal
+        if isinstance(self.tree, Dynamic):
+            budget = spend(budget, proposal.tokens, *settings)
+        return proposal, state._replace(budget=budget)
 
     def _find(self, context: Context, slots: int) -> Paths:
         """Returns the places where the longest endings of each text occurred before, followed by different tokens."""
@@ -226,7 +234,9 @@ def _put(
         return old.at[rows, at].set(new, mode="drop", unique_indices=unique)
 
     at = _places(slot)
-    return Tables(put(state.token, token, slot), put(state.ids, ids, at), put(state.probs, probs, at), state.guesses)
+    return state._replace(
+        token=put(state.token, token, slot), ids=put(state.ids, ids, at), probs=put(state.probs, probs, at)
+    )
 
 
 def _places(slot: Int[Array, "B n"]) -> Int[Array, "B n K"]:

@@ -16,6 +16,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
 from jaxspec.core.tree import branching, build, chain, dynamic
 from jaxspec.drafters._match import TRUST
+from jaxspec.drafters._paying import Budget
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import TOKEN_COSTS
@@ -80,7 +81,8 @@ def test_the_likeliest_copies_are_proposed(drafter, kind, letters):
     earlier = np.asarray(params["earlier"]).tolist()
     assert earlier.count(-1) == (4 if drafter.earlier else 0)
     context = Context(jnp.asarray(text), jnp.asarray(lengths), None, None)  # pyright: ignore[reportArgumentType]
-    proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, None, context, draw)[0])())
+    rich = Budget(jnp.full(rows, 99.0), jnp.zeros(rows))
+    proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, rich, context, draw)[0])())
     sizes = set()
     found = [paths_by_hand(drafter, earlier + text[row, : lengths[row]].tolist(), limits[row]) for row in range(rows)]
     for row in range(rows):

@@ -35,7 +35,9 @@ NOTHING = (-1,) * KEPT
 
 
 def tables(drafter, batch):
-    return drafter.init(None, batch, 0)
+    """Empty tables, and a budget for any draft."""
+    state = drafter.init(None, batch, 0)
+    return state._replace(budget=state.budget._replace(left=jnp.full(batch, 99.0)))
 
 
 def read(state, row) -> dict[int, dict]:
@@ -125,11 +127,13 @@ def test_any_table_gives_a_draft(tree, kind, seed):
     ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
     ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
     probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
-    state = Tables(*map(jnp.asarray, (token, ids[:, :SIZE].reshape(rows, -1), probs.reshape(rows, -1), ids[:, SIZE])))
+    drafter = Recycling(tree, SIZE, widths=())
+    parts = token, ids[:, :SIZE].reshape(rows, -1), probs.reshape(rows, -1), ids[:, SIZE]
+    state = Tables(*map(jnp.asarray, parts), tables(drafter, rows).budget)
     text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
     limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
     given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}
-    found = proposed(Recycling(tree, SIZE, widths=()), state, text, length, temperature=0.8, **given)
+    found = proposed(drafter, state, text, length, temperature=0.8, **given)
     tokens = np.array(found.tokens)
     parents, depths = (np.broadcast_to(a, tokens.shape) for a in (found.tree.parents, found.tree.depths))
     drafted = (tokens >= 0) & (np.arange(tokens.shape[1]) > 0)
@@ -196,7 +200,7 @@ def test_a_row_does_not_depend_on_other_rows(rule, temperature):
         alone = generate(config, Weights(PARAMS), one, 64)
         assert texts(alone)[0] == texts(result)[row]
         assert rule == "coupled" or np.array_equal(alone.log.emitted[0], result.log.emitted[row])
-    assert int(not_none(result).log.accepted.sum()) > 5
+    assert int(not_none(result).log.accepted.sum()) > 3
     if rule == "coupled" or temperature == 0:
         assert texts(generate(decoder(LM, NoDraft()), Weights(PARAMS), asked, 64)) == texts(result)
 
@@ -229,7 +233,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
     """At 152 thousand tokens and 16 rows, from shapes: 68 bytes for each slot, and no copy of the logits of a round."""
     drafter, params = Recycling.build(DrafterInputs(Model(TableLM(151_936, order=0), {})))
     state = jax.tree.leaves(jax.eval_shape(lambda: drafter.init(params, 16, 2048)))
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT + 8)
     nodes = drafter.shape.nodes
     tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
     seen = jax.jit(lambda tokens, logits: likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
