@@ -159,6 +159,7 @@ def _figures(run: Run) -> dict:
             "tokens_per_s": significant(summary.tokens_per_s),
             "times_plain": significant(summary.speedup),
             "per_prompt": [significant(ratio) for ratio in dataclasses.astuple(summary.ratios)],
+            "least_prompt": significant(summary.least),
             "tokens_per_round": significant(summary.mean_accepted_tokens) if stats.rounds else None,
             "acceptance_rate": significant(stats.acceptance_rate) if stats.drafted else None,
             "predicted": None if predicted is None else significant(predicted),
@@ -167,7 +168,11 @@ def _figures(run: Run) -> dict:
             "compile_s": significant(run.compile_s[method], 3),
             "call_ms": significant(run.call_s[method] * 1e3) if method in run.call_s else None,
             "tasks": {
-                task: {"times_plain": significant(part.speedup), "tokens_per_s": significant(part.tokens_per_s)}
+                task: {
+                    "times_plain": significant(part.speedup),
+                    "median_prompt": significant(part.ratios.median),
+                    "tokens_per_s": significant(part.tokens_per_s),
+                }
                 for task in tasks
                 for part in (summarise(run, method, task),)
             },

@@ -69,6 +69,7 @@ class Summary:
         speedup: `tokens_per_s` divided by that of plain decoding.
         speedup_with_prefill: the same with prefill included in both times.
         ratios: over the prompts, tokens per second divided by those of plain decoding in the same repeat.
+        least: the least of these.
         rates: over the prompts, tokens per second.
         stats: statistics of all prompts; its tokens per round are Spec-Bench's mean accepted tokens.
         cost_ratio: the time of a draft call divided by that of a target call at width 1; None if not measured.
@@ -90,6 +91,7 @@ class Summary:
     speedup: float
     speedup_with_prefill: float
     ratios: Quartiles
+    least: float
     rates: Quartiles
     stats: Stats
     cost_ratio: float | None
@@ -122,6 +124,7 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
     plain_tokens, plain_decode, plain_prefill = _totals(plain)
     stats = Stats.total(row.stats for row in rows)
     cost = run.call_s[method] / run.call_s[PLAIN] if method != PLAIN and method in run.call_s else None
+    ratios = [_ratio(row, base) for row, base in zip(rows, plain)]
     free = not stats.draft_calls  # no cost ratio is needed
     reasons = [row.difference.certificate for row in rows if row.difference]
     return Summary(
@@ -135,7 +138,8 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
         tokens_per_s=tokens / decode,
         speedup=(tokens / decode) / (plain_tokens / plain_decode),
         speedup_with_prefill=(tokens / (decode + prefill)) / (plain_tokens / (plain_decode + plain_prefill)),
-        ratios=Quartiles.of(_ratio(row, base) for row, base in zip(rows, plain)),
+        ratios=Quartiles.of(ratios),
+        least=min(ratios),
         rates=Quartiles.of(len(row.tokens) / statistics.median(row.decode_s) for row in rows),
         stats=stats,
         cost_ratio=cost,

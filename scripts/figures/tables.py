@@ -131,6 +131,13 @@ def batches(values: Values) -> str:
     return table(headings, rows)
 
 
+def of_task(entry: Values, plain: bool) -> str:
+    """Returns a method's cell for a task, with the median of its prompts where the record has it."""
+    if plain:
+        return f"{entry['tokens_per_s']:.1f} tokens/s"
+    return times(entry["times_plain"]) + (f" ({times(entry['median_prompt'])})" if "median_prompt" in entry else "")
+
+
 def bench(values: Values) -> str:
     parts = []
     for run in values["runs"]:
@@ -140,21 +147,24 @@ def bench(values: Values) -> str:
             if name in run["peers"]:
                 continue
             plain = name == "none"
-            cells = [times(entry["tasks"][task]["times_plain"]) if not plain else
-                     f"{entry['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks]  # fmt: skip
+            cells = [of_task(entry["tasks"][task], plain) for task in tasks]
+            least = [] if "least_prompt" not in entry else ["" if plain else times(entry["least_prompt"])]
             rows.append([
                 "none: plain decoding" if plain else f"`{name}`",
-                f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *cells,
+                f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *least, *cells,
                 f"{entry['tokens_per_round']:.2f}", "" if plain else share(entry["acceptance_rate"] or 0),
                 "" if plain else f"{entry['same_texts']} of {entry['prompts']}"
                 + (f", {entry['certified']} certified" if entry["certified"] else ""),
             ])  # fmt: skip
         for name in run["peers"]:
             entry = run["methods"][name]
-            rows.append([name, f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]),
-                         *(f"{entry['tasks'][task]['tokens_per_s']:.1f} tokens/s" for task in tasks), "", "",
+            rows.append([name, f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *[""] * bool(least),
+                         *(of_task(entry["tasks"][task], plain=True) for task in tasks), "", "",
                          f"{entry['same_texts']} of {entry['prompts']}"])  # fmt: skip
-        headings = ["drafter", "tokens/s", "times plain", *tasks, "tokens per round", "accepted", "same text as plain"]
+        if kept := "least_prompt" in run["methods"]["none"]:
+            tasks = [f"{task} (median prompt)" for task in tasks]
+        headings = ["drafter", "tokens/s", "times plain", *["least of a prompt"] * kept, *tasks, "tokens per round",
+                    "accepted", "same text as plain"]  # fmt: skip
         title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
         parts.append(title + table(headings, rows))
     return "\n".join(parts)
