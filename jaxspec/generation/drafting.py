@@ -34,8 +34,6 @@ from jaxspec.storage.reading import check_path, read_json
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
-CHOSEN_COST = 1.2
-"""Assumed cost of the rounds of a drafter that chooses how much it drafts, in plain rounds."""
 COPIED_WIDTHS = (4, 8)
 """Widths of target calls of other drafts that are copied, besides those of plain decoding and of the whole tree."""
 VERSION = 3
@@ -282,13 +280,11 @@ def default_schedule(drafter: Drafter, target: Params) -> Schedule:
 
     Drafts that are copied are made only while that pays.
 
-    A drafter that chooses how much it drafts is left to choose, as long as that pays at all. Others draft a few tokens
-    first, and a whole window after accepted ones; the loss budget allows at least two rejected whole windows.
+    A drafter that chooses how much it drafts is left to choose. Others draft a few tokens first, and a whole window
+    after accepted ones; the loss budget allows at least two rejected whole windows.
     """
     nodes = drafter.shape.nodes
-    if isinstance(drafter, ChoosingDrafter):
-        return Adaptive(costs=(1.0, CHOSEN_COST, CHOSEN_COST), widths=())  # at any depth
-    if nodes == 1 or drafter.draws:
+    if nodes == 1 or drafter.draws or isinstance(drafter, ChoosingDrafter):
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]

@@ -381,14 +381,14 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Adaptive((1.0, 1.2, 1.2), widths=())),
-            ("prompt-lookup", 4, Adaptive((1.0, 1.2, 1.2), widths=())),
+            ("prompt-lookup", None, Constant()),
+            ("prompt-lookup", 4, Constant()),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],
     )
-    def test_what_is_copied_is_drafted_while_it_pays(self, drafter, tree, schedule):
-        """Without a schedule; what that may lose is bounded in test_schedules.py. A schedule that is given is kept."""
+    def test_what_is_given_without_a_schedule_drafts_its_whole_tree(self, drafter, tree, schedule):
+        """Or what it chooses; what that may lose is bounded in test_paying.py. A schedule that is given is kept."""
         made = Drafting(drafter, tree=tree, draft=DRAFT if drafter == "model" else None)
         assert made.build(TOY)[0].schedule == schedule
         assert dataclasses.replace(made, schedule="constant").build(TOY)[0].schedule == Constant()
