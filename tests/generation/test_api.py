@@ -57,7 +57,6 @@ from jaxspec.errors import (
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
-from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.testing import TableLM
 
 pytestmark = pytest.mark.quick
