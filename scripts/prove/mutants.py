@@ -722,6 +722,22 @@ MUTANTS = (
         "",
         ("tests/drafters/test_prompt_lookup.py::test_the_likeliest_copies_are_proposed[default-2]",),
     ),
+    Mutant(
+        "drafts-without-a-budget",
+        "a row drafts on, however often its drafts were rejected",
+        "drafters/_paying.py",
+        "wrong * (costs - 1) <= left",
+        "costs > 0",
+        ("tests/drafters/test_paying.py::test_hopeless_drafts_cost_no_more_than_allowed",),
+    ),
+    Mutant(
+        "prompts-fill-a-budget",
+        "the tokens of a prompt count as if drafts had saved them",
+        "drafters/_paying.py",
+        "jnp.where(budget.cost > 0, saved, 0.0)",
+        "saved",
+        ("tests/drafters/test_paying.py::test_a_budget_is_what_rounds_saved[Noise.NONE]",),
+    ),
 )
 
 
