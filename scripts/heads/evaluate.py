@@ -212,12 +212,13 @@ def main() -> int:
         print(json.dumps({"heads": candidate.label} | accuracy[candidate.label]), flush=True)
     with concurrent.futures.ThreadPoolExecutor(given.workers) as pool:
         pairs = itertools.product(candidates, given.trees)
-        parts = pool.map(lambda pair: measure_tree(evaluation, *pair), pairs)
-        rounds = list(itertools.chain.from_iterable(parts))
+        rounds: list[dict[str, Any]] = []
+        for part in pool.map(lambda pair: measure_tree(evaluation, *pair), pairs):
+            rounds += part
+            if given.record:  # after every tree: a run that is ended keeps those before
+                values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}
+                write(given.record, "heads", sys.argv, values)
     print(f"of Medusa's heads for Vicuna 7B, as published: {json.dumps(PUBLISHED)}")
-    if given.record:
-        values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}
-        print(f"written: {write(given.record, 'heads', sys.argv, values)}")
     return int(any(row.get("same_texts", count) < (1 - TIES) * count for row in rounds))
 
 

@@ -1,5 +1,7 @@
 """Tests how many nodes drafters that choose propose."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def draw_of(rows, kind, limit=None):
     return Draw(kind, noise, Sampling().rows(rows, 9), limit)
 
 
-def counted(worth, kind, limit=None, left=RICH):
+def counted(worth, kind, limit=None, left: Any = RICH):
     rows = len(worth)
     budget = new_budget(rows)._replace(left=jnp.broadcast_to(jnp.float32(left), (rows,)))
     draw = draw_of(rows, kind, limit)
