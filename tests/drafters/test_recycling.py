@@ -128,8 +128,8 @@ def test_any_table_gives_a_draft(tree, kind, seed):
     ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
     probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
     drafter = Recycling(tree, SIZE, widths=())
-    parts = token, ids[:, :SIZE].reshape(rows, -1), probs.reshape(rows, -1), ids[:, SIZE]
-    state = Tables(*map(jnp.asarray, parts), tables(drafter, rows).budget)
+    kept, shares = (jnp.asarray(a[:, :SIZE].reshape(rows, -1)) for a in (ids, probs))
+    state = Tables(jnp.asarray(token), kept, shares, jnp.asarray(ids[:, SIZE]), tables(drafter, rows).budget)
     text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
     limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
     given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}
