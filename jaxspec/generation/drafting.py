@@ -278,10 +278,9 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
 def default_schedule(drafter: Drafter, target: Params) -> Schedule:
     """Returns the schedule of a drafter for which none is given, before a target with these parameters.
 
-    Drafts that are copied are made only while that pays.
-
-    A drafter that chooses how much it drafts is left to choose. Others draft a few tokens first, and a whole window
-    after accepted ones; the loss budget allows at least two rejected whole windows.
+    A drafter that draws drafts its whole tree, and one that chooses how much it drafts is left to choose. Others copy:
+    they draft a few tokens first, and a whole window after accepted ones; the loss budget allows at least two rejected
+    whole windows.
     """
     nodes = drafter.shape.nodes
     if nodes == 1 or drafter.draws or isinstance(drafter, ChoosingDrafter):
