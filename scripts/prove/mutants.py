@@ -727,7 +727,7 @@ MUTANTS = (
         "a row drafts on, however often its drafts were rejected",
         "drafters/_paying.py",
         "wrong * (costs - 1) <= left",
-        "costs > 0",
+        "left < costs + jnp.inf",
         ("tests/drafters/test_paying.py::test_hopeless_drafts_cost_no_more_than_allowed",),
     ),
     Mutant(
