@@ -1,8 +1,8 @@
 """How many nodes a round should have, for drafters that choose: what is expected to pay, and what a row can afford.
 
 A round is chosen for the tokens that are expected of it in the time that it takes. Expectations can be wrong, so each
-row has a budget: the time that its earlier rounds saved, and a small part of the text (`ALLOWANCE`). Of costs that are
-as assumed, decoding then takes little more time than without drafts on any text, and not only on most.
+row has a budget: the time that its earlier rounds saved, and a small part of the text (`ALLOWANCE`). Without any left
+it drafts nothing, so that a text decoded alone loses at most that part and one rejected draft, if costs are as assumed.
 """
 
 from typing import NamedTuple

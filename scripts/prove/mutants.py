@@ -728,7 +728,7 @@ MUTANTS = (
         "drafters/_paying.py",
         "wrong * (costs - 1) <= left",
         "left < costs + jnp.inf",
-        ("tests/drafters/test_paying.py::test_hopeless_drafts_cost_no_more_than_allowed",),
+        ("tests/drafters/test_paying.py::test_hopeless_drafts_cost_no_more_than_allowed[0.5]",),
     ),
     Mutant(
         "prompts-fill-a-budget",
