@@ -143,12 +143,13 @@ def bench(values: Values) -> str:
     for run in values["runs"]:
         rows, several = [], len(values["runs"]) > 1
         tasks = list(run["methods"]["none"]["tasks"])
+        by_prompt = "least_prompt" in run["methods"]["none"]
         for name, entry in run["methods"].items():
             if name in run["peers"]:
                 continue
             plain = name == "none"
             cells = [of_task(entry["tasks"][task], plain) for task in tasks]
-            least = [] if "least_prompt" not in entry else ["" if plain else times(entry["least_prompt"])]
+            least = ["" if plain else times(entry["least_prompt"])] if by_prompt else []
             rows.append([
                 "none: plain decoding" if plain else f"`{name}`",
                 f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *least, *cells,
@@ -158,13 +159,13 @@ def bench(values: Values) -> str:
             ])  # fmt: skip
         for name in run["peers"]:
             entry = run["methods"][name]
-            rows.append([name, f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *[""] * bool(least),
+            rows.append([name, f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *[""] * by_prompt,
                          *(of_task(entry["tasks"][task], plain=True) for task in tasks), "", "",
                          f"{entry['same_texts']} of {entry['prompts']}"])  # fmt: skip
-        if kept := "least_prompt" in run["methods"]["none"]:
+        if by_prompt:
             tasks = [f"{task} (median prompt)" for task in tasks]
-        headings = ["drafter", "tokens/s", "times plain", *["least of a prompt"] * kept, *tasks, "tokens per round",
-                    "accepted", "same text as plain"]  # fmt: skip
+        headings = ["drafter", "tokens/s", "times plain", *["least of a prompt"] * by_prompt, *tasks,
+                    "tokens per round", "accepted", "same text as plain"]  # fmt: skip
         title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
         parts.append(title + table(headings, rows))
     return "\n".join(parts)
