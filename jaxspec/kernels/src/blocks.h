@@ -21,10 +21,11 @@ inline int four_bytes(const void* at) {
   return word;
 }
 
+// The most rows and blocks of sixteen outputs of which the sums stay in registers.
 #if defined(AVX512)
-constexpr long kTileRows = 8, kTileBlocks = 2;
+constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2;
 #else
-constexpr long kTileRows = 4, kTileBlocks = 1;
+constexpr long kTileRows = 4, kFloatRows = 6, kTileBlocks = 1;
 #endif
 
 // Sixteen groups of four bytes, and sixteen sums of int32.
@@ -58,9 +59,16 @@ inline __m256i dot(__m256i w, __m256i x) {
 }
 #endif
 
-// The lines of the next outputs that a pass over the weights prefetches into the second-level cache: bit 0 for the even
-// ones, bit 1 for the odd ones. Several passes share them, so that memory is read during all.
-inline bool fetches(int fetch, int line) { return fetch >> (line & 1) & 1; }
+// What a pass over the weights of some outputs asks for into the second-level cache: a part of the next weights. Passes share
+// them, so that memory is read during all.
+struct Fetch {
+  const char* at;
+  long step;  // bytes for each line of weights that is read; with few, a line is asked for repeatedly
+  void line() {
+    _mm_prefetch(at, _MM_HINT_T1);
+    at += step;
+  }
+};
 
 enum class Scales { kOfOutput, kOfBlock, kOfUnit };
 
@@ -81,6 +89,7 @@ struct Block {
   static constexpr int halves = of_output ? 0 : minimum ? 64 : 32;  // bytes of float16 scales and minimums
   static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of whole numbers, of scales or of minimums
   static constexpr int header = halves + (minimum ? 2 : 1) * factors, size = header + unit / 32 * bits * 64;
+  static constexpr long line = size / (unit / 32 * bits);  // bytes for each line of codes
 #if defined(AVX512_VNNI)
   static constexpr int offset = offset_;
   static Bytes add(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -88,7 +97,9 @@ struct Block {
   static constexpr int offset = bits == 8 ? 0 : offset_;
   static Bytes add(Bytes sum, Bytes w, Bytes x) {
     constexpr bool full = bits == 8;
-    return {_mm256_add_epi32(sum.a, dot<full>(w.a, x.a)), _mm256_add_epi32(sum.b, dot<full>(w.b, x.b))};
+    sum = {_mm256_add_epi32(sum.a, dot<full>(w.a, x.a)), _mm256_add_epi32(sum.b, dot<full>(w.b, x.b))};
+    asm("" : "+x"(sum.a), "+x"(sum.b));  // else compilers reorder the sums, and run out of registers
+    return sum;
   }
 #endif
   static constexpr int offset_bits = offset == 128 ? 7 : offset == 32 ? 5 : offset == 16 ? 4 : 3;
@@ -128,7 +139,7 @@ using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
 // `blocks` for each row.
 template <class Kind, int R, int B>
 void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
-                long outputs, long last, int fetch) {
+                long outputs, long last, Fetch fetch) {
   const long blocks = width / 32, stride = Kind::stride(width);
   Lanes total[B][R];
 #pragma GCC unroll 8
@@ -142,8 +153,8 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
       for (int line = 0; line < Kind::bits; line++)
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
-          if (fetches(fetch, line)) _mm_prefetch(codes + 64 * line + (b + B) * stride, _MM_HINT_T1);
-          if (fetch & 1) _mm_prefetch(codes + 64 * line + b * stride + 2048, _MM_HINT_T0);
+          fetch.line();
+          _mm_prefetch(codes + 64 * line + b * stride + 2048, _MM_HINT_T0);
         }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {

@@ -74,8 +74,8 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   if (kind < 0 || kind >= (long)Type::kCount) return ffi::Error::InvalidArgument("there is no such type of weights");
   const Type type = (Type)kind;
   const bool integers = type >= Type::kInt8;
-  const long bytes = type == Type::kFloat32 ? 4 : integers ? 1 : 2;  // of a value of a rounded row
-  const long padded = up(width, integers ? 32 : 4 / bytes), blocks = (outputs + 15) / 16;
+  const long bytes = kernels()->bytes(type);
+  const long padded = up(width, integers ? 32 : type == Type::kBFloat16 ? 2 : 1), blocks = (outputs + 15) / 16;
   const long stride = kernels()->stride(type, padded);
   if ((long)weights.size_bytes() != blocks * stride)
     return ffi::Error::InvalidArgument("the weights do not have the size that packing gives them");

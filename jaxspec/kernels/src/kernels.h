@@ -30,13 +30,14 @@ void product(const Product& p, long from, long to) {
 }
 
 struct Kind {
+  long bytes;
   long (*stride)(long width);
   void (*product)(const Product&, long from, long to);
 };
 
 template <class One>
 constexpr Kind kind() {
-  return {One::stride, product<One>};
+  return {sizeof(typename One::Value), One::stride, product<One>};
 }
 
 // In the order of `Type`.
@@ -44,6 +45,8 @@ constexpr Kind kKinds[] = {kind<Float32>(), kind<BFloat16>(), kind<Int8>(), kind
                            kind<Q5_0>(),    kind<Q5_1>(),     kind<Q4_K>(), kind<Q5_K>(), kind<Q6_K>()};
 
 long stride(Type type, long width) { return kKinds[(int)type].stride(width); }
+
+long bytes(Type type) { return kKinds[(int)type].bytes; }
 
 void multiply(Type type, const Product& p, long from, long to) { kKinds[(int)type].product(p, from, to); }
 
@@ -57,4 +60,4 @@ bool supported() { return SUPPORTED; }
 }  // namespace
 
 extern const Kernels TABLE;
-const Kernels TABLE = {NAME, supported, stride, round, multiply, attend, rms_norm, rotate};
+const Kernels TABLE = {NAME, supported, stride, bytes, round, multiply, attend, rms_norm, rotate};

@@ -56,6 +56,11 @@ inline Lanes power_of_two(Lanes n) {
 inline Lanes from_bfloat16(const uint16_t* at) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16))};
 }
+// Of sixteen pairs of bfloat16, the first ones and the second ones.
+inline Lanes even_bfloat16(const void* at) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(at), 16))}; }
+inline Lanes odd_bfloat16(const void* at) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(at), _mm512_set1_epi32((int)0xffff0000)))};
+}
 inline Lanes from_float16(const void* at) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at))}; }
 inline Lanes from_whole(const uint8_t* at) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)))};
@@ -143,6 +148,17 @@ inline Lanes power_of_two(Lanes n) { return {power_of_two(n.a), power_of_two(n.b
 inline __m256 from_bfloat16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline Lanes from_bfloat16(const uint16_t* at) {
   return {from_bfloat16(_mm_loadu_si128((const __m128i*)at)), from_bfloat16(_mm_loadu_si128((const __m128i*)at + 1))};
+}
+inline Lanes even_bfloat16(const void* at) {
+  const auto* pairs = (const __m256i*)at;
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(pairs), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(pairs + 1), 16))};
+}
+inline Lanes odd_bfloat16(const void* at) {
+  const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+  const auto* pairs = (const __m256i*)at;
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(pairs), high)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(pairs + 1), high))};
 }
 // Every processor with AVX2 has the conversion of float16.
 inline Lanes from_float16(const void* at) {

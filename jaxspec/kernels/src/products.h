@@ -17,68 +17,43 @@ namespace {
 
 struct Float32 {
   using Value = float;
-  using Sum = Lanes;
-  static constexpr long group = 1;
+  static constexpr long group = 1, steps = 1, line = 64;
   static constexpr bool rounded = false;
-  static constexpr long tile_rows = kTileRows, tile_blocks = kTileBlocks;
+  static constexpr long tile_rows = kFloatRows, tile_blocks = kTileBlocks;
   static long stride(long width) { return width * 64; }
-  static Sum zero() { return zeros(); }
 #if defined(AVX512)
   using Weights = __m512;
-  static Weights weights(const void* at) { return _mm512_loadu_ps(at); }
+  static Weights weights(const void* at, long) { return _mm512_loadu_ps(at); }
   static Weights row(const Value* at) { return _mm512_set1_ps(*at); }
-  static Sum add(Sum sum, Weights w, Weights x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
+  static Lanes add(Lanes sum, Weights w, Weights x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
 #else
   using Weights = Lanes;
-  static Weights weights(const void* at) { return load((const float*)at); }
+  static Weights weights(const void* at, long) { return load((const float*)at); }
   static Weights row(const Value* at) { return splat(*at); }
-  static Sum add(Sum sum, Weights w, Weights x) { return fma(w, x, sum); }
+  static Lanes add(Lanes sum, Weights w, Weights x) { return fma(w, x, sum); }
 #endif
 };
 
+// Without products of bfloat16, the even inputs of each output are multiplied first and then the odd ones, as float32.
 struct BFloat16 {
-  using Value = uint16_t;
-  static constexpr long group = 2;
+  static constexpr long group = 2, line = 64;
   static constexpr bool rounded = false;
-  static constexpr long tile_rows = kTileRows, tile_blocks = kTileBlocks;
+  static constexpr long tile_rows = kFloatRows, tile_blocks = kTileBlocks;
   static long stride(long width) { return width * 32; }
-  using Sum = Lanes;
-  static Sum zero() { return zeros(); }
 #if defined(AVX512_BF16)
+  using Value = uint16_t;
   using Weights = __m512i;
-  static Weights weights(const void* at) { return _mm512_loadu_si512(at); }
+  static constexpr long steps = 1;
+  static Weights weights(const void* at, long) { return _mm512_loadu_si512(at); }
   static Weights row(const Value* at) { return _mm512_set1_epi32(four_bytes(at)); }
-  static Sum add(Sum sum, Weights w, Weights x) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)w, (__m512bh)x)}; }
-#elif defined(AVX512)
-  struct Weights {
-    __m512 even, odd;
-  };
-  static Weights halves(__m512i both) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))};
-  }
-  static Weights weights(const void* at) { return halves(_mm512_loadu_si512(at)); }
-  static Weights row(const Value* at) { return halves(_mm512_set1_epi32(four_bytes(at))); }
-  static Sum add(Sum sum, const Weights& w, const Weights& x) {
-    return {_mm512_fmadd_ps(w.odd, x.odd, _mm512_fmadd_ps(w.even, x.even, sum.v))};
-  }
+  static Lanes add(Lanes sum, Weights w, Weights x) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)w, (__m512bh)x)}; }
 #else
-  struct Weights {
-    Lanes even, odd;
-  };
-  static Weights halves(__m256i a, __m256i b) {
-    const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-    return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
-            {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
-  }
-  static Weights weights(const void* at) {
-    return halves(_mm256_loadu_si256((const __m256i*)at), _mm256_loadu_si256((const __m256i*)at + 1));
-  }
-  static Weights row(const Value* at) {
-    const __m256i both = _mm256_set1_epi32(four_bytes(at));
-    return halves(both, both);
-  }
-  static Sum add(Sum sum, const Weights& w, const Weights& x) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
+  using Value = float;  // rounded to bfloat16
+  using Weights = Lanes;
+  static constexpr long steps = 2;
+  static Weights weights(const void* at, long step) { return step ? odd_bfloat16(at) : even_bfloat16(at); }
+  static Weights row(const Value* at) { return splat(*at); }
+  static Lanes add(Lanes sum, Weights w, Weights x) { return fma(w, x, sum); }
 #endif
 };
 
@@ -93,7 +68,7 @@ struct Rows {
 // R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
 template <class Kind, int R, int B>
 void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
-          int fetch) {
+          Fetch fetch) {
   const long stride = Kind::stride(rows.width);
   const typename Kind::Value* x = rows.values + first * rows.width;
   out += first * outputs;
@@ -107,18 +82,22 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) sum[b][r] = zeros();
     for (long i = 0; i < rows.width; i += Kind::group, weights += 64) {
-      typename Kind::Weights w[B];
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
-        w[b] = Kind::weights(weights + b * stride);
-        if (fetches(fetch, b)) _mm_prefetch(weights + (b + B) * stride, _MM_HINT_T1);
-        if (fetch & 1) _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
+        fetch.line();
+        _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
       }
+#pragma GCC unroll 2
+      for (long step = 0; step < Kind::steps; step++) {
+        typename Kind::Weights w[B];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const typename Kind::Weights value = Kind::row(x + r * rows.width + i);
+        for (int b = 0; b < B; b++) w[b] = Kind::weights(weights + b * stride, step);
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], value);
+        for (int r = 0; r < R; r++) {
+          const typename Kind::Weights value = Kind::row(x + r * rows.width + i + step);
+#pragma GCC unroll 8
+          for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], value);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -130,7 +109,7 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 
 template <class Kind, int B, int R = Kind::tile_rows>
 void tiles(long count, const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs,
-           long last, int fetch) {
+           long last, Fetch fetch) {
   if (count == R) return tile<Kind, R, B>(weights, rows, first, scale, out, outputs, last, fetch);
   if constexpr (R > 1) tiles<Kind, B, R - 1>(count, weights, rows, first, scale, out, outputs, last, fetch);
 }
@@ -151,15 +130,17 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
         const bool several = block + kBlocks <= std::min(to, outer + group);
         const long blocks = several ? kBlocks : 1;
         const long output = block * kLanes, last = std::min(kLanes, outputs - (block + blocks - 1) * kLanes);
-        for (long row = start, pass = start ? 2 : 0; row < end; pass++) {
+        const char* at = weights + block * stride;
+        const float* factors = scale ? scale + output : nullptr;
+        const long passes = (end - start + kRows - 1) / kRows, bytes = blocks * stride;
+        for (long row = start, pass = 0; pass < passes; pass++) {
           // Groups of nearly equal size: ten rows are five and five.
-          const long left = end - row, parts = (left + kRows - 1) / kRows, size = (left + parts - 1) / parts;
-          const int fetch = pass > 1 ? 0 : size == count ? 3 : 1 << pass;
-          const float* factors = scale ? scale + output : nullptr;
-          if (!several)
-            tiles<Kind, 1>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
+          const long size = (end - row + passes - pass - 1) / (passes - pass);
+          const Fetch fetch = start ? Fetch{at, Kind::line} : Fetch{at + bytes + bytes * pass / passes, Kind::line / passes};
+          if (several)
+            tiles<Kind, kBlocks>(size, at, rows, row, factors, out + output, outputs, last, fetch);
           else
-            tiles<Kind, kBlocks>(size, weights + block * stride, rows, row, factors, out + output, outputs, last, fetch);
+            tiles<Kind, 1>(size, at, rows, row, factors, out + output, outputs, last, fetch);
           row += size;
         }
         block += blocks;
@@ -167,11 +148,21 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
     }
 }
 
+inline void store_rounded(uint16_t* at, Lanes x) { store_bfloat16(at, x); }
+inline void store_rounded(float* at, Lanes x) {
+  uint16_t half[kLanes];
+  store_bfloat16(half, x);
+  store(at, from_bfloat16(half));
+}
+
 // Rounds a row to bfloat16.
-inline void round_row(const float* x, long width, uint16_t* out, Rounded*) {
-  const long whole = width / kLanes * kLanes;
-  for (long i = 0; i < whole; i += kLanes) store_bfloat16(out + i, load(x + i));
-  for (long i = whole; i < width; i++) out[i] = to_bfloat16(x[i]);
+inline void round_row(const float* x, long width, BFloat16::Value* out, Rounded*) {
+  long i = 0;
+  for (; i + kLanes <= width; i += kLanes) store_rounded(out + i, load(x + i));
+  if (i == width) return;
+  BFloat16::Value last[kLanes];
+  store_rounded(last, load(x + i, width - i));
+  std::copy(last, last + width - i, out + i);
 }
 
 }  // namespace

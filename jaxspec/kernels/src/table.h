@@ -28,6 +28,7 @@ struct Kernels {
   const char* name;
   bool (*supported)();
   long (*stride)(Type, long width);  // bytes of the weights of sixteen outputs
+  long (*bytes)(Type);                // of a value of a rounded row
   void (*round)(Type, const float* x, long width, long padded, void* out, Rounded* blocks);
   void (*multiply)(Type, const Product&, long from, long to);
   void (*attend)(const AttentionCall&, long b, long h, long start, long number);
