@@ -25,15 +25,15 @@ inline Lanes values_at(const T* at, long count) {
     return count == kLanes ? from_bfloat16((const uint16_t*)at) : from_bfloat16((const uint16_t*)at, count);
 }
 
-// Queries that share a load, so many that their chains hide the latency of a sum.
+// Queries that share a load, so many that their chains hide the latency of a sum: of one vector for a score, two for a mix.
 #if defined(AVX512)
-constexpr int kTogether = 12;
+constexpr int kScored = 12, kMixed = 12;
 #else
-constexpr int kTogether = 3;
+constexpr int kScored = 6, kMixed = 3;
 #endif
 
-// Calls a function with a number from 1 to `kTogether` as a constant.
-template <int Q = kTogether, class F>
+// Calls a function with a number from 1 to Q as a constant.
+template <int Q, class F>
 inline void together(long count, F&& function) {
   if (count == Q) return function(std::integral_constant<int, Q>());
   if constexpr (Q > 1) together<Q - 1>(count, function);
@@ -59,8 +59,8 @@ void score(const T* keys, long count, long width, const float* queries, long num
     for (long j = 0; j < kLanes; j++) store(tile + (i + j) * kLanes, rows[j]);
   }
   for (long q = 0; q < number;) {
-    const long some = std::min<long>(kTogether, number - q);
-    together(some, [&](auto count) {
+    const long some = std::min<long>(kScored, number - q);
+    together<kScored>(some, [&](auto count) {
       constexpr int Q = count.value;
       const float* at_query = queries + q;
       Lanes sum[Q];
@@ -190,8 +190,8 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     std::fill(sums[q], sums[q] + value_width, 0.0f);
   }
   for (long q = 0; q < number;) {
-    const long some = std::min<long>(kTogether, number - q);
-    together(some, [&](auto count) {
+    const long some = std::min<long>(kMixed, number - q);
+    together<kMixed>(some, [&](auto count) {
       mix<T, count.value>(cached_values, a.value_width, first_block, length, lines + q, 0, sums + q);
     });
     q += some;

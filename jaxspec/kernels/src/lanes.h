@@ -173,21 +173,53 @@ inline Lanes from_whole(const int8_t* at) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
 }
 inline void store_int8(int8_t* at, Lanes x, long count) {
-  float copy[16];
-  store(copy, x);
-  for (long i = 0; i < count; i++) at[i] = (int8_t)copy[i];
+  const __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  const __m256i whole = _mm256_permute4x64_epi64(pairs, 0xd8);  // packing goes by halves
+  const __m128i out = _mm_packs_epi16(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  if (count == kLanes) return _mm_storeu_si128((__m128i*)at, out);
+  int8_t copy[kLanes];
+  _mm_storeu_si128((__m128i*)copy, out);
+  std::memcpy(at, copy, count);
+}
+// The bits of bfloat16, in int32.
+inline __m256i to_bfloat16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16), one = _mm256_set1_epi32(1);
+  const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, one));
+  const __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  const __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(near, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 inline void store_bfloat16(uint16_t* at, Lanes x) {
-  float copy[16];
-  store(copy, x);
-  for (long i = 0; i < 16; i++) at[i] = to_bfloat16(copy[i]);
+  const __m256i out = _mm256_packus_epi32(to_bfloat16(x.a), to_bfloat16(x.b));
+  _mm256_storeu_si256((__m256i*)at, _mm256_permute4x64_epi64(out, 0xd8));
+}
+inline void transpose(__m256 (&rows)[8]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+      u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+    }
+  for (int i = 0; i < 4; i++) {
+    rows[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
 }
 inline void transpose(Lanes (&rows)[16]) {
-  float from[16][16], to[16][16];
-  for (int i = 0; i < 16; i++) store(from[i], rows[i]);
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
-  for (int i = 0; i < 16; i++) rows[i] = load(to[i]);
+  __m256 quarters[4][8];  // of rows 0 to 7 and 8 to 15: first halves, then second halves
+  for (int i = 0; i < 8; i++) {
+    quarters[0][i] = rows[i].a, quarters[1][i] = rows[i + 8].a;
+    quarters[2][i] = rows[i].b, quarters[3][i] = rows[i + 8].b;
+  }
+  for (auto& quarter : quarters) transpose(quarter);
+  for (int i = 0; i < 8; i++) {
+    rows[i] = {quarters[0][i], quarters[1][i]};
+    rows[i + 8] = {quarters[2][i], quarters[3][i]};
+  }
 }
 
 #endif
