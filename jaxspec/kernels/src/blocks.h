@@ -21,11 +21,14 @@ inline int four_bytes(const void* at) {
   return word;
 }
 
-// The most rows and blocks of sixteen outputs of which the sums stay in registers.
+// The most rows and blocks of sixteen outputs of which the sums stay in registers, how many bytes ahead weights are fetched into
+// the first-level cache, and whether a single pass over weights fetches the next ones into the second (see `Fetch`).
 #if defined(AVX512)
-constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2;
+constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2, kAhead = 512;
+constexpr bool kFetchesAlone = true;
 #else
-constexpr long kTileRows = 4, kFloatRows = 6, kTileBlocks = 1;
+constexpr long kTileRows = 4, kFloatRows = 6, kTileBlocks = 1, kAhead = 2048;
+constexpr bool kFetchesAlone = false;
 #endif
 
 // Sixteen groups of four bytes, and sixteen sums of int32.

@@ -85,7 +85,7 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
         fetch.line();
-        _mm_prefetch(weights + b * stride + 512, _MM_HINT_T0);
+        _mm_prefetch(weights + b * stride + kAhead, _MM_HINT_T0);
       }
 #pragma GCC unroll 2
       for (long step = 0; step < Kind::steps; step++) {
@@ -133,10 +133,11 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
         const char* at = weights + block * stride;
         const float* factors = scale ? scale + output : nullptr;
         const long passes = (end - start + kRows - 1) / kRows, bytes = blocks * stride;
+        const bool fetches = !start && (kFetchesAlone || passes > 1);
         for (long row = start, pass = 0; pass < passes; pass++) {
           // Groups of nearly equal size: ten rows are five and five.
           const long size = (end - row + passes - pass - 1) / (passes - pass);
-          const Fetch fetch = start ? Fetch{at, Kind::line} : Fetch{at + bytes + bytes * pass / passes, Kind::line / passes};
+          const Fetch fetch = fetches ? Fetch{at + bytes + bytes * pass / passes, Kind::line / passes} : Fetch{at, Kind::line};
           if (several)
             tiles<Kind, kBlocks>(size, at, rows, row, factors, out + output, outputs, last, fetch);
           else
