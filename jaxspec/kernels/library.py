@@ -24,10 +24,10 @@ TOKEN_COSTS = {
     "AVX-512 with BF16 and VNNI": dict.fromkeys(TYPES, TokenCost(0.025, 14.0)),
     "AVX-512": dict.fromkeys(TYPES, TokenCost(0.025, 8.0)),
     "AVX2": {
-        "float32": TokenCost(0.05, 6.5),
-        "bfloat16": TokenCost(0.04, 4.1),
-        "int8": TokenCost(0.1, 3.7),
-        "file": TokenCost(0.16, 3.2),
+        "float32": TokenCost(0.02, 11.0),
+        "bfloat16": TokenCost(0.04, 6.0),
+        "int8": TokenCost(0.06, 4.3),
+        "file": TokenCost(0.1, 3.7),
     },
 }
 """What tokens take, by the processors that the kernels are for and `dtype` of `jaxspec.load`, on two cores
