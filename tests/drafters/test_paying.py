@@ -10,16 +10,15 @@ import pytest
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.theory import assumed_cost
+from jaxspec.core.theory import TokenCost, assumed_cost
 from jaxspec.drafters import _paying
 from jaxspec.drafters._paying import ALLOWANCE, Budget, count_paying, new_budget, settle, spend
 from jaxspec.kernels.library import COST_WITHOUT, TOKEN_COSTS
 
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
-
-
 WIDTHS = 1, 4, 8
 RICH = 100.0
+SLOW = TokenCost(0.1, 3.7)
 
 
 def draw_of(rows, kind, limit=None):
@@ -51,14 +50,14 @@ def test_rows_that_do_not_draft_are_not_asked():
     assert min(counted([SURE, *7 * [HOPELESS]], Noise.SHARED, limit=[15, *7 * [0]])) > 0
 
 
-def test_a_processor_without_avx512_drafts_less(monkeypatch):
+def test_where_tokens_cost_more_fewer_are_drafted(monkeypatch):
     likely = np.log(0.9) * np.arange(1, 16)
     assert counted([likely], Noise.NONE) == [15]
-    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["int8"])
+    monkeypatch.setattr(_paying, "token_cost", lambda _: SLOW)
     assert counted([likely], Noise.NONE) == [3]
     doubtful = np.log(0.2) * np.arange(1, 16)  # 1.25 tokens of four nodes
     assert counted([doubtful], Noise.NONE) == [0]
-    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["bfloat16"])
+    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["float32"])
     assert counted([doubtful], Noise.NONE) == [3]
 
 
@@ -75,7 +74,7 @@ def test_costs_grow_with_width_and_never_faster_than_the_tokens(cpu, rows):
 
 def test_a_row_drafts_what_it_can_afford(monkeypatch):
     """Width 4 costs 0.3 rounds more and 8 1.16; nothing is accepted with a probability of 0.4."""
-    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["int8"])
+    monkeypatch.setattr(_paying, "token_cost", lambda _: SLOW)
     likely = np.log(0.6) + np.log(0.95) * np.arange(15)
     for left, nodes in ((-1.0, 0), (0.11, 0), (0.13, 3), (0.45, 3), (0.47, 7)):
         assert counted([likely], Noise.NONE, left=left) == [nodes], left
@@ -86,7 +85,7 @@ def test_a_row_drafts_what_it_can_afford(monkeypatch):
 
 
 def test_without_a_width_of_one_the_smallest_is_never_refused(monkeypatch):
-    monkeypatch.setattr(_paying, "token_cost", lambda _: TOKEN_COSTS["AVX2"]["int8"])
+    monkeypatch.setattr(_paying, "token_cost", lambda _: SLOW)
     worth, draw = jnp.log(0.6) * jnp.arange(1, 16)[None], draw_of(1, Noise.NONE)
     poor = Budget(jnp.full(1, -5.0), jnp.zeros(1))
     assert count_paying(worth, (4, 8), draw, {}, poor).tolist() == [3]
@@ -96,7 +95,7 @@ def test_without_a_width_of_one_the_smallest_is_never_refused(monkeypatch):
 @pytest.mark.parametrize("kind", [Noise.NONE, Noise.SHARED])
 def test_a_budget_is_what_rounds_saved(kind, monkeypatch):
     """The cost is that of the width at which the round runs; rows that share it pay the widest."""
-    own = TOKEN_COSTS["AVX2"]["int8"]
+    own = SLOW
     monkeypatch.setattr(_paying, "token_cost", lambda _: own)
     drafted = jnp.full((3, 16), -1).at[:, 0].set(7).at[0, 5].set(1).at[2, 5].set(1)
     draw = draw_of(3, kind, [15, 15, 0])
@@ -116,7 +115,7 @@ def test_a_budget_is_what_rounds_saved(kind, monkeypatch):
 @pytest.mark.parametrize("chance", [0.5, 0.96])
 def test_hopeless_drafts_cost_no_more_than_allowed(chance, monkeypatch):
     """A row whose drafts are never accepted, though they should be, loses the allowance and one draft."""
-    own = TOKEN_COSTS["AVX2"]["int8"]
+    own = SLOW
     monkeypatch.setattr(_paying, "token_cost", lambda _: own)
     worth, draw = jnp.log(chance) * jnp.arange(1, 16)[None], draw_of(1, Noise.NONE)
 
