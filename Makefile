@@ -87,7 +87,7 @@ clean: ## remove environments, caches and builds
 	rm -rf .venv-* build dist .pytest_cache .ruff_cache .hypothesis .durations
 	find jaxspec tests scripts -name __pycache__ -prune -exec rm -rf {} +
 
-# An environment follows pyproject.toml: when that is newer than the stamp, pip looks again.
+# An environment follows pyproject.toml and the kernels: when one is newer than the stamp, pip looks and builds again.
 $(VENV)/dev.stamp: $(VENV)/core.stamp
 	$(INSTALL) '.[test,lint,notebooks]'
 	@touch $@
@@ -97,7 +97,7 @@ $(VENV)/docs.stamp: $(VENV)/core.stamp
 	$(INSTALL) '.[docs]'
 	@touch $@
 
-$(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml
+$(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml setup.py $(wildcard jaxspec/kernels/src/*)
 	@echo "Installing into $(VENV); the first time this downloads some 200 MB."
 	$(INSTALL) .
 	@touch $@
