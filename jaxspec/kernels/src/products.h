@@ -34,7 +34,7 @@ struct Float32 {
 #endif
 };
 
-// Without products of bfloat16, the even inputs of each output are multiplied first and then the odd ones, as float32.
+// A processor without products of bfloat16 multiplies the first input of a pair and then the second, as float32.
 struct BFloat16 {
   static constexpr long group = 2, line = 64;
   static constexpr bool rounded = false;
