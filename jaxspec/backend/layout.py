@@ -9,13 +9,13 @@ LANES = 128
 """Columns of a TPU tile."""
 
 
-def row_major(values: Array) -> Array:
-    """Returns the values with a row-major layout on a TPU; other platforms use it by default.
+def row_major(values: Array, on: str = "tpu") -> Array:
+    """Returns the values with a row-major layout on a platform; the others use what XLA chooses.
 
-    Otherwise XLA propagates the layout of a small array, such as a window of several tokens with adjacent heads, to
-    the cache or weight matrix that it meets, and copies that.
+    On a TPU XLA propagates the layout of a small array, such as a window of several tokens with adjacent heads, to the
+    cache or weight matrix that it meets, and copies that. On a CPU it transposes what a gather returns, and back.
     """
-    return _constrain(values, tuple(range(values.ndim)))
+    return _constrain(values, tuple(range(values.ndim)), on)
 
 
 def compact(values: Array) -> Array:
@@ -26,7 +26,7 @@ def compact(values: Array) -> Array:
     """
     *batch_axes, rows, columns = range(values.ndim)
     narrow = values.shape[-1] < LANES <= values.shape[-2]
-    return _constrain(values, (*batch_axes, columns, rows)) if narrow else values
+    return _constrain(values, (*batch_axes, columns, rows), "tpu") if narrow else values
 
 
 def on_gpu() -> bool:
@@ -34,10 +34,10 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _constrain(values: Array, major_to_minor: tuple[int, ...]) -> Array:
-    """Constrains the layout on a TPU, the minor (densest) axis last."""
+def _constrain(values: Array, major_to_minor: tuple[int, ...], on: str) -> Array:
+    """Constrains the layout on a platform, the minor (densest) axis last."""
 
     def laid(values: Array) -> Array:
         return with_layout_constraint(values, Layout(major_to_minor))
 
-    return lax.platform_dependent(values, tpu=laid, default=lambda values: values)
+    return lax.platform_dependent(values, default=lambda values: values, **{on: laid})

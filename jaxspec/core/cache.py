@@ -5,6 +5,8 @@ cache to float32 and back in every round. On a GPU they are stored as they are: 
 kernel that multiplies it, but not through a change of types.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,15 +71,18 @@ def as_values(stored: Array) -> Array:
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
     """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
+    if kv.keys.shape[3] == nodes.shape[1] == 1:
+        return kv
     index = jnp.maximum(nodes, 0)[None, :, None, :, None]
-    return KV(*(jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds") for a in kv))
+    taken = (jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds") for a in kv)
+    return KV(*(row_major(a, on="cpu") for a in taken))
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
     """Writes `entries` [L, B, H, M, K] at each row's length, and increases the length by `count` (0 to M).
 
-    Entries past the count are written to scratch. Values that are not finite are written as zeros, since a masked NaN
-    still spreads (0 x NaN).
+    Entries past the count may be written, to scratch. Values that are not finite are written as zeros, since a masked
+    NaN still spreads (0 x NaN).
 
     Args:
         cache: the cache.
@@ -89,15 +94,35 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
     start = jnp.minimum(cache.length, cache.length + after)
 
     def write(slots: Array, new: Array) -> Array:
-        new = jnp.where(jnp.isfinite(new), new, 0).astype(value_dtype(slots.dtype))
-        if slots.dtype != new.dtype:
-            new = lax.bitcast_convert_type(new, slots.dtype)
-        new = row_major(new)
+        layers, batch, heads, size, width = new.shape
 
-        def row(b: Array, slots: Array) -> Array:
-            return lax.dynamic_update_slice(slots, lax.dynamic_slice_in_dim(new, b, 1, axis=1), (0, b, 0, start[b], 0))
+        def stored(new: Array) -> Array:
+            new = jnp.where(jnp.isfinite(new), new, 0).astype(value_dtype(slots.dtype))
+            return row_major(new if slots.dtype == new.dtype else lax.bitcast_convert_type(new, slots.dtype))
 
-        # A vmapped update becomes a scatter that transposes the cache twice; a loop over rows is in place.
-        return lax.fori_loop(0, slots.shape[1], row, slots)
+        # A vmapped update becomes a scatter that transposes the cache twice; loops are in place.
+        def row_by_row(slots: Array) -> Array:
+            every = stored(new)
+
+            def row(b: Array, slots: Array) -> Array:
+                one = lax.dynamic_slice_in_dim(every, b, 1, axis=1)
+                return lax.dynamic_update_slice(slots, one, (0, b, 0, start[b], 0))
+
+            return lax.fori_loop(0, batch, row, slots)
+
+        # On a CPU, where rounds are short, it takes notable time to write a whole path for a round of one token.
+        def token_by_token(slots: Array) -> Array:
+            def token(b: Array, at: Array, slots: Array) -> Array:
+                one = lax.dynamic_slice(new, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
+                return lax.dynamic_update_slice(slots, stored(one), (0, b, 0, start[b] + at, 0))
+
+            def row(b: Array, slots: Array) -> Array:
+                return lax.fori_loop(0, count[b], functools.partial(token, b), slots)
+
+            return lax.fori_loop(0, batch, row, slots)
+
+        if size == 1:
+            return row_by_row(slots)
+        return lax.platform_dependent(slots, cpu=token_by_token, default=row_by_row)
 
     return Cache(KV(*jax.tree.map(write, tuple(cache.kv), tuple(entries))), cache.length + count)

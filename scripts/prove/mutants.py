@@ -246,6 +246,14 @@ MUTANTS = (
         ("tests/decode/test_invariants.py::test_cache_equals_fresh_prefill",),
     ),
     Mutant(
+        "last-token-is-not-kept",
+        "the last token of an accepted path is not written to the cache of a CPU",
+        "core/cache.py",
+        "lax.fori_loop(0, count[b], functools.partial(token, b), slots)",
+        "lax.fori_loop(0, count[b] - 1, functools.partial(token, b), slots)",
+        ("tests/core/test_cache.py::test_commit_keeps_the_first_tokens_of_each_path",),
+    ),
+    Mutant(
         "stop-token-within-the-draft",
         "a stop token inside an accepted draft is passed over (transformers' prompt lookup, #31301)",
         "decode/commit.py",

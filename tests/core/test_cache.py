@@ -1,0 +1,38 @@
+"""Tests the only writer of a cache: which tokens of a path it keeps, where, and what it makes of values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core import cache as caches
+from jaxspec.core.records import KV
+
+LAYERS, ROWS, HEADS, WIDTH = 2, 3, 2, 4
+LENGTH = [5, 0, 7]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("nodes", "count"), [(6, [3, 0, 6]), (6, [1, 1, 1]), (1, [1, 0, 1])])
+def test_commit_keeps_the_first_tokens_of_each_path(dtype, nodes, count):
+    """Each row's first `count` tokens stand at its length, and no earlier slot and no other row has changed."""
+    rng = np.random.default_rng(0)
+    empty = caches.empty_cache(LAYERS, ROWS, HEADS, 16, WIDTH, dtype)
+
+    def values(*shape):
+        return jnp.asarray(rng.normal(size=(LAYERS, ROWS, HEADS, *shape, WIDTH)), dtype)
+
+    before = KV(*(jax.lax.bitcast_convert_type(values(a.shape[3]), a.dtype) for a in empty.kv))
+    path = jnp.asarray(rng.permuted(np.tile(np.arange(7), (ROWS, 1)), axis=1)[:, :nodes])
+    window = KV(values(7), values(7).at[1, 0, 1, path[0, 0], 2].set(jnp.nan))
+    cache = empty._replace(kv=before, length=jnp.array(LENGTH))
+    after = jax.jit(lambda cache, path: caches.commit(cache, caches.take(window, path), jnp.array(count)))(cache, path)
+
+    np.testing.assert_array_equal(after.length, np.add(LENGTH, count))
+    for old, new, own in zip(before, after.kv, window):
+        held, found, own = (np.asarray(caches.as_values(a), np.float32) for a in (old, new, own))
+        for row, (start, kept) in enumerate(zip(LENGTH, count)):
+            taken = np.nan_to_num(own[:, row][:, :, path[row, :kept]])
+            np.testing.assert_array_equal(found[:, row, :, :start], held[:, row, :, :start])
+            np.testing.assert_array_equal(found[:, row, :, start : start + kept], taken)
+            np.testing.assert_array_equal(found[:, row, :, start + nodes :], held[:, row, :, start + nodes :])
