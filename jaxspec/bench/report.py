@@ -162,6 +162,7 @@ def _figures(run: Run) -> dict:
             "least_prompt": significant(summary.least),
             "tokens_per_round": significant(summary.mean_accepted_tokens) if stats.rounds else None,
             "acceptance_rate": significant(stats.acceptance_rate) if stats.drafted else None,
+            "conditional_acceptance": [significant(share, 3) for share in stats.conditional_acceptance],
             "predicted": None if predicted is None else significant(predicted),
             "same_texts": summary.same,
             "certified": summary.certified,

@@ -8,6 +8,9 @@ from jaxspec.registry import DRAFTERS
 
 Values = Mapping[str, Any]
 
+PLACES = 4
+"""Tokens of a draft, counted from the first, whose acceptance is shown."""
+
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
@@ -138,6 +141,12 @@ def of_task(entry: Values, plain: bool) -> str:
     return times(entry["times_plain"]) + (f" ({times(entry['median_prompt'])})" if "median_prompt" in entry else "")
 
 
+def accepted(entry: Values) -> str:
+    """Returns the cell of the accepted share, with that of each of the first places where the record has it."""
+    places = ", ".join(map(share, entry.get("conditional_acceptance", ())[:PLACES]))
+    return share(entry["acceptance_rate"] or 0) + (f" ({places})" if places else "")
+
+
 def bench(values: Values) -> str:
     parts = []
     for run in values["runs"]:
@@ -153,7 +162,7 @@ def bench(values: Values) -> str:
             rows.append([
                 "none: plain decoding" if plain else f"`{name}`",
                 f"{entry['tokens_per_s']:.1f}", times(entry["times_plain"]), *least, *cells,
-                f"{entry['tokens_per_round']:.2f}", "" if plain else share(entry["acceptance_rate"] or 0),
+                f"{entry['tokens_per_round']:.2f}", "" if plain else accepted(entry),
                 "" if plain else f"{entry['same_texts']} of {entry['prompts']}"
                 + (f", {entry['certified']} certified" if entry["certified"] else ""),
             ])  # fmt: skip
@@ -164,8 +173,9 @@ def bench(values: Values) -> str:
                          f"{entry['same_texts']} of {entry['prompts']}"])  # fmt: skip
         if by_prompt:
             tasks = [f"{task} (median prompt)" for task in tasks]
+        by_place = f" (at places 1 to {PLACES})" * ("conditional_acceptance" in run["methods"]["none"])
         headings = ["drafter", "tokens/s", "times plain", *["least of a prompt"] * by_prompt, *tasks,
-                    "tokens per round", "accepted", "same text as plain"]  # fmt: skip
+                    "tokens per round", "accepted" + by_place, "same text as plain"]  # fmt: skip
         title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
         parts.append(title + table(headings, rows))
     return "\n".join(parts)
