@@ -126,11 +126,11 @@ def batches(values: Values) -> str:
             cells = [f"{at[count, 'none']['tokens_per_s'][1]:.1f}"]
             for name in drafters:
                 own = at[count, name]
-                cells += [times(own["times_plain"]), f"{own['tokens_per_round']:.2f}", f"{own['round_cost']:.2f}"]
+                cells += [times(own["times_plain"]), f"{own['tokens_per_round']:.2f}", f"{own['target_cost']:.2f}"]
             rows.append([dtype, str(count), *cells])
     headings = ["weights", "rows", "plain, tokens/s"]
     for name in drafters:
-        headings += [f"`{name}`, times plain", "its tokens per round", "its round, in plain rounds"]
+        headings += [f"`{name}`, times plain", "its tokens per round", "the target at that width, times width 1"]
     return table(headings, rows)
 
 

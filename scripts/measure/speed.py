@@ -351,44 +351,61 @@ def overhead(arguments) -> dict[str, Any]:
 
 
 def batches(arguments) -> dict[str, Any]:
-    """Compares plain decoding with drafters at their default settings for every batch size, 48 tokens per prompt.
+    """Compares plain decoding with the drafters for every batch size, 48 tokens per prompt.
 
     A call ends with its slowest row. Therefore a second ratio describes the rounds in which all rows run: tokens per
-    round, divided by the time of a round in plain rounds.
+    round, divided by the cost of a round in plain rounds. Speculation pays if a round commits more tokens than the
+    target's call at the drafter's width costs, in calls at width 1; that cost is timed separately.
     """
     figures: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
+        heads = jaxspec.load_heads(MODEL, target=model)
         drafters: dict[str, dict[str, Any]] = {
             "none": {"drafter": "none"},
-            "prompt-lookup": {"drafter": "prompt-lookup"},
-            "medusa": {"drafter": "medusa", "heads": jaxspec.load_heads(MODEL, target=model)},
+            "prompt-lookup": {"drafter": PromptLookup(jaxspec.chain(4), widths=())},
+            "medusa": {"drafter": "medusa", "heads": heads},
         }
         common: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}
+        common["schedule"] = "constant"  # so that every round that drafts has the full width
         for rows in arguments.rows:
             more = "Answer briefly. "
             prompts = [ORDINARY[i % len(ORDINARY)] + more * (i // len(ORDINARY)) for i in range(rows)]
             rates, costs = ({name: [] for name in drafters} for _ in range(2))
-            tokens = {}
+            tokens, nodes = {}, {}
             for repeat in range(arguments.repeats + 1):
                 for name, options in drafters.items():
                     out = jaxspec.generate(model, prompts, **common, **options)
                     tokens[name] = out.stats.tokens_per_round
+                    assert out.session is not None
+                    nodes[name] = out.session.decoder.drafter.shape.nodes
                     if repeat:
                         rates[name].append(out.timing.tokens_per_s)
                         costs[name].append(out.timing.decode_s / max(row.stats.rounds for row in out))
             clear_executables()
+            calls = {width: target_calls(model, rows, width, 100, 512, 4) for width in sorted(set(nodes.values()))}
+            alone = {width: [] for width in calls}
+            for _ in range(arguments.repeats):
+                for width, call in calls.items():
+                    alone[width].append(call())
             for name in drafters:
-                ratio, cost = (np.median(np.array(own[name]) / np.array(own["none"])) for own in (rates, costs))
+                ratio, cost, wide = (
+                    np.median(np.array(own) / np.array(plain))
+                    for own, plain in (
+                        (rates[name], rates["none"]),
+                        (costs[name], costs["none"]),
+                        (alone[nodes[name]], alone[nodes["none"]]),
+                    )
+                )
                 figures.setdefault(dtype, []).append({
                     "rows": rows, "drafter": name, "tokens_per_s": quartiles(rates[name]),
                     "times_plain": significant(ratio), "tokens_per_round": significant(tokens[name]),
-                    "round_cost": significant(cost),
+                    "round_cost": significant(cost), "target_cost": significant(wide), "nodes": nodes[name],
                 })  # fmt: skip
                 print(
                     f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
                     f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens/round, a round costs "
-                    f"{cost:.2f} plain ones",
+                    f"{cost:.2f} plain ones, the target alone {wide:.2f}",
                     flush=True,
                 )
     return figures
