@@ -24,7 +24,7 @@ TOKEN_COSTS = {
     "AVX-512 with BF16 and VNNI": dict.fromkeys(TYPES, TokenCost(0.025, 14.0)),
     "AVX-512": dict.fromkeys(TYPES, TokenCost(0.025, 8.0)),
     "AVX2": {
-        "float32": TokenCost(0.02, 11.0),
+        "float32": TokenCost(0.03, 10.5),
         "bfloat16": TokenCost(0.04, 6.0),
         "int8": TokenCost(0.06, 4.3),
         "file": TokenCost(0.12, 3.7),
