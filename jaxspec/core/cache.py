@@ -121,8 +121,6 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
 
             return lax.fori_loop(0, batch, row, slots)
 
-        if size == 1:
-            return row_by_row(slots)
-        return lax.platform_dependent(slots, cpu=token_by_token, default=row_by_row)
+        return lax.platform_dependent(slots, cpu=token_by_token if size > 1 else row_by_row, default=row_by_row)
 
     return Cache(KV(*jax.tree.map(write, tuple(cache.kv), tuple(entries))), cache.length + count)
