@@ -6,7 +6,7 @@ prompt and every repeat, so that no method always runs first.
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,12 @@ from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTERS
 
 
-def buildable(target: Model, draft: Model | None, heads: DraftHeads | None = None) -> list[Method]:
-    """Returns every registered drafter that these models support, with its default tree."""
+def buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads] = {}) -> list[Method]:
+    """Returns every registered drafter that these models support, with its default tree; heads are by drafter."""
     methods = []
     for name in DRAFTERS:
         try:
-            drafting = Drafting(name, draft=draft, heads=heads).without_unused()
+            drafting = Drafting(name, draft=draft, heads=heads.get(name)).without_unused()
             drafting.build_drafter(target)
         except JaxspecError:
             continue

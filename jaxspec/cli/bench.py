@@ -20,7 +20,7 @@ from jaxspec.cli.drafting import (
     TREE_GRAMMAR,
     add_drafter_options,
     add_heads,
-    load_heads,
+    load_all_heads,
     load_models,
     missing,
     own_draft,
@@ -66,7 +66,7 @@ def add_options(parser: Parser) -> None:
     )
     add("--tuned", metavar="FILE", help="also measure the result of 'jaxspec tune'")
     add_drafter_options(add)
-    add_heads(add)
+    add_heads(add, several=True)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
 
     add(
@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in args.tasks.split(",")]
     samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
     target, draft = load_models(args)
-    heads = load_heads(args, target)
+    names = None if methods is None else [str(method.drafting.drafter) for method in methods]
+    heads = load_all_heads(args, target, names)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:
@@ -229,15 +230,15 @@ def parse_drafters(text: str) -> list["Method"]:
 
 
 def completed(
-    method: "Method", draft: "Model | None", heads: "DraftHeads | None", options: Mapping[str, Any]
+    method: "Method", draft: "Model | None", heads: Mapping[str, "DraftHeads"], options: Mapping[str, Any]
 ) -> "Method":
     """Adds to a method the models and options that its drafter takes; its own options take precedence.
 
-    Heads are for one drafter; others that take heads have those of the target's preset.
+    A drafter that takes heads and is not among `heads` has those of the target's preset.
     """
     own = method.drafting
-    heads = heads if heads is not None and own.drafter == heads.config.drafter else None
-    all_of = dataclasses.replace(own, draft=draft, heads=heads, options={**options, **own.options})
+    given = heads.get(str(own.drafter))
+    all_of = dataclasses.replace(own, draft=draft, heads=given, options={**options, **own.options})
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
 

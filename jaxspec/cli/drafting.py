@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import DRAFTER, MAX_NODES, Parser, UsageError, one_of, whole
@@ -43,13 +43,14 @@ def missing(drafter: str, args: argparse.Namespace) -> str | None:
     return "--heads" if "heads" in takes and args.heads is None and own_heads(args.target, drafter) is None else None
 
 
-def add_heads(add: Callable) -> None:
-    """Adds `--heads` and `--allow-pickle`."""
+def add_heads(add: Callable, *, several: bool = False) -> None:
+    """Adds `--heads`, which may be given once for every drafter if `several`, and `--allow-pickle`."""
     add(
         "--heads",
+        action="append" if several else "store",
         metavar="SOURCE",
         help="heads of 'medusa', 'eagle' or 'dflash': a directory, a file, a Hub repository (default: "
-        "the preset's own)",
+        "the preset's own)" + "; repeatable, once for every drafter" * several,
     )
     add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
 
@@ -197,15 +198,38 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
 
 def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None":
     """Loads the heads that `--heads` names, if any, and prints their notes."""
-    if args.heads is None:
-        return None
+    return None if args.heads is None else read_heads(args.heads, args, target)
+
+
+def load_all_heads(
+    args: argparse.Namespace, target: "Model", drafters: Collection[str] | None
+) -> dict[str, "DraftHeads"]:
+    """Loads the heads of every `--heads`, and prints their notes; returns them by drafter.
+
+    Raises:
+        UsageError: two of them are for the same drafter, or one is for none of `drafters`; None stands for all.
+    """
+    found: dict[str, DraftHeads] = {}
+    for source in args.heads or ():
+        heads = read_heads(source, args, target)
+        drafter = heads.config.drafter
+        if drafter in found:
+            raise UsageError(f"--heads {source}: a second source of heads for {drafter}; give one per drafter")
+        if drafters is not None and drafter not in drafters:
+            raise UsageError(f"--heads {source}: these are heads for {drafter}, which is not in --drafters")
+        found[drafter] = heads
+    return found
+
+
+def read_heads(source: str, args: argparse.Namespace, target: "Model") -> "DraftHeads":
+    """Loads heads, and prints their notes."""
     from jaxspec.checkpoints.base import activation_dtype
     from jaxspec.cli import show
     from jaxspec.heads.files import load_heads
 
-    heads = load_heads(args.heads, target=target, dtype=activation_dtype(args.dtype), allow_pickle=args.allow_pickle)
+    heads = load_heads(source, target=target, dtype=activation_dtype(args.dtype), allow_pickle=args.allow_pickle)
     for note in heads.notes:
-        show.say(f"{args.heads}: {note}", answer=True)
+        show.say(f"{source}: {note}", answer=True)
     return heads
 
 

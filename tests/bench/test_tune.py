@@ -395,7 +395,7 @@ def test_the_benchmark_takes_schedules(tmp_path):
     with pytest.raises(UsageError):
         bench.parse_drafters("model:4@")
     setup = Setup(TARGET, "coupled", {})
-    assert setup.decoder(bench.completed(methods[0], DRAFT, None, {}))[0].schedule == Adaptive()
+    assert setup.decoder(bench.completed(methods[0], DRAFT, {}, {}))[0].schedule == Adaptive()
     method = Method("tuned", dataclasses.replace(TUNED, draft=DRAFT))
     decoder, _ = setup.decoder(method)
     assert (decoder.schedule, instance(ModelDraft, decoder.drafter).tree) == (TUNED.schedule, TUNED.tree)

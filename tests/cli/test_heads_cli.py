@@ -194,13 +194,21 @@ def test_a_tuned_file_of_medusa_needs_heads(call, tmp_path):
 
 
 def test_benchmark_of_heads(call, target, heads, tmp_path):
+    """Every drafter has the heads that are for it."""
+    layer = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=300.0))
+    config = jaxspec.EagleConfig(layer, taps=(1, 1), fc_norm=True)
+    eagle = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "eagle")
     (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
-    status, out, _ = call(
-        "bench", "--target", target, "--drafters", "medusa:2", "--heads", heads, "--tasks", tmp_path / "p.jsonl",
-        "--repeats", "1", "--max-new-tokens", "8", "--no-chat",
-    )  # fmt: skip
-    assert status == 0
+    words = ["bench", "--target", target, "--tasks", tmp_path / "p.jsonl", "--repeats", "1", "--max-new-tokens", "8"]
+    words += ["--no-chat", "--heads", heads]
+    status, out, err = call(*words, "--heads", eagle, "--drafters", "medusa:2,eagle:1")
+    assert status == 0, err
     assert "medusa:2" in out
+    assert "eagle:1" in out
+    status, _, err = call(*words, "--heads", heads)
+    assert (status, "a second source of heads for medusa" in err) == (2, True)
+    status, _, err = call(*words, "--heads", eagle, "--drafters", "medusa:2")
+    assert (status, "heads for eagle, which is not in --drafters" in err) == (2, True)
 
 
 @pytest.mark.slow
