@@ -1,4 +1,4 @@
-"""Storage of a cache, and the only function that writes one.
+"""Storage of a cache, and the only function that writes to one.
 
 Bfloat16 values are stored as their bits, in uint16: XLA:CPU cannot slice bfloat16 arrays, and would convert the whole
 cache to float32 and back in every round. On a GPU they are stored as they are: XLA:GPU reads a layer of a cache in the
@@ -79,7 +79,12 @@ def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
-    """Writes `entries` [L, B, H, M, K] at each row's length, and increases the length by `count` (0 to M).
+    """Writes `entries` [L, B, H, M, K] at each row's length, and increases the length by `count`; see `write`."""
+    return Cache(write(cache, entries, count, after), cache.length + count)
+
+
+def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> KV:
+    """Returns the slots with the first `count` (0 to M) of `entries` [L, B, H, M, K] at each row's length.
 
     Entries past the count may be written, to scratch. Values that are not finite are written as zeros, since a masked
     NaN still spreads (0 x NaN).
@@ -87,13 +92,13 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
     Args:
         cache: the cache.
         entries: keys and values of M tokens per row.
-        count: tokens to commit.
+        count: tokens to write.
         after: a non-negative value on which the write shall depend, such as the drawn token. Without it XLA may
             schedule the write before the last layer has read the cache, and then copies the whole cache every round.
     """
     start = jnp.minimum(cache.length, cache.length + after)
 
-    def write(slots: Array, new: Array) -> Array:
+    def put(slots: Array, new: Array) -> Array:
         layers, batch, heads, size, width = new.shape
 
         def stored(new: Array) -> Array:
@@ -123,4 +128,4 @@ def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, 
 
         return lax.platform_dependent(slots, cpu=token_by_token if size > 1 else row_by_row, default=row_by_row)
 
-    return Cache(KV(*jax.tree.map(write, tuple(cache.kv), tuple(entries))), cache.length + count)
+    return KV(*jax.tree.map(put, tuple(cache.kv), tuple(entries)))

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core import cache as caches
 from jaxspec.core.protocols import Drafter, Schedule
-from jaxspec.core.records import KV, Advance, Proposal, RoundResult, Seen, Status
+from jaxspec.core.records import KV, Advance, Cache, Proposal, RoundResult, Seen, Status
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 
@@ -19,7 +18,7 @@ class Outcome(NamedTuple):
     path: Int[Array, "B D1"]  # accepted nodes, the root first; -1 after the last
     tokens: Int[Array, "B D1"]  # the token after each node of the path; after the last node, its token repeated
     healthy: Bool[Array, "B D1"]  # whether the target's logits after each node of the path are finite
-    entries: KV  # keys and values of the path, [L, B, H, D1, K]
+    kv: KV  # the cache's slots, with keys and values of the path at each row's length
     features: Float[Array, "B D1 E"]  # of the path
     logprobs: Logprobs | None  # of `tokens`; None if the state records none
     seen: Seen | None  # after all nodes; None unless the drafter asks
@@ -72,7 +71,6 @@ def commit(
     tested = jnp.where(emitted, jnp.take_along_axis(tested, jnp.maximum(path, 0), axis=1), 0)
     record = RoundLog.of(count, jnp.minimum(reached, count), drafted.sum(-1), tested[:, :-1])
 
-    cache = caches.commit(state.cache, outcome.entries, count, tokens[:, -1])
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
     advance = Advance(tokens, outcome.features, count, nodes, text, state.length, weights.target, outcome.seen)
@@ -86,7 +84,7 @@ def commit(
         tokens=text,
         length=state.length + count,
         status=status,
-        cache=cache,
+        cache=Cache(outcome.kv, state.cache.length + count),
         absorbed=state.absorbed + count,
         draft=drafter.absorb(weights.draft, state.draft, advance),
         schedule=learned,

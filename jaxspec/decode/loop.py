@@ -7,7 +7,7 @@ node.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from jaxspec.backend.layout import on_gpu
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.protocols import ChoosingDrafter, Drafter, ObservingDrafter, Rule, Schedule, TapDrafter
-from jaxspec.core.records import Context, Proposal, Status, Window
+from jaxspec.core.records import KV, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant
 from jaxspec.decode import lifecycle, logprobs
@@ -116,14 +115,13 @@ class Decoder:
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
 
-        def verify(width: int) -> Outcome:
-            return self._verify(weights, state, first_nodes(proposal, width), shape.depth, noise)
+        def verify(width: int, kv: KV) -> Outcome:
+            found = state._replace(cache=state.cache._replace(kv=kv))
+            return self._verify(weights, found, first_nodes(proposal, width), shape.depth, noise)
 
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
-        if on_gpu():
-            calls = [functools.partial(_in_loop, call, jnp.minimum(needed, 1)) for call in calls]
-        outcome = lax.switch((jnp.asarray(widths) < needed).sum(), calls) if len(calls) > 1 else calls[0]()
+        outcome = _call(calls, (jnp.asarray(widths) < needed).sum(), state.cache.kv)
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
     def run(
@@ -171,7 +169,11 @@ class Decoder:
         features, entries = self.network.apply(weights.target, window, state.cache)
         logits = self.network.head(weights.target, features)
         verdict, finite = apply_rule(self.rule, noise, state.sampling, logits, proposal)
-        path, tokens = accepted_path(proposal, verdict, depth)
+        path, tokens = accepted_path(proposal, verdict)
+        reached = (path >= 0).sum(-1)
+        kv = caches.write(state.cache, caches.take(entries, path), reached, tokens[:, -1])
+        rest = (0, 0), (0, depth + 1 - path.shape[1])
+        path, tokens = jnp.pad(path, rest, constant_values=-1), jnp.pad(tokens, rest, mode="edge")
         at = jnp.maximum(path, 0)
 
         recorded = None
@@ -187,23 +189,30 @@ class Decoder:
             path,
             tokens,
             finite(at, tokens),
-            caches.take(entries, path),
+            kv,
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,
             seen,
         )
 
 
-def _in_loop(function: Callable[[], Outcome], one: Array) -> Outcome:
-    """Returns the function's result, computed in a loop of one turn.
+def _call(calls: Sequence[Callable[[KV], Outcome]], chosen: Array, kv: KV) -> Outcome:
+    """Returns the outcome of one of the calls, each in a loop of its own of at most one turn.
 
-    In the body of a loop XLA:GPU reads a layer of the cache in the kernel that multiplies it. In the branch of a
-    conditional it copies the layer first. A bound that is known to be 1 would undo the loop.
+    A loop writes to the cache in place, and only what its width has to write. The branch of a conditional would copy
+    the cache, and XLA:GPU would copy each layer of it before it is read.
     """
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function))
-    return lax.while_loop(
-        lambda carry: carry[0] < one, lambda carry: (carry[0] + 1, function()), (jnp.int32(0), empty)
-    )[1]
+    if len(calls) == 1:
+        return calls[0](kv)
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(calls[0], kv))
+    carry = chosen, empty._replace(kv=kv)
+    for number, call in enumerate(calls):
+        carry = lax.while_loop(
+            lambda carry, number=number: carry[0] == number,
+            lambda carry, call=call: (jnp.full_like(chosen, -1), call(carry[1].kv)),
+            carry,
+        )
+    return carry[1]
 
 
 @functools.lru_cache(maxsize=64)

@@ -60,13 +60,12 @@ def distinct(proposal: Proposal) -> Proposal:
     return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
 
 
-def accepted_path(proposal: Proposal, verdict: Verdict, depth: int) -> tuple[Int[Array, "B D1"], Int[Array, "B D1"]]:
-    """Returns the nodes from the root to the verdict's, padded with -1 to `depth` + 1, and the token after each node.
+def accepted_path(proposal: Proposal, verdict: Verdict) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
+    """Returns the nodes from the root to the verdict's, padded with -1, and the token after each node.
 
     After the last node comes the verdict's token, which is repeated as padding.
     """
     path = jnp.take_along_axis(proposal.tree.paths, verdict.node[:, None, None], axis=1)[:, 0]
-    path = jnp.pad(path, ((0, 0), (0, depth + 1 - path.shape[1])), constant_values=-1)
     below = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     tokens = jnp.take_along_axis(proposal.tokens, jnp.maximum(below, 0), axis=1)
     return path, jnp.where(below >= 0, tokens, verdict.token[:, None])

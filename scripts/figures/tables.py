@@ -366,7 +366,10 @@ def heads(values: Values) -> str:
     headings = [f"{tokens} tokens, T {temperature:g}, `{rule}`" for tokens, temperature, rule in columns]
     rows = [[label, tree_name(tree), str(nodes), *(of.get(column, "") for column in columns)]
             for (label, tree, nodes), of in cells.items()]  # fmt: skip
-    return parts + "\n" + table(["tokens per round (95 %)", "tree", "nodes", *headings], rows)
+    parts += "\n" + table(["tokens per round (95 %)", "tree", "nodes", *headings], rows)
+    rows = [[label, str(entry["steps"]), f"{entry['minutes']:.0f}"]
+            for label, entry in values.get("training", {}).items()]  # fmt: skip
+    return parts + ("\n" + table(["training", "steps", "minutes"], rows) if rows else "")
 
 
 def torch_step(values: Values) -> str:

@@ -40,6 +40,7 @@ from jaxspec.heads.headers import open_heads
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks, trainee_of
 from jaxspec.train.files import fingerprint
+from jaxspec.train.log import SPEED
 from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
@@ -171,6 +172,21 @@ class Candidate:
         folder = pathlib.Path(self.source)
         return trainee_of(self.heads).title + f" ({folder.name})" * folder.exists()
 
+    @property
+    def training(self) -> dict[str, float] | None:
+        """The steps and minutes of its training, by the log of its run; None if there is none.
+
+        Minutes are those of the median step, so that a run which was interrupted counts as one that was not.
+        """
+        log = open_heads(self.source).path.parent / SPEED
+        if not log.exists():
+            return None
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        every = np.diff([0, *(line["step"] for line in lines)])
+        steps = lines[-1]["step"]
+        minutes = steps * float(np.median([line["s"] for line in lines] / every)) / 60
+        return {"steps": steps, "minutes": significant(minutes)}
+
     @functools.cached_property
     def own(self) -> str:
         """What names them among that which is kept."""
@@ -205,6 +221,7 @@ def main() -> int:
     for tokens in given.tokens if 0.0 in given.temperatures else ():
         evaluation.plain(tokens)  # once, before it is needed by many
     accuracy = {}
+    training = {candidate.label: found for candidate in candidates if (found := candidate.training)}
     for candidate in candidates:
         accuracy[candidate.label] = evaluation.kept.get(
             f"{candidate.own}, accuracy", evaluation.accuracy, candidate.heads
@@ -217,6 +234,7 @@ def main() -> int:
             rounds += part
             if given.record:  # after every tree: a run that is ended keeps those before
                 values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}
+                values |= {"training": training} if training else {}
                 write(given.record, "heads", sys.argv, values)
     print(f"of Medusa's heads for Vicuna 7B, as published: {json.dumps(PUBLISHED)}")
     return int(any(row.get("same_texts", count) < (1 - TIES) * count for row in rounds))

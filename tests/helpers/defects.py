@@ -10,28 +10,27 @@ from jaxspec.models import transformer
 
 
 def copied_cache(monkeypatch):
-    """As a loop under vmap does, the commit chooses between the old cache and the new one."""
-    commit = caches.commit
+    """As a loop under vmap does, a write chooses between the old cache and the new one."""
+    write = caches.write
 
     def chosen(cache, entries, count, after=0):
-        new = commit(cache, entries, count, after)
-        some = (count > 0)[None, :, None, None, None]
-        return new._replace(kv=jax.tree.map(lambda a, b: jnp.where(some, a, b), new.kv, cache.kv))
+        some = jnp.broadcast_to(after >= 0, count.shape)[None, :, None, None, None]
+        return jax.tree.map(lambda a, b: jnp.where(some, a, b), write(cache, entries, count, after), cache.kv)
 
-    monkeypatch.setattr(caches, "commit", chosen)
+    monkeypatch.setattr(caches, "write", chosen)
 
 
 def call_of_the_host(monkeypatch):
-    """The number of committed tokens goes through the host."""
-    commit = caches.commit
+    """The drawn token goes through the host."""
+    write = caches.write
 
     @compute_on("device_host")
     @jax.jit
-    def told(count):
-        return jnp.minimum(count, 1000)
+    def told(token):
+        return jnp.maximum(token, 0)
 
     monkeypatch.setattr(
-        caches, "commit", lambda cache, entries, count, after=0: commit(cache, entries, told(count), after)
+        caches, "write", lambda cache, entries, count, after=0: write(cache, entries, count, told(after))
     )
 
 
