@@ -170,7 +170,8 @@ class Candidate:
     def label(self) -> str:
         """What they are called in the record."""
         folder = pathlib.Path(self.source)
-        return trainee_of(self.heads).title + f" ({folder.name})" * folder.exists()
+        name = folder.parent.name if folder.name == "heads" else folder.name  # of the run, where training wrote them
+        return trainee_of(self.heads).title + f" ({name})" * folder.exists()
 
     @property
     def training(self) -> dict[str, float] | None:
