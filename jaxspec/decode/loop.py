@@ -161,7 +161,10 @@ class Decoder:
         return _batched(self, capacity)(weights, request)
 
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, noise: RoundNoise) -> Outcome:
-        """Calls the target on the proposal's nodes and applies the rule; paths are padded to `depth` + 1 nodes."""
+        """Calls the target on the proposal's nodes, applies the rule, and writes the accepted path to the cache.
+
+        Paths are padded to `depth` + 1 nodes.
+        """
         tree = proposal.tree
         positions = state.cache.length[:, None] + tree.depths
         paths = tree.paths if self.width_matched else None
@@ -197,7 +200,7 @@ class Decoder:
 
 
 def _call(calls: Sequence[Callable[[KV], Outcome]], chosen: Array, kv: KV) -> Outcome:
-    """Returns the outcome of one of the calls, each in a loop of its own of at most one turn.
+    """Returns the outcome of the chosen call; each is in a loop of its own of at most one turn.
 
     A loop writes to the cache in place, and only what its width has to write. The branch of a conditional would copy
     the cache, and XLA:GPU would copy each layer of it before it is read.
