@@ -357,9 +357,9 @@ MUTANTS = (
     Mutant(
         "offset-of-the-first-half",
         "the offset of the second sixteen inputs of a block is taken of the first",
-        "kernels/src/blocks.h",
-        "start ? block.less_second : block.less_first",
-        "block.less_first",
+        "kernels/src/table.h",
+        "start ? less_second : less_first",
+        "less_first",
         ("tests/kernels/test_blocks.py::test_products_are_exact_where_sums_are",),
     ),
     Mutant(
@@ -374,9 +374,17 @@ MUTANTS = (
         "blocks-by-the-number-of-rows",
         "from three rows on, a block's sum is rounded before it is added: other bits than one row alone",
         "kernels/src/blocks.h",
-        "total[b][r] = fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
-        "total[b][r] = R > 2 ? to_float(sum[b][r]) * (Kind::of_output ? one : one * step) + total[b][r] : fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);",
+        "total[b][r] = fma(whole, Kind::of_output ? one : one * step, total[b][r]);",
+        "total[b][r] = R > 2 ? whole * (Kind::of_output ? one : one * step) + total[b][r] : fma(whole, Kind::of_output ? one : one * step, total[b][r]);",
         ("tests/kernels/test_blocks.py::test_rows_are_rounded_by_32_and_none_depends_on_another",),
+    ),
+    Mutant(
+        "sums-of-sixteen-bits-that-overflow",
+        "sixteen products of codes of five bits are summed in 16 bits",
+        "kernels/src/blocks.h",
+        "bits_ == 5 || bits_ == 6 ? 2 : 1",
+        "bits_ == 5 ? 8 : bits_ == 6 ? 2 : 1",
+        ("tests/kernels/test_blocks.py::test_the_largest_sums_are_exact",),
     ),
     Mutant(
         "blocks-in-the-order-of-the-file",

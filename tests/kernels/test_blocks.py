@@ -9,7 +9,7 @@ from helpers.blocks import decoded, on_device, raw_blocks
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.gguf_blocks import read_blocks
 from jaxspec.kernels import library
-from jaxspec.models.block_kinds import KINDS
+from jaxspec.models.block_kinds import KINDS, Split
 from jaxspec.models.blocks import Blocks
 
 pytestmark = pytest.mark.quick
@@ -58,6 +58,20 @@ def test_products_are_exact_where_sums_are(kind, outputs, units):
     x *= rng.choice([0.125, 1, 32], (ROWS, 1)).astype(np.float32)
     expected = x.astype(np.float64) @ weights.T.astype(np.float64)
     np.testing.assert_array_equal(product(jnp.asarray(x), matrix), expected)
+
+
+@with_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_sums_are_exact(kind):
+    """Codes and rows are as large as they can be, with equal and with different signs: no sum overflows."""
+    one, shape = KINDS[kind], (32, 3 * KINDS[kind].unit)
+    codes = np.where(np.arange(32)[:, None] % 2, 2**one.bits - 1, 0).astype(np.uint8)
+    halves = (np.ones((32, 3), np.float16),) * (1 + one.minimum)
+    whole = (np.ones((32, 3 * one.factors), one.factor),) * (1 + one.minimum if one.factors else 0)
+    matrix = on_device(Blocks.pack(kind, Split(np.broadcast_to(codes, shape), halves, whole)))
+    signs = np.random.default_rng(0).choice([-1, 1], (5, shape[1]))
+    x = 127 * np.concatenate([np.ones_like(signs[:1]), -np.ones_like(signs[:1]), signs]).astype(np.float32)
+    np.testing.assert_array_equal(product(jnp.asarray(x), matrix), x.astype(np.float64) @ matrix.unpack().T)
 
 
 @with_kernels

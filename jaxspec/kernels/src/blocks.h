@@ -53,13 +53,14 @@ inline Bytes joined(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm25
 inline __m256i shifted(__m256i x, int n) { return n < 0 ? _mm256_srli_epi32(x, -n) : _mm256_slli_epi32(x, n); }
 inline Bytes shifted(Bytes x, int n) { return {shifted(x.a, n), shifted(x.b, n)}; }
 inline Lanes to_float(Bytes x) { return both(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
-
-// Codes below 128, or from -128 to 127 if `full`: two products always fit into 16 bits.
-template <bool full>
-inline __m256i dot(__m256i w, __m256i x) {
-  const __m256i pairs = full ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
-  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
+inline Bytes plus(Bytes x, Bytes y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+// Of 16 bits: sums, and sums of two products of bytes.
+inline Bytes plus_short(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+inline Bytes short_pairs(Bytes w, Bytes x) { return {_mm256_maddubs_epi16(w.a, x.a), _mm256_maddubs_epi16(w.b, x.b)}; }
+inline __m256i of_short(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+inline Bytes of_short(Bytes x) { return {of_short(x.a), of_short(x.b)}; }  // sums of two of 16 bits
+inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)}; }
+inline Bytes times_sign(Bytes x, Bytes y) { return {_mm256_sign_epi8(x.a, y.a), _mm256_sign_epi8(x.b, y.b)}; }
 #endif
 
 // What a pass over the weights of some outputs asks for into the second-level cache: a part of the next weights. Passes share
@@ -83,9 +84,12 @@ struct Block {
   using Factor = Factor_;
   static constexpr bool rounded = true, of_output = scales == Scales::kOfOutput, of_unit = scales == Scales::kOfUnit;
   static constexpr bool minimum = minimum_;
+  // A step of a sum takes `words` vectors of codes, each of four inputs.
 #if defined(AVX512_VNNI)
+  static constexpr int words = 1;
   static constexpr long tile_rows = bits_ == 8 ? 6 : 8, tile_blocks = bits_ == 8 ? 2 : 1;  // codes of fewer bits take time
 #else
+  static constexpr int words = bits_ == 5 || bits_ == 6 ? 2 : 1;
   static constexpr long tile_rows = kTileRows, tile_blocks = 1;
 #endif
   static constexpr int bits = bits_, part = part_, unit = of_unit ? 256 : 32, parts = unit / part;
@@ -95,15 +99,8 @@ struct Block {
   static constexpr long line = size / (unit / 32 * bits);  // bytes for each line of codes
 #if defined(AVX512_VNNI)
   static constexpr int offset = offset_;
-  static Bytes add(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #else
   static constexpr int offset = bits == 8 ? 0 : offset_;
-  static Bytes add(Bytes sum, Bytes w, Bytes x) {
-    constexpr bool full = bits == 8;
-    sum = {_mm256_add_epi32(sum.a, dot<full>(w.a, x.a)), _mm256_add_epi32(sum.b, dot<full>(w.b, x.b))};
-    asm("" : "+x"(sum.a), "+x"(sum.b));  // else compilers reorder the sums, and run out of registers
-    return sum;
-  }
 #endif
   static constexpr int offset_bits = offset == 128 ? 7 : offset == 32 ? 5 : offset == 16 ? 4 : 3;
   static long stride(long width) { return width / unit * size; }
@@ -126,6 +123,27 @@ struct Block {
       return joined(low, common(high, spread(((16 << more) - 16) * 0x01010101)));
     }
   }
+
+  // A sum of codes times whole numbers, which ends as int32 with `less` times the offset.
+#if defined(AVX512_VNNI)
+  static Bytes begin(int less) { return offset ? shifted(spread(less), offset_bits) : spread(0); }
+  static Bytes add(Bytes sum, const Bytes (&w)[1], const Bytes (&x)[1]) { return _mm512_dpbusd_epi32(sum, w[0], x[0]); }
+  static Bytes end(Bytes sum, int) { return sum; }
+#else
+  // As many products as always fit are summed in 16 bits: sixteen of codes of four bits, four of five or six, two of eight.
+  static Bytes begin(int less) { return bits > 4 && offset ? shifted(spread(less), offset_bits) : spread(0); }
+  static Bytes add(Bytes sum, const Bytes (&w)[words], const Bytes (&x)[words]) {
+    Bytes few = bits == 8 ? short_pairs(magnitude(w[0]), times_sign(x[0], w[0])) : short_pairs(w[0], x[0]);
+    for (int word = 1; word < words; word++) few = plus_short(few, short_pairs(w[word], x[word]));
+    sum = bits == 4 ? plus_short(sum, few) : plus(sum, of_short(few));
+    asm("" : "+x"(sum.a), "+x"(sum.b));  // else compilers reorder the sums, and run out of registers
+    return sum;
+  }
+  static Bytes end(Bytes sum, int less) {
+    if constexpr (bits > 4) return sum;
+    return offset ? plus(of_short(sum), shifted(spread(less), offset_bits)) : of_short(sum);
+  }
+#endif
 };
 
 using Int8 = Block<8, 128, Scales::kOfOutput>;
@@ -165,18 +183,21 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const Rounded& block = rounded[r * blocks];
-          const int less = Kind::part == 32 ? block.less : start ? block.less_second : block.less_first;
 #pragma GCC unroll 8
-          for (int b = 0; b < B; b++) sum[b][r] = Kind::offset ? shifted(spread(less), Kind::offset_bits) : spread(0);
+          for (int b = 0; b < B; b++) sum[b][r] = Kind::begin(block.less_of(start, Kind::part));
         }
 #pragma GCC unroll 8
-        for (int k = start / 4; k < (start + Kind::part) / 4; k++) {
-          Bytes w[B];
+        for (int k = start / 4; k < (start + Kind::part) / 4; k += Kind::words) {
+          Bytes w[B][Kind::words];
 #pragma GCC unroll 8
-          for (int b = 0; b < B; b++) w[b] = Kind::codes(codes + b * stride, k);
+          for (int b = 0; b < B; b++)
+#pragma GCC unroll 2
+            for (int word = 0; word < Kind::words; word++) w[b][word] = Kind::codes(codes + b * stride, k + word);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
-            const Bytes four = spread(four_bytes(x + r * width + i + 4 * k));
+            Bytes four[Kind::words];
+#pragma GCC unroll 2
+            for (int word = 0; word < Kind::words; word++) four[word] = spread(four_bytes(x + r * width + i + 4 * (k + word)));
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], four);
           }
@@ -195,8 +216,8 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
             const Rounded& block = rounded[r * blocks];
-            const Lanes one = splat(block.scale);
-            total[b][r] = fma(to_float(sum[b][r]), Kind::of_output ? one : one * step, total[b][r]);
+            const Lanes one = splat(block.scale), whole = to_float(Kind::end(sum[b][r], block.less_of(start, Kind::part)));
+            total[b][r] = fma(whole, Kind::of_output ? one : one * step, total[b][r]);
             if constexpr (Kind::minimum) total[b][r] = fma(least, splat(block.shift), total[b][r]);
           }
         }

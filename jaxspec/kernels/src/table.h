@@ -11,6 +11,7 @@ enum class Type { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1,
 struct Rounded {
   float scale, shift;                 // a value is scale times a whole number; `shift` is scale times their sum
   int less, less_first, less_second;  // minus the sum of the whole numbers: of all, of the first and the second half
+  int less_of(int start, int part) const { return part == 32 ? less : start ? less_second : less_first; }
 };
 
 struct Product {
