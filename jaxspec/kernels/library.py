@@ -27,7 +27,7 @@ TOKEN_COSTS = {
         "float32": TokenCost(0.03, 10.5),
         "bfloat16": TokenCost(0.04, 6.0),
         "int8": TokenCost(0.06, 4.3),
-        "file": TokenCost(0.12, 3.7),
+        "file": TokenCost(0.12, 4.2),
     },
 }
 """What tokens take, by the processors that the kernels are for and `dtype` of `jaxspec.load`, on two cores

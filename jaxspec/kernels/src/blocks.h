@@ -22,12 +22,12 @@ inline int four_bytes(const void* at) {
 }
 
 // The most rows and blocks of sixteen outputs of which the sums stay in registers, how many bytes ahead weights are fetched into
-// the first-level cache, and whether a single pass over weights fetches the next ones into the second (see `Fetch`).
+// the first-level cache (floats, whole numbers), and whether a single pass over weights fetches the next ones into the second (see `Fetch`).
 #if defined(AVX512)
-constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2, kAhead = 512;
+constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2, kAhead = 512, kBlocksAhead = 2048;
 constexpr bool kFetchesAlone = true;
 #else
-constexpr long kTileRows = 4, kFloatRows = 6, kTileBlocks = 1, kAhead = 2048;
+constexpr long kTileRows = 4, kFloatRows = 6, kTileBlocks = 1, kAhead = 2048, kBlocksAhead = 1024;
 constexpr bool kFetchesAlone = false;
 #endif
 
@@ -175,7 +175,7 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
 #pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
           fetch.line();
-          _mm_prefetch(codes + 64 * line + b * stride + 2048, _MM_HINT_T0);
+          _mm_prefetch(codes + 64 * line + b * stride + kBlocksAhead, _MM_HINT_T0);
         }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {
