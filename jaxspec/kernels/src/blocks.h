@@ -22,7 +22,8 @@ inline int four_bytes(const void* at) {
 }
 
 // The most rows and blocks of sixteen outputs of which the sums stay in registers, how many bytes ahead weights are fetched into
-// the first-level cache (floats, whole numbers), and whether a single pass over weights fetches the next ones into the second (see `Fetch`).
+// the first-level cache (floats, whole numbers), and whether a single pass over weights fetches the next ones into the second
+// (see `Fetch`).
 #if defined(AVX512)
 constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2, kAhead = 512, kBlocksAhead = 2048;
 constexpr bool kFetchesAlone = true;
