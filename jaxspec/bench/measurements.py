@@ -21,6 +21,9 @@ FOLDER = pathlib.Path("measurements")
 
 ID = r"[a-z0-9]+(-[a-z0-9]+)*"
 
+INSTRUCTION_SETS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+"""What a CPU is named by, best first, by its flag in `machine()`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -57,10 +60,16 @@ class Measurement:
             raise InvalidConfig(f"record {self.id} has no values")
 
     @property
+    def instruction_set(self) -> str | None:
+        """The best instruction set of the CPU; None where it has none of `INSTRUCTION_SETS`."""
+        return next((name for flag, name in INSTRUCTION_SETS.items() if flag in self.machine["flags"]), None)
+
+    @property
     def file(self) -> str:
         """The file's name: the id and what tells machines apart."""
-        parts = [self.machine["cpu"], str(self.machine["cores"])]
-        parts += [self.machine["kind"]] if self.machine["platform"] != "cpu" else []
+        own = self.machine
+        kind = self.instruction_set if own["platform"] == "cpu" else own["kind"]
+        parts = filter(None, (own["cpu"], str(own["cores"]), kind))
         return f"{self.id}@{re.sub(r'[^a-z0-9]+', '-', ' '.join(parts).lower()).strip('-')}.json"
 
 

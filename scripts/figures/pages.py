@@ -13,8 +13,6 @@ from scripts.figures.tables import RENDERERS, Values, between, share, table, tim
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-ISA = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""Instruction sets, the first of which names a CPU's."""
 
 
 def pages() -> list[pathlib.Path]:
@@ -39,8 +37,8 @@ def block(name: str, records: Sequence[Measurement]) -> str:
 def machine(record: Measurement) -> str:
     """Returns the machine in a few words."""
     own = record.machine
-    isa = next((name for flag, name in ISA.items() if flag in own["flags"]), None)
-    cpu = ", ".join(filter(None, (own["cpu"], f"{own['cores']} cores", isa, f"{own['memory_gib']} GiB")))
+    parts = (own["cpu"], f"{own['cores']} cores", record.instruction_set, f"{own['memory_gib']} GiB")
+    cpu = ", ".join(filter(None, parts))
     return cpu if own["platform"] == "cpu" else f"{own['devices']} x {own['kind']} ({cpu})"
 
 

@@ -98,6 +98,10 @@ def test_machines_are_told_apart(tmp_path, monkeypatch):
         "kind": "NVIDIA H100 80GB",
     }
     assert dataclasses.replace(record, machine=gpu).file == "mine@a-r-cpu-2-6ghz-16-nvidia-h100-80gb.json"
+    cpu = gpu | {"platform": "cpu", "kind": "cpu", "cores": 2}
+    for flags, name in (([], "2"), (["avx2"], "2-avx2"), (["avx2", "avx512f"], "2-avx-512")):
+        own = dataclasses.replace(record, machine=cpu | {"flags": flags})
+        assert own.file == f"mine@a-r-cpu-2-6ghz-{name}.json"
 
 
 def test_machine_and_commit():
