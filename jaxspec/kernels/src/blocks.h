@@ -88,11 +88,10 @@ struct Block {
   // A step of a sum takes `words` vectors of codes, each of four inputs.
 #if defined(AVX512_VNNI)
   static constexpr int words = 1;
-  static constexpr long tile_rows = bits_ == 8 ? 6 : 8, tile_blocks = bits_ == 8 ? 2 : 1;  // codes of fewer bits take time
 #else
   static constexpr int words = bits_ == 5 || bits_ == 6 ? 2 : 1;
-  static constexpr long tile_rows = kTileRows, tile_blocks = 1;
 #endif
+  static constexpr long tile_rows = kTileRows, tile_blocks = 1;  // memory gives one stream sooner than two
   static constexpr int bits = bits_, part = part_, unit = of_unit ? 256 : 32, parts = unit / part;
   static constexpr int halves = of_output ? 0 : minimum ? 64 : 32;  // bytes of float16 scales and minimums
   static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of whole numbers, of scales or of minimums
