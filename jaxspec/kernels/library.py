@@ -21,8 +21,18 @@ from jaxspec.errors import InvalidConfig
 VARIABLE = "JAXSPEC_KERNELS"
 TYPES = ("float32", "bfloat16", "int8", "file")
 TOKEN_COSTS = {
-    "AVX-512 with BF16 and VNNI": dict.fromkeys(TYPES, TokenCost(0.025, 14.0)),
-    "AVX-512": dict.fromkeys(TYPES, TokenCost(0.025, 8.0)),
+    "AVX-512 with BF16 and VNNI": {
+        "float32": TokenCost(0.015, 11.0),
+        "bfloat16": TokenCost(0.02, 10.0),
+        "int8": TokenCost(0.04, 7.6),
+        "file": TokenCost(0.08, 5.4),
+    },
+    "AVX-512": {
+        "float32": TokenCost(0.015, 11.0),
+        "bfloat16": TokenCost(0.02, 5.8),
+        "int8": TokenCost(0.04, 4.2),
+        "file": TokenCost(0.1, 3.9),
+    },
     "AVX2": {
         "float32": TokenCost(0.03, 10.5),
         "bfloat16": TokenCost(0.04, 6.0),
@@ -31,7 +41,7 @@ TOKEN_COSTS = {
     },
 }
 """What tokens take, by the processors that the kernels are for and `dtype` of `jaxspec.load`, on two cores
-(`scripts/measure/speed.py widths`). The second is assumed to lie between the others."""
+(`scripts/measure/speed.py widths`)."""
 COST_WITHOUT = TokenCost(0.025, 1.7)
 """The same of XLA's own products, in float32."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
