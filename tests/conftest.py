@@ -16,13 +16,12 @@ from helpers import shapes
 shapes.execute()  # before anything imports the package
 
 import jaxspec  # noqa: E402
-from helpers import compiling  # noqa: E402
+from helpers import compiling, costs  # noqa: E402
 from jaxspec.checkpoints import presets  # noqa: E402
 from jaxspec.decode.session import clear_executables  # noqa: E402
 from jaxspec.drafters import _paying  # noqa: E402
 from jaxspec.errors import FetchError  # noqa: E402
 from jaxspec.generation import drafting  # noqa: E402
-from jaxspec.kernels.library import TOKEN_COSTS  # noqa: E402
 
 if importlib.util.find_spec("libtpu"):  # only one process may open it: the one that compiles for TPUs
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
@@ -41,7 +40,6 @@ pytest_plugins = ["helpers.durations"]
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
 
-AVX512 = "AVX-512 with BF16 and VNNI"
 MISSING = "THE REAL WEIGHTS ARE MISSING"
 
 
@@ -57,10 +55,10 @@ def seed(request) -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def _costs_of_one_processor():
-    """Drafters that choose how much they draft choose the same on every machine."""
+    """Drafters choose how much they draft by a cost of the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (_paying, drafting):
-            patch.setattr(module, "token_cost", lambda _: TOKEN_COSTS[AVX512]["float32"])
+            patch.setattr(module, "token_cost", lambda _: costs.COST)
         yield
 
 

@@ -18,7 +18,7 @@ from jaxspec.kernels.library import COST_WITHOUT, TOKEN_COSTS
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
 WIDTHS = 1, 4, 8
 RICH = 100.0
-SLOW, FAST = TokenCost(0.1, 3.7), TokenCost(0.025, 14.0)
+SLOW = TokenCost(0.1, 3.7)
 
 
 def draw_of(rows, kind, limit=None):
@@ -39,8 +39,7 @@ def test_a_row_by_itself_has_no_neighbours():
     assert counted([SURE], Noise.SHARED) == counted([SURE], Noise.NONE) == [15]
 
 
-def test_rows_that_decide_together_draft_what_pays_for_all(monkeypatch):
-    monkeypatch.setattr(_paying, "token_cost", lambda _: FAST)
+def test_rows_that_decide_together_draft_what_pays_for_all():
     assert counted([SURE, *7 * [HOPELESS]], Noise.SHARED) == 8 * [0]
     assert counted(2 * [SURE], Noise.SHARED) == [15, 15]
     assert min(counted(8 * [SURE], Noise.SHARED)) > 0

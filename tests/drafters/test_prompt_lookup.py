@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.costs import COST
 from helpers.tiers import with_slow
 from helpers.toy_text import go, tokens
 from jaxspec.core.draw import Draw, Noise
@@ -19,9 +20,7 @@ from jaxspec.drafters._match import TRUST
 from jaxspec.drafters._paying import Budget
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.kernels.library import TOKEN_COSTS
 
-COST = TOKEN_COSTS["AVX-512 with BF16 and VNNI"]["float32"]  # see conftest.py
 ROWS, SLOTS, LENGTHS = 24, 64, np.random.default_rng(0).integers(1, 64, 24)
 
 
