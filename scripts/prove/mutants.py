@@ -374,8 +374,8 @@ MUTANTS = (
         "blocks-by-the-number-of-rows",
         "from three rows on, a block's sum is rounded before it is added: other bits than one row alone",
         "kernels/src/blocks.h",
-        "total[b][r] = fma(whole, Kind::of_output ? one : one * step, total[b][r]);",
-        "total[b][r] = R > 2 ? whole * (Kind::of_output ? one : one * step) + total[b][r] : fma(whole, Kind::of_output ? one : one * step, total[b][r]);",
+        "total[r] = fma(whole, Kind::of_output ? one : one * step, total[r]);",
+        "total[r] = R > 2 ? whole * (Kind::of_output ? one : one * step) + total[r] : fma(whole, Kind::of_output ? one : one * step, total[r]);",
         ("tests/kernels/test_blocks.py::test_rows_are_rounded_by_32_and_none_depends_on_another",),
     ),
     Mutant(

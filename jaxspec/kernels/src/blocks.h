@@ -156,82 +156,62 @@ using Q4_K = Block<4, 0, Scales::kOfUnit, 32, true>;
 using Q5_K = Block<5, 0, Scales::kOfUnit, 32, true>;
 using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
 
-// R rows times B blocks of sixteen outputs, the last of which has `last` outputs. Rounded is that of the first row, with
+// R rows times a block of sixteen outputs, of which `last` exist. Rounded is that of the first row, with
 // `blocks` for each row.
-template <class Kind, int R, int B>
+template <class Kind, int R>
 void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
                 long outputs, long last, Fetch fetch) {
-  const long blocks = width / 32, stride = Kind::stride(width);
-  Lanes total[B][R];
+  const long blocks = width / 32;
+  Lanes total[R];
 #pragma GCC unroll 8
-  for (int b = 0; b < B; b++)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[b][r] = zeros();
+  for (int r = 0; r < R; r++) total[r] = zeros();
   for (long i = 0; i < width; weights += Kind::size) {
     const char* codes = weights + Kind::header;
     for (int part = 0; part < Kind::parts; i += 32, codes += 64 * Kind::bits, rounded++) {
 #pragma GCC unroll 8
-      for (int line = 0; line < Kind::bits; line++)
-#pragma GCC unroll 8
-        for (int b = 0; b < B; b++) {
-          fetch.line();
-          _mm_prefetch(codes + 64 * line + b * stride + kBlocksAhead, _MM_HINT_T0);
-        }
+      for (int line = 0; line < Kind::bits; line++) {
+        fetch.line();
+        _mm_prefetch(codes + 64 * line + kBlocksAhead, _MM_HINT_T0);
+      }
 #pragma GCC unroll 2
       for (int start = 0; start < 32; start += Kind::part, part++) {
-        Bytes sum[B][R];
+        Bytes sum[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const Rounded& block = rounded[r * blocks];
-#pragma GCC unroll 8
-          for (int b = 0; b < B; b++) sum[b][r] = Kind::begin(block.less_of(start, Kind::part));
-        }
+        for (int r = 0; r < R; r++) sum[r] = Kind::begin(rounded[r * blocks].less_of(start, Kind::part));
 #pragma GCC unroll 8
         for (int k = start / 4; k < (start + Kind::part) / 4; k += Kind::words) {
-          Bytes w[B][Kind::words];
-#pragma GCC unroll 8
-          for (int b = 0; b < B; b++)
+          Bytes w[Kind::words];
 #pragma GCC unroll 2
-            for (int word = 0; word < Kind::words; word++) w[b][word] = Kind::codes(codes + b * stride, k + word);
+          for (int word = 0; word < Kind::words; word++) w[word] = Kind::codes(codes, k + word);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
             Bytes four[Kind::words];
 #pragma GCC unroll 2
             for (int word = 0; word < Kind::words; word++) four[word] = spread(four_bytes(x + r * width + i + 4 * (k + word)));
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) sum[b][r] = Kind::add(sum[b][r], w[b], four);
+            sum[r] = Kind::add(sum[r], w, four);
           }
         }
+        Lanes step = zeros(), least = zeros();
+        if constexpr (!Kind::of_output) step = from_float16(weights);
+        if constexpr (Kind::minimum) least = from_float16(weights + 32);
+        if constexpr (Kind::of_unit) {
+          const auto* whole = (const typename Kind::Factor*)(weights + Kind::halves) + part * kLanes;
+          step = step * from_whole(whole);
+          if constexpr (Kind::minimum) least = least * from_whole(whole + Kind::factors);
+        }
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) {
-          const char* header = weights + b * stride;
-          Lanes step = zeros(), least = zeros();
-          if constexpr (!Kind::of_output) step = from_float16(header);
-          if constexpr (Kind::minimum) least = from_float16(header + 32);
-          if constexpr (Kind::of_unit) {
-            const auto* whole = (const typename Kind::Factor*)(header + Kind::halves) + part * kLanes;
-            step = step * from_whole(whole);
-            if constexpr (Kind::minimum) least = least * from_whole(whole + Kind::factors);
-          }
-#pragma GCC unroll 8
-          for (int r = 0; r < R; r++) {
-            const Rounded& block = rounded[r * blocks];
-            const Lanes one = splat(block.scale), whole = to_float(Kind::end(sum[b][r], block.less_of(start, Kind::part)));
-            total[b][r] = fma(whole, Kind::of_output ? one : one * step, total[b][r]);
-            if constexpr (Kind::minimum) total[b][r] = fma(least, splat(block.shift), total[b][r]);
-          }
+        for (int r = 0; r < R; r++) {
+          const Rounded& block = rounded[r * blocks];
+          const Lanes one = splat(block.scale), whole = to_float(Kind::end(sum[r], block.less_of(start, Kind::part)));
+          total[r] = fma(whole, Kind::of_output ? one : one * step, total[r]);
+          if constexpr (Kind::minimum) total[r] = fma(least, splat(block.shift), total[r]);
         }
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int b = 0; b < B; b++) {
-      const long count = b == B - 1 ? last : kLanes;
-      const Lanes whole = Kind::of_output ? total[b][r] * load(scale + b * kLanes, count) : total[b][r];
-      store(out + r * outputs + b * kLanes, whole, count);
-    }
+    store(out + r * outputs, Kind::of_output ? total[r] * load(scale, last) : total[r], last);
 }
 
 // Rounds a row to whole numbers from -127 to 127, by blocks of 32, the largest magnitude of which is 127.

@@ -74,7 +74,8 @@ void tile(const char* weights, const Rows<Kind>& rows, long first, const float* 
   out += first * outputs;
   if constexpr (Kind::rounded) {
     const Rounded* rounded = rows.rounded + first * (rows.width / 32);
-    block_tile<Kind, R, B>(weights, x, rows.width, rounded, scale, out, outputs, last, fetch);
+    static_assert(B == 1);
+    block_tile<Kind, R>(weights, x, rows.width, rounded, scale, out, outputs, last, fetch);
   } else {
     Lanes sum[B][R];
 #pragma GCC unroll 8
