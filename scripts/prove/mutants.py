@@ -305,6 +305,14 @@ MUTANTS = (
         ("tests/kernels/test_kernels.py::test_attention_is_that_of_xla",),
     ),
     Mutant(
+        "weights-of-the-next-token",
+        "attention mixes the values of drafted tokens with the weights of the tokens after them",
+        "kernels/src/attention.h",
+        "from = begin / group * group;",
+        "from = (begin + 1) / group * group;",
+        ("tests/kernels/test_kernels.py::test_attention_is_that_of_xla",),
+    ),
+    Mutant(
         "drafted-tokens-in-lanes-of-their-own",
         "exponentials of drafted tokens are summed in other lanes than those of cached ones",
         "kernels/src/attention.h",

@@ -193,8 +193,19 @@ def test_bits_of_attention_do_not_depend_on_what_is_cached(dtype, size):
                 cached[1, :, :, length + step] = np.asarray(new[:, :, step])
 
 
-def test_a_bad_value_spoils_the_tokens_that_see_it_alone():
-    queries, prefix, lengths, window, mask = text(3, "float32", [20, 5], 6)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_past_the_text_are_not_read(dtype):
+    queries, prefix, lengths, window, mask = text(3, dtype, [20, 5], 6)
+    slots = jnp.arange(prefix.keys.shape[3])[:, None]
+    bad = jax.lax.bitcast_convert_type(jnp.asarray(jnp.nan, dtype), prefix.keys.dtype)
+    spoiled = KV(*(jnp.where(slots < lengths[:, None, None, None], a, bad) for a in prefix))
+    good, found = (attend(queries, kv, 1, lengths, window, mask, kernels=True) for kv in (prefix, spoiled))
+    np.testing.assert_array_equal(found, good)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bad_value_spoils_the_tokens_that_see_it_alone(dtype):
+    queries, prefix, lengths, window, mask = text(3, dtype, [20, 5], 6)
     good = attend(queries, prefix, 1, lengths, window, mask, kernels=True)
     for part in range(2):
         spoiled = list(window)

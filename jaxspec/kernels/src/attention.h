@@ -17,13 +17,48 @@
 
 namespace {
 
+// How values of a type are multiplied: in units of `group` values, which fill the four bytes of a lane. Without products of
+// bfloat16, values are widened to float32.
 template <class T>
-inline Lanes values_at(const T* at, long count) {
-  if constexpr (sizeof(T) == 4)
-    return count == kLanes ? load((const float*)at) : load((const float*)at, count);
-  else
-    return count == kLanes ? from_bfloat16((const uint16_t*)at) : from_bfloat16((const uint16_t*)at, count);
-}
+struct Units {
+  static constexpr long group = 1;
+  static Lanes some(const float* at, long count) { return count == kLanes ? load(at) : load(at, count); }
+  static Lanes some(const uint16_t* at, long count) { return count == kLanes ? from_bfloat16(at) : from_bfloat16(at, count); }
+  // Sixteen units of a row, of which so many values exist.
+  static Lanes units(const T* at, long count) { return some(at, count); }
+  // For 32 columns, of which so many exist, a unit of the values of `group` rows.
+  static void columns(const T* const* rows, long count, Lanes (&out)[2]) {
+    out[0] = some(rows[0], std::min(kLanes, count));
+    out[1] = count > kLanes ? some(rows[0] + kLanes, count - kLanes) : zeros();
+  }
+  static Lanes spread(const float* unit) { return splat(*unit); }
+  static Lanes add(Lanes sum, Lanes x, Lanes y) { return fma(x, y, sum); }
+  static void put(float* unit, Lanes x) { store(unit, x); }
+};
+
+#if defined(AVX512_BF16)
+template <>
+struct Units<uint16_t> {
+  static constexpr long group = 2;
+  static __m512i row(const uint16_t* at, long count) {
+    return count == 2 * kLanes ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), at);
+  }
+  static Lanes units(const uint16_t* at, long count) { return {_mm512_castsi512_ps(row(at, count))}; }
+  static void columns(const uint16_t* const* rows, long count, Lanes (&out)[2]) {
+    const __m512i first = row(rows[0], count), second = row(rows[1], count);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+                                         4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+    out[0] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second))};
+    out[1] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second))};
+  }
+  static Lanes spread(const float* unit) { return {_mm512_castsi512_ps(_mm512_set1_epi32(four_bytes(unit)))}; }
+  static Lanes add(Lanes sum, Lanes x, Lanes y) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(y.v))};
+  }
+  static void put(float* unit, Lanes x) { _mm256_storeu_si256((__m256i*)unit, (__m256i)_mm512_cvtneps_pbh(x.v)); }
+};
+#endif
 
 // Queries that share a load, so many that their chains hide the latency of a sum: of one vector for a score, two for a mix.
 #if defined(AVX512)
@@ -47,60 +82,67 @@ inline void fetch(const T* at, long count) {
 
 constexpr long kQueries = kQueriesPerCall;
 
-// Scores sixteen keys, of which `count` exist, for some queries: one chain over the width each. The queries are stored as
-// [width, kQueries].
+// Writes up to sixteen rows as [units, 16].
 template <class T>
-void score(const T* keys, long count, long width, const float* queries, long number, float* tile, float* const* lines, long at) {
-  for (long i = 0; i < width; i += kLanes) {
-    const long part = std::min(kLanes, width - i);
+void turn(const T* from, long count, long width, float* out) {
+  constexpr long step = Units<T>::group * kLanes;
+  for (long i = 0; i < width; i += step, out += kLanes * kLanes) {
+    const long part = std::min(step, width - i);
     Lanes rows[16];
-    for (long key = 0; key < kLanes; key++) rows[key] = key < count ? values_at(keys + key * width + i, part) : zeros();
+    if (part == step && count == kLanes)
+      for (long row = 0; row < kLanes; row++) rows[row] = Units<T>::units(from + row * width + i, step);
+    else
+      for (long row = 0; row < kLanes; row++)
+        rows[row] = row < count ? Units<T>::units(from + row * width + i, part) : zeros();
     transpose(rows);
-    for (long j = 0; j < kLanes; j++) store(tile + (i + j) * kLanes, rows[j]);
+    for (long j = 0; j < kLanes; j++) store(out + j * kLanes, rows[j]);
   }
+}
+
+// Scores sixteen keys, of which `count` exist, for some queries, which were turned: one chain over the width each.
+template <class T>
+void score(const T* keys, long count, long width, const float* queries, long number, float scale, float* tile,
+           float* const* lines, long at) {
+  turn(keys, count, width, tile);
   for (long q = 0; q < number;) {
     const long some = std::min<long>(kScored, number - q);
     together<kScored>(some, [&](auto count) {
       constexpr int Q = count.value;
-      const float* at_query = queries + q;
       Lanes sum[Q];
       for (int j = 0; j < Q; j++) sum[j] = zeros();
-      for (long i = 0; i < width; i++) {
-        const Lanes key = load(tile + i * kLanes);
-        for (int j = 0; j < Q; j++) sum[j] = fma(key, splat(at_query[i * kQueries + j]), sum[j]);
+      for (long unit = 0; unit * Units<T>::group < width; unit++) {
+        const Lanes key = load(tile + unit * kLanes);
+        for (int j = 0; j < Q; j++)
+          sum[j] = Units<T>::add(sum[j], key, Units<T>::spread(queries + unit * kLanes + q + j));
       }
-      for (int j = 0; j < Q; j++) store(lines[q + j] + at, sum[j]);
+      for (int j = 0; j < Q; j++) store(lines[q + j] + at, sum[j] * splat(scale));
     });
     q += some;
   }
 }
 
-// Adds weight * value of the slots `from` to `to` to the sums of Q queries, for V vectors of the values' width.
-template <class T, int Q, int V>
-void mix_part(const T* values, long stride, long part, long from, long to, const float* const* weights, long shift,
-              float* const* sums, long i) {
-  Lanes sum[Q][V];
-  for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) sum[q][v] = load(sums[q] + i + v * kLanes);
-  for (long slot = from; slot < to; slot++) {
-    Lanes value[V];
-    for (int v = 0; v < V; v++) value[v] = values_at(values + slot * stride + i + v * kLanes, V > 1 ? kLanes : part);
-    for (int q = 0; q < Q; q++) {
-      const Lanes weight = splat(weights[q][slot + shift]);
-      for (int v = 0; v < V; v++) sum[q][v] = fma(weight, value[v], sum[q][v]);
+// Adds weight * value of the places `from` to `to`, multiples of a unit's, to the sums of Q queries.
+template <class T, int Q, class Row>
+void mix(Row row, long width, long from, long to, const float* const* weights, float* const* sums) {
+  constexpr long group = Units<T>::group;
+  for (long i = 0; i < width; i += 2 * kLanes) {
+    const long part = std::min(2 * kLanes, width - i);
+    Lanes sum[Q][2];
+    for (int q = 0; q < Q; q++)
+      for (int v = 0; v < 2; v++) sum[q][v] = load(sums[q] + i + v * kLanes);
+    for (long place = from; place < to; place += group) {
+      const T* rows[group];
+      for (long k = 0; k < group; k++) rows[k] = row(place + k) + i;
+      Lanes value[2];
+      Units<T>::columns(rows, part, value);
+      for (int q = 0; q < Q; q++) {
+        const Lanes weight = Units<T>::spread(weights[q] + place / group);
+        for (int v = 0; v < 2; v++) sum[q][v] = Units<T>::add(sum[q][v], value[v], weight);
+      }
     }
+    for (int q = 0; q < Q; q++)
+      for (int v = 0; v < 2; v++) store(sums[q] + i + v * kLanes, sum[q][v]);
   }
-  for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) store(sums[q] + i + v * kLanes, sum[q][v]);
-}
-
-template <class T, int Q>
-void mix(const T* values, long width, long from, long to, const float* const* weights, long shift, float* const* sums) {
-  long i = 0;
-  for (; i + 2 * kLanes <= width; i += 2 * kLanes)
-    mix_part<T, Q, 2>(values, width, kLanes, from, to, weights, shift, sums, i);
-  for (; i < width; i += kLanes)
-    mix_part<T, Q, 1>(values, width, std::min(kLanes, width - i), from, to, weights, shift, sums, i);
 }
 
 // Memory of one thread. (A standard container here might be linked as another processor's code.)
@@ -122,18 +164,24 @@ struct Scratch {
 // Computes queries `start` to `start + number` of the G * T queries of one head.
 template <class T>
 void attend(const AttentionCall& a, long b, long h, long start, long number) {
-  const T *query = (const T*)a.queries, *keys = (const T*)a.keys, *values = (const T*)a.values;
+  constexpr long group = Units<T>::group;
+  const T *keys = (const T*)a.keys, *values = (const T*)a.values;
   const T *new_keys = (const T*)a.new_keys, *new_values = (const T*)a.new_values;
   thread_local Scratch scratch;
-  const long width = (a.width + 15) / 16 * 16, value_width = (a.value_width + 15) / 16 * 16;
+  const long turned = (a.width + 31) / 32 * 32 * kLanes, value_width = (a.value_width + 31) / 32 * 32;
   const long length = a.length[b], size = (length + a.window + 2 * kLanes) / kLanes * kLanes;
-  float* tile = scratch.grow(width * kLanes + kQueries * (a.width + value_width + size + a.window + kLanes));
-  float* scaled = tile + width * kLanes;
+  const long pointers = (a.window + 2) * (long)(sizeof(T*) / sizeof(float));
+  const long each = value_width + size + a.window + kLanes;
+  float* memory = scratch.grow(pointers + value_width + 2 * turned + kQueries * each);
+  const T** seen_values = (const T**)memory;  // of a query: its places that are not shared with the others
+  float *blank = memory + pointers, *tile = blank + value_width, *queries = tile + turned;
   float *lines[kQueries], *sums[kQueries], *seen[kQueries];
   long begins[kQueries], lasts = 0, earliest = length;
   const bool* masks[kQueries];
+  std::fill(blank, tile, 0.0f);
+  turn((const T*)a.queries + ((b * a.heads + h) * a.groups * a.tokens + start) * a.width, number, a.width, queries);
   for (long q = 0; q < number; q++) {
-    float* own = scaled + kQueries * a.width + q * (value_width + size + a.window + kLanes);
+    float* own = queries + turned + q * each;
     sums[q] = own;
     lines[q] = own + value_width;
     seen[q] = lines[q] + size;
@@ -143,13 +191,6 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     earliest = std::min(earliest, begins[q]);
     for (long w = 0; w < a.window; w++)
       if (masks[q][w]) lasts = std::max(lasts, w + 1);
-    const T* from = query + ((b * a.heads + h) * a.groups * a.tokens + start + q) * a.width;
-    for (long i = 0; i < a.width; i += kLanes) {
-      const long part = std::min(kLanes, a.width - i);
-      float values[kLanes];
-      store(values, values_at(from + i, part) * splat(a.scale));
-      for (long j = 0; j < part; j++) scaled[(i + j) * kQueries + q] = values[j];
-    }
   }
   const long first_block = earliest / kLanes * kLanes;
   const T* cached_keys = keys + (b * a.heads + h) * a.slots * a.width;
@@ -160,10 +201,10 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     const long count = std::min(kLanes, length - slot), next = std::min(kLanes, length - slot - count);
     fetch(cached_keys + (slot + count) * a.width, next * a.width);
     fetch(cached_values + slot * a.value_width, count * a.value_width);
-    score(cached_keys + slot * a.width, count, a.width, scaled, number, tile, lines, slot);
+    score(cached_keys + slot * a.width, count, a.width, queries, number, a.scale, tile, lines, slot);
   }
   for (long w = 0; w < lasts; w += kLanes)
-    score(own_keys + w * a.width, std::min(kLanes, a.window - w), a.width, scaled, number, tile, seen, w);
+    score(own_keys + w * a.width, std::min(kLanes, a.window - w), a.width, queries, number, a.scale, tile, seen, w);
 
   float totals[kQueries];
   for (long q = 0; q < number; q++) {
@@ -183,32 +224,34 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     Lanes sum = zeros();
     for (long i = first_block; i < padded; i += kLanes) {
       const Lanes weight = exponential(load(line + i) - splat(most));
-      store(line + i, weight);
+      Units<T>::put(line + i / group, weight);  // in place of scores that were read
       sum = sum + weight;
     }
     totals[q] = total(sum);
     std::fill(sums[q], sums[q] + value_width, 0.0f);
   }
+  const auto cached = [&](long place) { return cached_values + place * a.value_width; };
   for (long q = 0; q < number;) {
     const long some = std::min<long>(kMixed, number - q);
     together<kMixed>(some, [&](auto count) {
-      mix<T, count.value>(cached_values, a.value_width, first_block, length, lines + q, 0, sums + q);
+      mix<T, count.value>(cached, a.value_width, first_block, length / group * group, lines + q, sums + q);
     });
     q += some;
   }
   for (long q = 0; q < number; q++) {
-    const float* weights = lines[q] + std::max(length, begins[q]);
+    const long begin = std::max(length, begins[q]), from = begin / group * group;
+    long count = 0;
+    if (from < begin) seen_values[count++] = from < length ? cached(from) : (const T*)blank;
+    for (long w = 0; w < lasts; w++)
+      if (masks[q][w]) seen_values[count++] = own_values + w * a.value_width;
+    if (count % group) seen_values[count++] = (const T*)blank;
+    mix<T, 1>([&](long place) { return seen_values[place - from]; }, a.value_width, from, from + count, lines + q, sums + q);
     const Lanes divisor = splat(totals[q]);
     float* out = a.out + ((b * a.heads + h) * a.groups * a.tokens + start + q) * a.value_width;
     Lanes bad = zeros();
     for (long i = 0; i < a.value_width; i += kLanes) {
-      const long part = std::min(kLanes, a.value_width - i);
-      Lanes sum = load(sums[q] + i);
-      const float* weight = weights;
-      for (long w = 0; w < lasts; w++)
-        if (masks[q][w]) sum = fma(splat(*weight++), values_at(own_values + w * a.value_width + i, part), sum);
-      const Lanes mean = sum / divisor;
-      store(out + i, mean, part);
+      const Lanes mean = load(sums[q] + i) / divisor;
+      store(out + i, mean, std::min(kLanes, a.value_width - i));
       bad = fma(mean, zeros(), bad);  // NaN if any value is not finite
     }
     // A seen value that is not finite spoils the whole token, as a weight of zero times it is NaN.

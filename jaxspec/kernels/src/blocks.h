@@ -15,12 +15,6 @@
 
 namespace {
 
-inline int four_bytes(const void* at) {
-  int word;
-  std::memcpy(&word, at, 4);
-  return word;
-}
-
 // The most rows and blocks of sixteen outputs of which the sums stay in registers, how many bytes ahead weights are fetched into
 // the first-level cache (floats, whole numbers), and whether a single pass over weights fetches the next ones into the second
 // (see `Fetch`).

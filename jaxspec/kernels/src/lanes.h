@@ -14,6 +14,12 @@ namespace {
 
 constexpr long kLanes = 16;
 
+inline int four_bytes(const void* at) {
+  int word;
+  std::memcpy(&word, at, 4);
+  return word;
+}
+
 // To the nearest, ties to even.
 inline uint16_t to_bfloat16(float x) {
   uint32_t bits;

@@ -47,6 +47,6 @@ struct AttentionCall {
   float* out;                      // [B, H, G, T, value_width]
 };
 
-constexpr long kQueriesPerCall = 12;
+constexpr long kQueriesPerCall = 12;  // at most 16
 
 extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
