@@ -24,7 +24,7 @@ WEIGHTS = (*DTYPES, "int8", FILE)
 
 def activation_dtype(dtype: str) -> str:
     """Returns the dtype of caches and draft heads for a model with matrices of this dtype."""
-    return dtype if dtype in DTYPES else "float32"
+    return dtype if dtype in DTYPES else "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ def load(
     Args:
         source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
         dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
-            quantizes the weights and keeps everything else in float32: a different model, a quarter of the size; see
+            quantizes the weights, and its caches are bfloat16: a different model, a quarter of the size; see
             `jaxspec.models.quantized`. "file" keeps the blocks of a GGUF file, with which the CPU kernels multiply;
             see `jaxspec.models.blocks`.
         context: length of the longest text to decode, in tokens; None for the model's own context length. Models with

@@ -188,7 +188,7 @@ def test_a_checkpoint_is_rounded_as_it_is_read(tmp_path):
     read = jaxspec.load(path, dtype="int8", kernels=False)
     expected = quantize(FLOATS)
     chex.assert_trees_all_equal(read.params, expected)
-    assert instance(TransformerLM, read.lm).dtype == "float32"
+    assert instance(TransformerLM, read.lm).dtype == "bfloat16"
     assert read.bytes == TARGET.bytes
     assert memory_section(LM.config, "int8", 1, 64)["parameters_bytes"] == TARGET.bytes
     with pytest.raises(InvalidConfig, match="float32, bfloat16, int8, file, got 'int4'"):
