@@ -63,8 +63,36 @@ void in_parallel(ffi::ThreadPool& pool, long count, std::function<void(long)> ru
   while (tasks->done.load(std::memory_order_acquire) < count) rest();
 }
 
+// Parts of 0 to `count`, in pairs. A thread takes from the front of its own share, so that it reads memory in order, and
+// then from the end of the shares of others. Parts become smaller as less is left, so that threads end together.
+class Shares {
+ public:
+  Shares(long count, long threads) : threads_(threads), left_(new std::atomic<uint64_t>[threads]) {
+    const long pairs = (count + 1) / 2;
+    for (long thread = 0; thread < threads; thread++)
+      left_[thread] = pack(std::min(count, pairs * thread / threads * 2), std::min(count, pairs * (thread + 1) / threads * 2));
+  }
+  bool take(long thread, long& from, long& to) {
+    for (long other = 0; other < threads_; other++) {
+      std::atomic<uint64_t>& left = left_[(thread + other) % threads_];
+      for (uint64_t now = left.load();;) {
+        const long first = (long)(now >> 32), end = (long)(now & 0xffffffff), size = std::max(2L, (end - first) / 8 * 2);
+        if (first == end) break;
+        from = other ? std::max(first, (end - size + 1) / 2 * 2) : first;
+        to = other ? end : std::min(end, first + size);
+        if (left.compare_exchange_weak(now, other ? pack(first, from) : pack(to, end))) return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  static uint64_t pack(long first, long end) { return (uint64_t)first << 32 | (uint64_t)end; }
+  const long threads_;
+  const std::unique_ptr<std::atomic<uint64_t>[]> left_;
+};
+
 constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
-constexpr long kTasks = 4;         // per thread
 
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
@@ -82,27 +110,23 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   if (type == Type::kInt8 && (long)scale.element_count() != outputs)
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
   const float* first = x.typed_data();
-  const long tasks = blocks * stride < kLeast ? 1 : kTasks * pool.num_threads();
-  const long share = std::max<long>(2, up((blocks + tasks - 1) / tasks, 2));
+  const long threads = blocks * stride < kLeast ? 1 : std::min<long>(pool.num_threads(), (blocks + 1) / 2);
   // Float32 rows are read as they are; others are rounded first, in as many groups as there are threads.
-  const long groups = type == Type::kFloat32 ? 0 : tasks == 1 ? 1 : std::min<long>(rows, pool.num_threads());
+  const long groups = type == Type::kFloat32 ? 0 : std::min(rows, threads);
   const long parts = integers ? padded / 32 : 0;
   const std::unique_ptr<char[]> values(new char[groups ? rows * padded * bytes : 0]);
   const std::unique_ptr<Rounded[]> parts_of_rows(new Rounded[rows * parts]);
   const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded,
                         groups ? (const void*)values.get() : first, parts_of_rows.get()};
-  std::atomic<long> left{groups};
-  in_parallel(pool, groups + (blocks + share - 1) / share, [&](long task) {
-    if (task < groups) {
-      for (long row = task * rows / groups; row < (task + 1) * rows / groups; row++)
+  std::atomic<long> next{0}, left{groups};
+  Shares shares(blocks, threads);
+  in_parallel(pool, threads, [&](long thread) {
+    for (long group; (group = next.fetch_add(1)) < groups; left.fetch_sub(1, std::memory_order_release))
+      for (long row = group * rows / groups; row < (group + 1) * rows / groups; row++)
         kernels()->round(type, first + row * width, width, padded, values.get() + row * padded * bytes,
                          parts_of_rows.get() + row * parts);
-      left.fetch_sub(1, std::memory_order_release);
-      return;
-    }
     while (left.load(std::memory_order_acquire)) rest();  // of threads that have begun
-    const long from = (task - groups) * share;
-    kernels()->multiply(type, product, from, std::min(blocks, from + share));
+    for (long from, to; shares.take(thread, from, to);) kernels()->multiply(type, product, from, to);
   });
   return ffi::Error::Success();
 }
