@@ -6,6 +6,7 @@ kernel that multiplies it, but not through a change of types.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +70,36 @@ def as_values(stored: Array) -> Array:
     return stored if stored.dtype == dtype else lax.bitcast_convert_type(stored, dtype)
 
 
+def stack(entries: Sequence[KV]) -> KV:
+    """Stacks the keys and values of each layer, `[B, H, T, K]`, to those of all, `[L, B, H, T, K]`."""
+
+    return KV(*(_by_bits(lambda *layers: jnp.stack(layers), *layers) for layers in zip(*entries)))
+
+
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
     """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
     if kv.keys.shape[3] == nodes.shape[1] == 1:
         return kv
     index = jnp.maximum(nodes, 0)[None, :, None, :, None]
-    taken = (jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds") for a in kv)
-    return KV(*(row_major(a, on="cpu") for a in taken))
+
+    def taken(a: Array) -> Array:
+        return row_major(jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds"), on="cpu")
+
+    return KV(*(_by_bits(taken, a) for a in kv))
+
+
+def as_bits(values: Array) -> Array:
+    """Returns bfloat16 values as their bits; others as they are."""
+    return lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
+
+
+def _by_bits(move: Callable[..., Array], *arrays: Array) -> Array:
+    """Moves values, on a CPU as their bits: XLA:CPU would convert bfloat16 to float32 and back, in calls of its own."""
+
+    def moved(*arrays: Array) -> Array:
+        return lax.bitcast_convert_type(move(*map(as_bits, arrays)), arrays[0].dtype)
+
+    return lax.platform_dependent(*arrays, cpu=moved, default=move)
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
@@ -117,8 +141,11 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
 
         # On a CPU, where rounds are short, it takes notable time to write a whole path for a round of one token.
         def token_by_token(slots: Array) -> Array:
+            held = as_bits(new)
+
             def token(b: Array, at: Array, slots: Array) -> Array:
-                one = lax.dynamic_slice(new, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
+                one = lax.dynamic_slice(held, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
+                one = lax.bitcast_convert_type(one, new.dtype)
                 return lax.dynamic_update_slice(slots, stored(one), (0, b, 0, start[b] + at, 0))
 
             def row(b: Array, slots: Array) -> Array:

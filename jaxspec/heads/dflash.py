@@ -27,9 +27,10 @@ from jaxspec.core.laws import highest
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.heads.dflash_config import DFlashConfig as DFlashConfig
 from jaxspec.heads.network import Frozen, start_from
-from jaxspec.models.layers import look_up, matmul, rms_norm, rotation
+from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.packed import Matrix
-from jaxspec.models.transformer import Block, project
+from jaxspec.models.rows import rms_norm
+from jaxspec.models.transformer_block import Block, project
 
 
 class Convolutions(nnx.Module):
@@ -115,7 +116,7 @@ class DFlashHead(nnx.Module):
         """
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
         entries = [block.heads(context, turned, dtype, kernels=kernels)[1] for block in self.layers]
-        return KV(*(jnp.stack(a) for a in zip(*entries)))
+        return caches.stack(entries)
 
     def __call__(
         self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache, kernels: bool = False

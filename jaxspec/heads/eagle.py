@@ -22,9 +22,10 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
 from jaxspec.heads.network import Frozen, start_from
-from jaxspec.models.layers import matmul, rms_norm, rotation
+from jaxspec.models.layers import matmul, rotation
 from jaxspec.models.packed import Matrix
-from jaxspec.models.transformer import Block, project
+from jaxspec.models.rows import rms_norm
+from jaxspec.models.transformer_block import Block, project
 
 
 class EagleHead(nnx.Module):
@@ -101,7 +102,7 @@ class EagleHead(nnx.Module):
             return mixed
 
         states = self.run(states, embeddings, attention, kernels)
-        return states, KV(*(jnp.stack(a) for a in zip(*entries)))
+        return states, caches.stack(entries)
 
     def run(
         self,

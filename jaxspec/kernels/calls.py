@@ -1,27 +1,61 @@
 """The kernels as functions of arrays. Programs that call them run on CPUs only."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.cache import as_bits, as_values
 from jaxspec.core.records import KV
 
 TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of packed matrices, in the order of `Type` in src/table.h."""
 
 
+PREPARATIONS = ("nothing", "norm", "silu", "gelu_tanh")
+"""What a product may do to its rows first, in the order of `Preparation` in src/table.h."""
+
+
 def multiply(
-    x: Float[Array, "N I"], values: Array, scale: Float[Array, " O"] | None, outputs: int, kind: str
+    x: Float[Array, "N J"],
+    values: Array,
+    scale: Float[Array, " O"] | None,
+    outputs: int,
+    kind: str,
+    preparation: str = "nothing",
+    norm: Float[Array, " I"] | None = None,
+    epsilon: float = 0.0,
+    bias: Float[Array, " O"] | None = None,
+    residual: Float[Array, "N O"] | None = None,
 ) -> Float[Array, "N O"]:
     """Multiplies rows with a packed matrix; see `jaxspec.models.packed` and `jaxspec.models.blocks`.
 
     Each output is one chain of sums over I, so the bits of a row do not depend on the other rows.
+
+    Args:
+        x: rows; J is I, but 2 I for a gate.
+        values: the packed matrix.
+        scale: of the outputs of an int8 matrix.
+        outputs: O.
+        kind: one of `TYPES`.
+        preparation: one of `PREPARATIONS`.
+        norm: scale of RMSNorm.
+        epsilon: of RMSNorm.
+        bias: added to every row's outputs.
+        residual: added last.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    scale = jnp.zeros(0, jnp.float32) if scale is None else scale
     call = jax.ffi.ffi_call("jaxspec_multiply", out, vmap_method="sequential")
-    return call(x.astype(jnp.float32), values, scale, kind=np.int64(TYPES.index(kind)))
+    arrays = [_optional(array) for array in (scale, norm, bias, residual)]
+    attributes = {"kind": np.int64(TYPES.index(kind)), "preparation": np.int64(PREPARATIONS.index(preparation))}
+    return call(x.astype(jnp.float32), values, *arrays, epsilon=np.float32(epsilon), **attributes)
+
+
+def _optional(array: Array | None) -> Array:
+    return jnp.zeros(0, jnp.float32) if array is None else array.astype(jnp.float32)
 
 
 def attend(
@@ -38,11 +72,13 @@ def attend(
 
     The tokens of the window that a query sees must be the last ones of its text, in order.
     """
-    out = jax.ShapeDtypeStruct((*queries.shape[:4], prefix.values.shape[-1]), jnp.float32)
+    batch, heads, groups, tokens, _ = queries.shape
+    out = jax.ShapeDtypeStruct((batch, tokens, heads, groups, prefix.values.shape[-1]), jnp.float32)
     first = jnp.zeros(0, jnp.int32) if first_seen is None else first_seen.astype(jnp.int32)
     call = jax.ffi.ffi_call("jaxspec_attend", out, vmap_method="sequential")
-    arrays = queries, prefix.keys, prefix.values, length.astype(jnp.int32), *window, mask, first
-    return call(*arrays, layer=np.int64(layer), scale=np.float32(scale))
+    queries, *new = map(as_bits, (queries, *window))
+    arrays = queries, prefix.keys, prefix.values, length.astype(jnp.int32), *new, mask, first
+    return jnp.moveaxis(call(*arrays, layer=np.int64(layer), scale=np.float32(scale)), 1, 3)
 
 
 def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
@@ -52,11 +88,34 @@ def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) 
     return call(x.astype(jnp.float32), scale.astype(jnp.float32), epsilon=np.float32(epsilon))
 
 
-def rotate(
-    x: Float[Array, "B T H K"], cosines: Float[Array, "B 1 T R"], sines: Float[Array, "B 1 T R"]
-) -> Float[Array, "B H T K"]:
-    """Applies rotary position embeddings in the half-split form to the first 2 R values of each head."""
-    batch, tokens, heads, width = x.shape
-    out = jax.ShapeDtypeStruct((batch, heads, tokens, width), jnp.float32)
-    call = jax.ffi.ffi_call("jaxspec_rotate", out, vmap_method="sequential")
-    return call(x.astype(jnp.float32), cosines, sines)
+def heads(
+    x: Float[Array, "B T J"],
+    cosines: Float[Array, "B 1 T R"],
+    sines: Float[Array, "B 1 T R"],
+    shared: int,
+    width: int,
+    dtype: DTypeLike,
+    norms: Sequence[Array | None] = (None, None),
+    epsilon: float = 0.0,
+) -> tuple[Float[Array, "B H G T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
+    """Splits the rows of a projection into queries, keys and values; see `jaxspec.models.layers.split_heads`.
+
+    Args:
+        x: G queries for each of H keys, then keys, then values; J is (G + 2) H K.
+        cosines: of the first 2 R values of a head, which are rotated in the half-split form.
+        sines: likewise.
+        shared: H.
+        width: K.
+        dtype: of the result, float32 or bfloat16.
+        norms: scales of RMSNorm of queries and keys, before they are rotated.
+        epsilon: of RMSNorm.
+    """
+    batch, tokens, all_heads = x.shape[0], x.shape[1], x.shape[2] // width
+    bits = jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype
+    one = jax.ShapeDtypeStruct((batch, shared, tokens, width), bits)
+    queries = jax.ShapeDtypeStruct((batch, shared, all_heads // shared - 2, tokens, width), bits)
+    call = jax.ffi.ffi_call("jaxspec_heads", (queries, one, one), vmap_method="sequential")
+    queries, keys, values = call(
+        x.astype(jnp.float32), cosines, sines, *map(_optional, norms), epsilon=np.float32(epsilon)
+    )
+    return as_values(queries), as_values(keys), as_values(values)

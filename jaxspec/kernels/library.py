@@ -44,7 +44,7 @@ TOKEN_COSTS = {
 (`scripts/measure/speed.py widths`)."""
 COST_WITHOUT = TokenCost(0.025, 1.7)
 """The same of XLA's own products, in float32."""
-TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_rotate")
+TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_heads")
 
 
 @functools.cache

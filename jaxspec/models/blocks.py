@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxspec.kernels import calls
 from jaxspec.models.block_kinds import BLOCK, KINDS, LANES, Kind, Split
 from jaxspec.models.products import product
+from jaxspec.models.rows import NOTHING, Fused
 
 
 @jax.tree_util.register_dataclass
@@ -101,16 +102,17 @@ class Blocks:
         """Returns the matrix in floating point."""
         return self.unpack().astype(dtype)
 
-    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`; see the module for how its rows are rounded."""
-        return product(x, self)
+        return product(x, self, fused)
 
-    def multiply(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""
-        found = [
-            calls.multiply(x, part, None, outputs, kind)
-            for part, kind, outputs in zip(self.parts, self.kinds, self.outputs)
-        ]
+        found, first = [], 0
+        for part, kind, outputs in zip(self.parts, self.kinds, self.outputs):
+            options = fused.options(slice(first, first + outputs))
+            found.append(calls.multiply(x, part, None, outputs, kind, **options))
+            first += outputs
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 

@@ -1,26 +1,38 @@
-"""Parts of a transformer's layers as functions of arrays: products, embeddings, rotation of heads, RMSNorm."""
+"""Parts of a transformer's layers as functions of arrays: products, embeddings, heads and their rotation."""
 
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.records import KV
 from jaxspec.kernels import calls
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rope import Rope
+from jaxspec.models.rows import NOTHING, Fused, Norm
 
 
-def matmul(x: Float[Array, "B T I"], weight: Array | Matrix, transposed: bool = False) -> Float[Array, "B T O"]:
-    """Returns `x @ weight` in the weight's dtype, accumulated in float32.
+def matmul(
+    x: Float[Array, "B T J"], weight: Array | Matrix, transposed: bool = False, fused: Fused = NOTHING
+) -> Float[Array, "B T O"]:
+    """Returns `x @ weight` in the weight's dtype, accumulated in float32, with what `fused` adds.
 
-    A `transposed` array and a `Matrix` are `[O, I]`; other weights are `[I, O]`.
+    A `transposed` array and a `Matrix` are `[O, I]`; other weights are `[I, O]`. `fused.residual` is `[B, T, O]`.
     """
+    if not isinstance(weight, Matrix):
+        return fused.around(functools.partial(_with_array, weight, transposed), x)
     batch, tokens, width = x.shape
-    rows = x.reshape(batch * tokens, width)
-    if isinstance(weight, Matrix):
-        return weight.product(rows).reshape(batch, tokens, -1)
-    rows = rows.astype(weight.dtype)
+    if fused.residual is not None:
+        fused = fused._replace(residual=fused.residual.reshape(batch * tokens, -1))
+    return weight.product(x.reshape(batch * tokens, width), fused).reshape(batch, tokens, -1)
+
+
+def _with_array(weight: Array, transposed: bool, x: Array) -> Array:
+    batch, tokens, width = x.shape
+    rows = x.reshape(batch * tokens, width).astype(weight.dtype)
     if len(rows) == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU's naive loop for one row takes 8 times as long as two
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = lax.dot_general(
@@ -53,27 +65,54 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, width: int) -> tuple[Arra
     return lax.optimization_barrier((jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale))
 
 
-def rotate(x: Float[Array, "B T H K"], rotation: tuple[Array, Array], kernels: bool = False) -> Float[Array, "B H T K"]:
+def rotate(x: Float[Array, "B T H K"], rotation: tuple[Array, Array]) -> Float[Array, "B H T K"]:
     """Applies rotary position embeddings, in the half-split form of Hugging Face checkpoints."""
-
-    def plain(x: Array, cos: Array, sin: Array) -> Array:
-        x, half = x.swapaxes(1, 2), cos.shape[-1]
-        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
-
-    return lax.platform_dependent(x, *rotation, cpu=calls.rotate, default=plain) if kernels else plain(x, *rotation)
+    cos, sin = rotation
+    x, half = x.swapaxes(1, 2), cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
 
 
-def rms_norm(
-    x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float, kernels: bool = False
-) -> Float[Array, "*b E"]:
-    """Applies RMSNorm over the last axis; with `kernels`, a row's bits do not depend on the other rows."""
+def split_heads(
+    projected: Float[Array, "B T J"],
+    rotation: tuple[Array, Array],
+    shared: int,
+    width: int,
+    dtype: DTypeLike,
+    norms: Sequence[Norm | None] = (None, None),
+    shards: int = 1,
+    kernels: bool = False,
+) -> tuple[Float[Array, "B H G T K"], KV]:
+    """Returns queries and keys, normed and rotated, and values.
 
-    def plain(x: Array, scale: Array) -> Array:
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
+    Args:
+        projected: for each shard, its queries, G for each key, then its keys, then its values.
+        rotation: of the tokens' positions, see `rotation`.
+        shared: number H of heads of keys and values.
+        width: K.
+        dtype: of the result.
+        norms: of queries and keys.
+        shards: number of devices that share the layer.
+        kernels: use the CPU kernel.
+    """
+    batch, tokens, size = projected.shape
 
-    if not kernels:
-        return plain(x, scale)
-    kernel = functools.partial(calls.rms_norm, epsilon=epsilon)
-    return lax.platform_dependent(x, scale, cpu=kernel, default=plain)
+    def plain(projected: Array, rotation: tuple[Array, Array], norms: Sequence[Norm | None]) -> tuple[Array, KV]:
+        heads = projected.reshape(batch, tokens, shards, -1, width)
+        borders = size // width // shards - 2 * shared // shards, size // width // shards - shared // shards
+        parts = jnp.split(heads, borders, axis=3)
+        queries, keys, values = (a.reshape(batch, tokens, -1, width) for a in parts)
+        queries, keys = (a if norm is None else norm(a) for a, norm in zip((queries, keys), norms))
+        queries, keys = (rotate(a, rotation).astype(dtype) for a in (queries, keys))
+        new = KV(keys, values.swapaxes(1, 2).astype(dtype))
+        return queries.reshape(batch, shared, -1, tokens, width), new
+
+    def kernel(projected: Array, rotation: tuple[Array, Array], norms: Sequence[Norm | None]) -> tuple[Array, KV]:
+        scales = [None if norm is None else norm.scale for norm in norms]
+        epsilon = max((norm.epsilon for norm in norms if norm is not None), default=0.0)
+        queries, keys, values = calls.heads(projected, *rotation, shared, width, dtype, scales, epsilon)
+        return queries, KV(keys, values)
+
+    if not kernels or shards > 1:
+        return plain(projected, rotation, norms)
+    return lax.platform_dependent(projected, rotation, norms, cpu=kernel, default=plain)

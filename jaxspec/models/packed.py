@@ -24,6 +24,7 @@ from jaxspec.models.blocks import Blocks
 from jaxspec.models.config import is_table
 from jaxspec.models.products import product
 from jaxspec.models.quantized import Quantized
+from jaxspec.models.rows import NOTHING, Fused
 
 OFFSET = 128
 
@@ -90,14 +91,14 @@ class Packed:
         """Returns the matrix in floating point, `[O, I]`."""
         return self.unpack().astype(dtype)
 
-    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`, accumulated in float32; see the module for how its rows are rounded."""
-        return product(x, self)
+        return product(x, self, fused)
 
-    def multiply(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""
         kind = "int8" if self.scale is not None else str(self.values.dtype)
-        return calls.multiply(x, self.values, self.scale, self.outputs, kind)
+        return calls.multiply(x, self.values, self.scale, self.outputs, kind, **fused.options())
 
 
 Matrix = Quantized | Packed | Blocks

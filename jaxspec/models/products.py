@@ -11,13 +11,14 @@ from jaxtyping import Array
 
 from jaxspec.kernels.library import available
 from jaxspec.models.quantized import Quantized
+from jaxspec.models.rows import Fused
 
 
 class Multipliable(Protocol):
     """A weight matrix `[O, I]`, as a pytree."""
 
-    def multiply(self, x: Array) -> Array:
-        """Returns `x @ matrix.T`, computed by the kernel."""
+    def multiply(self, x: Array, fused: Fused) -> Array:
+        """Returns `x @ matrix.T` with what `fused` adds, computed by the kernel."""
         ...
 
     def unpack(self) -> Any:
@@ -30,34 +31,51 @@ class Multipliable(Protocol):
 
 
 @jax.custom_jvp
-def product(x: Array, matrix: Multipliable) -> Array:
-    """Returns `x @ matrix.T`, computed by the kernel if the program runs on a CPU that has it."""
+def product(x: Array, matrix: Multipliable, fused: Fused) -> Array:
+    """Returns `x @ matrix.T` with what `fused` adds, computed by the kernel if the program runs on a CPU with it."""
     kernel = _with_kernel if available() else _with_xla
-    return lax.platform_dependent(x, matrix, cpu=kernel, default=_with_xla)
+    return lax.platform_dependent(x, matrix, fused, cpu=kernel, default=_with_xla)
 
 
 @product.defjvp
-def _product_jvp(primals: tuple[Array, Multipliable], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    x, matrix = primals
-    return product(x, matrix), tangents[0] @ matrix.astype(x.dtype).T  # the weights are frozen
+def _product_jvp(primals: tuple[Array, Multipliable, Fused], tangents: tuple[Array, Any, Fused]) -> tuple[Array, Array]:
+    x, matrix, fused = primals
+
+    def exact(x: Array, fused: Fused) -> Array:
+        return fused.around(lambda rows: rows @ matrix.astype(rows.dtype).T, x)
+
+    _, tangent = jax.jvp(exact, (x, fused), (tangents[0], tangents[2]))  # the weights are frozen
+    return product(x, matrix, fused), tangent
 
 
-def _with_xla(x: Array, matrix: Multipliable) -> Array:
+def _with_xla(x: Array, matrix: Multipliable, fused: Fused) -> Array:
     whole = matrix.unpack()
+
     if isinstance(whole, Quantized):
-        return whole.product(x)
-    return jnp.matmul(x.astype(whole.dtype), whole.T, precision="highest", preferred_element_type=jnp.float32)
+        return whole.product(x, fused)
+
+    def multiply(x: Array) -> Array:
+        return jnp.matmul(x.astype(whole.dtype), whole.T, precision="highest", preferred_element_type=jnp.float32)
+
+    return fused.around(multiply, x)
 
 
 @jax.custom_batching.custom_vmap
-def _with_kernel(x: Array, matrix: Multipliable) -> Array:
-    return matrix.multiply(x)
+def _with_kernel(x: Array, matrix: Multipliable, fused: Fused) -> Array:
+    return matrix.multiply(x, fused)
 
 
 @_with_kernel.def_vmap
-def _batched(size: int, mapped: Sequence[Any], x: Array, matrix: Multipliable) -> tuple[Array, bool]:
+def _batched(size: int, mapped: Sequence[Any], x: Array, matrix: Multipliable, fused: Fused) -> tuple[Array, bool]:
     # Rows of the mapped axis count like other rows.
-    if any(jax.tree.leaves(mapped[1])):  # several models at once
-        axes = (0 if mapped[0] else None, jax.tree.map(lambda leaf: 0 if leaf else None, mapped[1]))
-        return jax.vmap(_with_xla, axes)(x, matrix), True
-    return _with_kernel(x.reshape(-1, x.shape[-1]), matrix).reshape(size, x.shape[1], -1), True
+    if any(jax.tree.leaves((mapped[1], mapped[2]._replace(residual=None)))):  # several models at once
+        axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(mapped))
+        return jax.vmap(_with_xla, axes)(x, matrix, fused), True
+
+    def rows(array: Array, mapped: bool) -> Array:
+        array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
+        return array.reshape(-1, array.shape[-1])
+
+    if fused.residual is not None:
+        fused = fused._replace(residual=rows(fused.residual, mapped[2].residual))
+    return _with_kernel(rows(x, mapped[0]), matrix, fused).reshape(size, x.shape[-2], -1), True

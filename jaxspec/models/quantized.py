@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from jaxspec.core.records import Params
 from jaxspec.models.config import is_table
+from jaxspec.models.rows import NOTHING, Fused
 
 TILE = 32  # rows of int8 in a tile of a TPU's memory
 
@@ -61,10 +62,14 @@ class Quantized:
         """Returns the matrix in floating point, `[O, I]`."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
-    def product(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`, in float32 on a CPU, elsewhere in bfloat16 with sums in float32."""
-        # Only XLA knows the target platform: a program for a TPU may be compiled on another machine.
-        return lax.platform_dependent(x, self.values, cpu=_on_cpu, default=_elsewhere) * self.scale
+
+        def multiply(x: Array) -> Array:
+            # Only XLA knows the target platform: a program for a TPU may be compiled on another machine.
+            return lax.platform_dependent(x, self.values, cpu=_on_cpu, default=_elsewhere) * self.scale
+
+        return fused.around(multiply, x)
 
 
 def quantize(params: Params) -> Params:

@@ -14,10 +14,11 @@ from jaxspec.core.cache import storage_dtype
 from jaxspec.core.records import KV
 from jaxspec.kernels import calls, library
 from jaxspec.models.attention import attend
-from jaxspec.models.layers import rms_norm, rotate, rotation
+from jaxspec.models.layers import rotation, split_heads
 from jaxspec.models.packed import Packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rope import Rope
+from jaxspec.models.rows import Fused, Gate, Norm, rms_norm
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(not library.available(), reason=library.describe())]
 
@@ -239,13 +240,90 @@ def test_the_kernels_of_older_processors(processor):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("width", "turned"), [(64, None), (20, 10), (8, 8)])
-def test_rotation_equals_xlas(width, turned):
-    rope, positions = Rope(width=turned), jnp.arange(10).reshape(2, 5) * 37
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, width)), jnp.float32)
-    turns = rotation(positions, rope, width)
-    got = rotate(x, turns, kernels=True)
-    np.testing.assert_allclose(got, rotate(x, turns), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "turned", "normed"), [(64, None, False), (20, 10, True), (8, 8, True)])
+def test_heads_are_those_of_xla_and_no_token_depends_on_another(dtype, width, turned, normed):
+    rope, positions, rng = Rope(width=turned), jnp.arange(10).reshape(2, 5) * 37, np.random.default_rng(0)
+    projected = jnp.asarray(rng.normal(size=(2, 5, (3 + 2) * 2 * width)), jnp.float32)
+    scales = [jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(2)]
+
+    def split(tokens: slice, kernels: bool):
+        norms = [Norm(scale, 1e-5, kernels) if normed else None for scale in scales]
+        turns = rotation(positions[:, tokens], rope, width)
+        queries, new = split_heads(projected[:, tokens], turns, 2, width, dtype, norms, kernels=kernels)
+        assert (queries.shape[:3], new.keys.shape[:2]) == ((2, 2, 3), (2, 2))
+        assert queries.dtype == new.keys.dtype == new.values.dtype == dtype
+        return queries, *new
+
+    got, expected = split(slice(None), True), split(slice(None), False)
+    for one, other in zip(got, expected):
+        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+        np.testing.assert_allclose(one, other, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got[2], expected[2])
     for token in range(5):
-        alone = rotate(x[:, token : token + 1], rotation(positions[:, token : token + 1], rope, width), kernels=True)
-        np.testing.assert_array_equal(alone[:, :, 0], got[:, :, token])
+        for one, alone in zip(got, split(slice(token, token + 1), True)):
+            np.testing.assert_array_equal(alone[..., 0, :], one[..., token, :])
+
+
+def preparations(rng: np.random.Generator, inputs: int) -> dict:
+    scale = jnp.asarray(rng.normal(size=inputs), jnp.float32)
+    return {"norm": Norm(scale, 1e-5), "silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["norm", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 37), (100, 576)])
+def test_what_a_product_includes_is_done_as_apart(outputs, inputs, name, kind):
+    rng = np.random.default_rng(5)
+    matrix, before = packed(rng, outputs, inputs, kind), preparations(rng, inputs)[name]
+    wide = inputs if name == "norm" else 2 * inputs
+    x = jnp.asarray(rng.normal(size=(20, wide)) * rng.choice([1e-2, 1, 30], (20, 1)), jnp.float32)
+    bias, residual = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (outputs, (20, outputs)))
+
+    @jax.jit
+    def fused(x, residual):
+        return matrix.product(x, Fused(before, bias, residual))
+
+    whole, rows = fused(x, residual), jnp.asarray(before(x))
+    expected = residual + (product(rows, matrix) + bias)
+    unit = jnp.abs(reference(jnp.abs(rows), jax.tree.map(jnp.abs, matrix) if kind != "int8" else matrix)).max(-1) + 1.0
+    # A value of a row that lies between two numbers of its type may go to the other one.
+    tolerance = {"float32": 3e-6, "bfloat16": 1e-3, "int8": 2e-3}[kind]
+    assert float((jnp.abs(whole - expected).max(-1) / unit).max()) < tolerance
+    for count in (1, 2, 7, 8, 9):
+        np.testing.assert_array_equal(fused(x[3 : 3 + count], residual[3 : 3 + count]), whole[3 : 3 + count])
+    together = jax.vmap(fused)(x.reshape(4, 5, -1), residual.reshape(4, 5, -1))
+    np.testing.assert_array_equal(together.reshape(20, -1), whole)
+    np.testing.assert_array_equal(jax.vmap(fused, (0, None))(x.reshape(4, 5, -1), residual[5:10])[1], whole[5:10])
+
+
+def test_gates_are_those_of_xla():
+    unit = jnp.eye(16)
+    values = np.concatenate([np.linspace(-110, 110, 3001), [0.0, -0.0, 1e30, -1e30, 1e-30]]).astype(np.float32)
+    x = np.ones((len(values), 32), np.float32)
+    x[:, 0] = values
+    matrix = Packed.pack(unit)
+    for name in ("silu", "gelu_tanh"):
+        expected = Gate(name)(jnp.asarray(x))[:, 0]
+        got = matrix.product(jnp.asarray(x), Fused(Gate(name)))[:, 0]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 if name == "gelu_tanh" else 1e-35)
+        for bad in (np.nan, np.inf):
+            x[7, 0] = bad
+            assert not np.isfinite(matrix.product(jnp.asarray(x), Fused(Gate(name)))[7, 0])
+            x[7, 0] = 0.0
+
+
+def test_differentiation_of_a_product_with_a_norm_and_sums():
+    rng = np.random.default_rng(4)
+    matrix, before = packed(rng, 40, 37, "float32"), Norm(jnp.asarray(rng.normal(size=37), jnp.float32), 1e-5)
+    x, residual = (jnp.asarray(rng.normal(size=(3, size)), jnp.float32) for size in (37, 40))
+
+    def loss(x, residual, multiply):
+        return (multiply(x, Fused(before, None, residual)) ** 2).sum()
+
+    def exact(x, fused):
+        return fused.around(lambda rows: reference(rows, matrix), x)
+
+    found = jax.grad(loss, (0, 1))(x, residual, matrix.product)
+    for one, other in zip(found, jax.grad(loss, (0, 1))(x, residual, exact)):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)

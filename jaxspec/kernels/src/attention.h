@@ -164,7 +164,7 @@ struct Scratch {
 // Computes queries `start` to `start + number` of the G * T queries of one head.
 template <class T>
 void attend(const AttentionCall& a, long b, long h, long start, long number) {
-  constexpr long group = Units<T>::group;
+  constexpr long unit = Units<T>::group;
   const T *keys = (const T*)a.keys, *values = (const T*)a.values;
   const T *new_keys = (const T*)a.new_keys, *new_values = (const T*)a.new_values;
   thread_local Scratch scratch;
@@ -224,7 +224,7 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     Lanes sum = zeros();
     for (long i = first_block; i < padded; i += kLanes) {
       const Lanes weight = exponential(load(line + i) - splat(most));
-      Units<T>::put(line + i / group, weight);  // in place of scores that were read
+      Units<T>::put(line + i / unit, weight);  // in place of scores that were read
       sum = sum + weight;
     }
     totals[q] = total(sum);
@@ -234,20 +234,21 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
   for (long q = 0; q < number;) {
     const long some = std::min<long>(kMixed, number - q);
     together<kMixed>(some, [&](auto count) {
-      mix<T, count.value>(cached, a.value_width, first_block, length / group * group, lines + q, sums + q);
+      mix<T, count.value>(cached, a.value_width, first_block, length / unit * unit, lines + q, sums + q);
     });
     q += some;
   }
   for (long q = 0; q < number; q++) {
-    const long begin = std::max(length, begins[q]), from = begin / group * group;
+    const long begin = std::max(length, begins[q]), from = begin / unit * unit;
     long count = 0;
     if (from < begin) seen_values[count++] = from < length ? cached(from) : (const T*)blank;
     for (long w = 0; w < lasts; w++)
       if (masks[q][w]) seen_values[count++] = own_values + w * a.value_width;
-    if (count % group) seen_values[count++] = (const T*)blank;
+    if (count % unit) seen_values[count++] = (const T*)blank;
     mix<T, 1>([&](long place) { return seen_values[place - from]; }, a.value_width, from, from + count, lines + q, sums + q);
     const Lanes divisor = splat(totals[q]);
-    float* out = a.out + ((b * a.heads + h) * a.groups * a.tokens + start + q) * a.value_width;
+    const long group = (start + q) / a.tokens, token = (start + q) % a.tokens;
+    float* out = a.out + (((b * a.tokens + token) * a.heads + h) * a.groups + group) * a.value_width;
     Lanes bad = zeros();
     for (long i = 0; i < a.value_width; i += kLanes) {
       const Lanes mean = load(sums[q] + i) / divisor;

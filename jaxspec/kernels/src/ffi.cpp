@@ -96,11 +96,23 @@ constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
 
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
+const float* given(const ffi::Buffer<ffi::F32>& values) { return values.element_count() ? values.typed_data() : nullptr; }
+
+bool is_float(const ffi::AnyBuffer& values) {
+  return values.element_type() == ffi::F32 || values.element_type() == ffi::U16;  // bits of bfloat16
+}
+
 ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights, ffi::Buffer<ffi::F32> scale,
-                    ffi::ResultBuffer<ffi::F32> out, int64_t kind) {
-  const long rows = x.dimensions()[0], width = x.dimensions()[1], outputs = out->dimensions()[1];
+                    ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual,
+                    ffi::ResultBuffer<ffi::F32> out, int64_t kind, int64_t preparation, float epsilon) {
   if (kind < 0 || kind >= (long)Type::kCount) return ffi::Error::InvalidArgument("there is no such type of weights");
+  if (preparation < 0 || preparation >= (long)Preparation::kCount)
+    return ffi::Error::InvalidArgument("there is no such preparation of rows");
   const Type type = (Type)kind;
+  const Preparation before = (Preparation)preparation;
+  const bool prepared = before != Preparation::kNothing;
+  const long rows = x.dimensions()[0], given_width = x.dimensions()[1], outputs = out->dimensions()[1];
+  const long width = prepared && before != Preparation::kNorm ? given_width / 2 : given_width;
   const bool integers = type >= Type::kInt8;
   const long bytes = kernels()->bytes(type);
   const long padded = up(width, integers ? 32 : type == Type::kBFloat16 ? 2 : 1), blocks = (outputs + 15) / 16;
@@ -111,20 +123,24 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
   const float* first = x.typed_data();
   const long threads = blocks * stride < kLeast ? 1 : std::min<long>(pool.num_threads(), (blocks + 1) / 2);
-  // Float32 rows are read as they are; others are rounded first, in as many groups as there are threads.
-  const long groups = type == Type::kFloat32 ? 0 : std::min(rows, threads);
+  // Float32 rows may be read as they are; others are made first, by the thread that comes first.
+  const bool rounded = type != Type::kFloat32, made = rounded || prepared;
   const long parts = integers ? padded / 32 : 0;
-  const std::unique_ptr<char[]> values(new char[groups ? rows * padded * bytes : 0]);
+  const std::unique_ptr<char[]> values(new char[made ? rows * padded * bytes : 0]);
   const std::unique_ptr<Rounded[]> parts_of_rows(new Rounded[rows * parts]);
   const Product product{weights.untyped_data(), scale.typed_data(), out->typed_data(), rows, outputs, padded,
-                        groups ? (const void*)values.get() : first, parts_of_rows.get()};
-  std::atomic<long> next{0}, left{groups};
+                        made ? (const void*)values.get() : first, parts_of_rows.get(), given(bias), given(residual)};
+  std::atomic<long> next{0}, left{made ? rows : 0};
   Shares shares(blocks, threads);
   in_parallel(pool, threads, [&](long thread) {
-    for (long group; (group = next.fetch_add(1)) < groups; left.fetch_sub(1, std::memory_order_release))
-      for (long row = group * rows / groups; row < (group + 1) * rows / groups; row++)
-        kernels()->round(type, first + row * width, width, padded, values.get() + row * padded * bytes,
-                         parts_of_rows.get() + row * parts);
+    const std::unique_ptr<float[]> memory(new float[prepared && rounded ? width : 0]);
+    for (long row; made && (row = next.fetch_add(1)) < rows; left.fetch_sub(1, std::memory_order_release)) {
+      const float* from = first + row * given_width;
+      char* to = values.get() + row * padded * bytes;
+      float* between = rounded ? memory.get() : (float*)to;
+      if (prepared) kernels()->prepare(before, from, norm.typed_data(), epsilon, between, width);
+      if (rounded) kernels()->round(type, prepared ? between : from, width, padded, to, parts_of_rows.get() + row * parts);
+    }
     while (left.load(std::memory_order_acquire)) rest();  // of threads that have begun
     for (long from, to; shares.take(thread, from, to);) kernels()->multiply(type, product, from, to);
   });
@@ -136,9 +152,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer k
                   ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::S32> first_seen, ffi::ResultBuffer<ffi::F32> out,
                   int64_t layer, float scale) {
   const auto q = queries.dimensions(), k = keys.dimensions(), v = values.dimensions();
+  if (!is_float(queries) || new_keys.element_type() != queries.element_type())
+    return ffi::Error::InvalidArgument("queries and keys must both be float32, or bits of bfloat16");
   AttentionCall call;
   call.scale = scale;
-  call.half = queries.element_type() == ffi::BF16;
+  call.half = queries.element_type() == ffi::U16;
   call.batch = q[0], call.heads = q[1], call.groups = q[2], call.tokens = q[3], call.width = q[4];
   call.value_width = v[4], call.slots = k[3], call.window = new_keys.dimensions()[2];
   const long bytes = call.half ? 2 : 4, slots = layer * call.batch * call.heads * call.slots * bytes;
@@ -165,18 +183,31 @@ ffi::Error rms_norm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::R
   return ffi::Error::Success();
 }
 
-// Heads [B, T, H, K] become [B, H, T, K].
-ffi::Error rotate(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
-                  ffi::ResultBuffer<ffi::F32> out) {
-  const auto dims = x.dimensions();
-  const long batch = dims[0], tokens = dims[1], heads = dims[2], width = dims[3];
-  const long half = batch * tokens ? cosines.element_count() / (batch * tokens) : 0;
+// The queries, keys and values of a token, [B, T, (H G + 2 H) K], become [B, H, G, T, K] and twice [B, H, T, K].
+ffi::Error heads(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
+                 ffi::Buffer<ffi::F32> query_norm, ffi::Buffer<ffi::F32> key_norm, ffi::Result<ffi::AnyBuffer> queries,
+                 ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, float epsilon) {
+  if (!is_float(*queries)) return ffi::Error::InvalidArgument("heads must be float32, or bits of bfloat16");
+  const auto dims = queries->dimensions();
+  const long batch = dims[0], shared = dims[1], all = shared * dims[2], tokens = dims[3], width = dims[4];
+  const long places = batch * tokens, half = places ? cosines.element_count() / places : 0;
+  const bool half_precision = queries->element_type() == ffi::U16;
+  const long bytes = width * (half_precision ? 2 : 4);
+  const std::unique_ptr<float[]> memory(new float[2 * width]);
+  const Head turned{width, half, epsilon, half_precision, memory.get()}, kept{width, 0, epsilon, half_precision, memory.get()};
   const float* from = x.typed_data();
-  for (long place = 0; place < batch * tokens; place++)
-    for (long h = 0; h < heads; h++, from += width) {
-      float* to = out->typed_data() + ((place / tokens * heads + h) * tokens + place % tokens) * width;
-      kernels()->rotate(from, cosines.typed_data() + place * half, sines.typed_data() + place * half, to, half, width);
-    }
+  for (long place = 0; place < places; place++) {
+    const long row = place / tokens, token = place % tokens;
+    const float *cosine = cosines.typed_data() + place * half, *sine = sines.typed_data() + place * half;
+    const auto put = [&](ffi::Result<ffi::AnyBuffer>& out, long number, const Head& how, const float* scale) {
+      for (long h = 0; h < number; h++, from += width)
+        kernels()->head(how, from, scale, cosine, sine,
+                        (char*)out->untyped_data() + ((row * number + h) * tokens + token) * bytes);
+    };
+    put(queries, all, turned, given(query_norm));
+    put(keys, shared, turned, given(key_norm));
+    put(values, shared, kept, nullptr);
+  }
   return ffi::Error::Success();
 }
 
@@ -190,8 +221,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_multiply, multiply,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("kind"));
+                                  .Attr<int64_t>("kind")
+                                  .Attr<int64_t>("preparation")
+                                  .Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attend, attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -212,9 +248,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_rms_norm, rms_norm,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("epsilon"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_rotate, rotate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_heads, heads,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon"));

@@ -27,6 +27,12 @@ template <class Kind>
 void product(const Product& p, long from, long to) {
   const Rows<Kind> rows{(const typename Kind::Value*)p.values, p.rounded, p.width};
   multiply<Kind>((const char*)p.weights, rows, p.rows, p.scale, p.out, p.outputs, from, to);
+  const long first = from * kLanes, end = std::min(p.outputs, to * kLanes);
+  for (long row = 0; row < p.rows; row++) {
+    float* out = p.out + row * p.outputs;
+    for (long i = first; p.bias && i < end; i++) out[i] += p.bias[i];
+    for (long i = first; p.residual && i < end; i++) out[i] += p.residual[row * p.outputs + i];
+  }
 }
 
 struct Kind {
@@ -60,4 +66,4 @@ bool supported() { return SUPPORTED; }
 }  // namespace
 
 extern const Kernels TABLE;
-const Kernels TABLE = {NAME, supported, stride, bytes, round, multiply, attend, rms_norm, rotate};
+const Kernels TABLE = {NAME, supported, stride, bytes, prepare, round, multiply, attend, rms_norm, head};

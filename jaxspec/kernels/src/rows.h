@@ -1,4 +1,4 @@
-// Functions of one row: RMSNorm, which sums by lanes = column mod 16 whatever the number of rows, and rotation of heads.
+// Functions of one row: RMSNorm, which sums by lanes = column mod 16 whatever the number of rows, gates, and heads.
 
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "lanes.h"
+#include "table.h"
 
 namespace {
 
@@ -21,16 +22,48 @@ void rms_norm(const float* x, const float* scale, float* out, long rows, long wi
   }
 }
 
+// x times the logistic function of y.
+inline Lanes times_logistic(Lanes x, Lanes y) {
+  const Lanes one = splat(1.0f), small = exponential(zeros() - magnitude(y));
+  return x * (small + unless_below(one - small, y, zeros())) / (one + small);
+}
+
+void prepare(Preparation kind, const float* x, const float* scale, float epsilon, float* out, long width) {
+  if (kind == Preparation::kNorm) return rms_norm(x, scale, out, 1, width, epsilon);
+  for (long i = 0; i < width; i += kLanes) {
+    const long part = std::min(kLanes, width - i);
+    const Lanes gate = load(x + i, part), up = load(x + width + i, part);
+    // GELU in its form with tanh, of which 1 + tanh(y / 2) is twice the logistic function of y.
+    const Lanes cubic = gate * fma(gate * gate, splat(0.0713548163f), splat(1.5957691216f));
+    store(out + i, times_logistic(gate, kind == Preparation::kGelu ? cubic : gate) * up, part);
+  }
+}
+
 // Rotates one head of `width` values by `half` cosines and sines; values from 2 * half on stay as they are.
 void rotate(const float* x, const float* cosines, const float* sines, float* out, long half, long width) {
-  for (long i = 0; i < half; i += kLanes) {
-    const long part = std::min(kLanes, half - i);
-    const Lanes low = load(x + i, part), high = load(x + half + i, part);
-    const Lanes cosine = load(cosines + i, part), sine = load(sines + i, part);
-    store(out + i, fma(low, cosine, zeros() - high * sine), part);
-    store(out + half + i, fma(high, cosine, low * sine), part);
-  }
-  std::copy(x + 2 * half, x + width, out + 2 * half);
+  const auto turn = [&](long i, auto... part) {
+    const Lanes low = load(x + i, part...), high = load(x + half + i, part...);
+    const Lanes cosine = load(cosines + i, part...), sine = load(sines + i, part...);
+    store(out + i, fma(low, cosine, zeros() - high * sine), part...);
+    store(out + half + i, fma(high, cosine, low * sine), part...);
+  };
+  long i = 0;
+  for (; i + kLanes <= half; i += kLanes) turn(i);
+  if (i < half) turn(i, half - i);
+  if (2 * half < width) std::copy(x + 2 * half, x + width, out + 2 * half);
+}
+
+void head(const Head& how, const float* x, const float* scale, const float* cosines, const float* sines, void* out) {
+  if (scale) rms_norm(x, scale, how.memory, 1, how.width, how.epsilon);
+  float* to = how.half_precision ? how.memory + how.width : (float*)out;
+  rotate(scale ? how.memory : x, cosines, sines, to, how.half, how.width);
+  if (!how.half_precision) return;
+  long i = 0;
+  for (; i + kLanes <= how.width; i += kLanes) store_bfloat16((uint16_t*)out + i, load(to + i));
+  if (i == how.width) return;
+  uint16_t last[kLanes];
+  store_bfloat16(last, load(to + i, how.width - i));
+  std::copy(last, last + how.width - i, (uint16_t*)out + i);
 }
 
 }  // namespace

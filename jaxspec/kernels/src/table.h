@@ -14,6 +14,10 @@ struct Rounded {
   int less_of(int start, int part) const { return part == 32 ? less : start ? less_second : less_first; }
 };
 
+// What a product does to its rows first: RMSNorm, or a gate, which is the first half of a row through an activation, times
+// the second half. In the order of `PREPARATIONS` in jaxspec/kernels/calls.py.
+enum class Preparation { kNothing, kNorm, kSilu, kGelu, kCount };
+
 struct Product {
   const void* weights;   // packed
   const float* scale;    // of the outputs of int8 weights
@@ -21,6 +25,16 @@ struct Product {
   long rows, outputs, width;  // `width` is padded as the weights are
   const void* values;      // the rows, rounded
   const Rounded* rounded;  // their blocks, if they are int8
+  const float* bias;       // [outputs] to add, or null
+  const float* residual;   // [rows, outputs] to add, or null
+};
+
+// How queries or keys are written: with RMSNorm if they have a scale, `half` pairs of values rotated, as bfloat16 if `half_precision`.
+struct Head {
+  long width, half;
+  float epsilon;
+  bool half_precision;
+  float* memory;  // for twice the width
 };
 
 struct AttentionCall;
@@ -30,11 +44,12 @@ struct Kernels {
   bool (*supported)();
   long (*stride)(Type, long width);  // bytes of the weights of sixteen outputs
   long (*bytes)(Type);                // of a value of a rounded row
+  void (*prepare)(Preparation, const float* x, const float* scale, float epsilon, float* out, long width);
   void (*round)(Type, const float* x, long width, long padded, void* out, Rounded* blocks);
   void (*multiply)(Type, const Product&, long from, long to);
   void (*attend)(const AttentionCall&, long b, long h, long start, long number);
   void (*rms_norm)(const float* x, const float* scale, float* out, long rows, long width, float epsilon);
-  void (*rotate)(const float* x, const float* cosines, const float* sines, float* out, long half, long width);
+  void (*head)(const Head&, const float* x, const float* scale, const float* cosines, const float* sines, void* out);
 };
 
 struct AttentionCall {
@@ -44,7 +59,7 @@ struct AttentionCall {
   const void *queries, *keys, *values, *new_keys, *new_values;
   const int *length, *first_seen;  // first_seen may be null
   const bool* mask;                // [B, T, W]
-  float* out;                      // [B, H, G, T, value_width]
+  float* out;                      // [B, T, H, G, value_width]
 };
 
 constexpr long kQueriesPerCall = 12;  // at most 16

@@ -1,0 +1,101 @@
+"""Operations on rows that a product may include: RMSNorm and the gate of an MLP before it, sums after it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxspec.kernels import calls
+
+
+def rms_norm(
+    x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float, kernels: bool = False
+) -> Float[Array, "*b E"]:
+    """Applies RMSNorm over the last axis; with `kernels`, a row's bits do not depend on the other rows."""
+
+    def plain(x: Array, scale: Array) -> Array:
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
+
+    if not kernels:
+        return plain(x, scale)
+    kernel = functools.partial(calls.rms_norm, epsilon=epsilon)
+    return lax.platform_dependent(x, scale, cpu=kernel, default=plain)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """RMSNorm; see `rms_norm`."""
+
+    scale: Any
+    epsilon: float = dataclasses.field(metadata={"static": True})
+    kernels: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def name(self) -> str:
+        """Its name in `jaxspec.kernels.calls.PREPARATIONS`."""
+        return "norm"
+
+    def __call__(self, x: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        return rms_norm(x, self.scale, self.epsilon, self.kernels)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The gate of an MLP: the first half of a row through an activation, times the second half.
+
+    Attributes:
+        name: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), also in `jaxspec.kernels.calls.PREPARATIONS`.
+        shards: parts of a row, one after another, that have halves of their own.
+    """
+
+    name: str = dataclasses.field(metadata={"static": True})
+    shards: int = dataclasses.field(default=1, metadata={"static": True})
+    scale: ClassVar[None] = None
+    epsilon: ClassVar[float] = 0.0
+
+    def __call__(self, both: Float[Array, "*b I2"]) -> Float[Array, "*b I"]:
+        gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
+        gate = jax.nn.silu(gate) if self.name == "silu" else jax.nn.gelu(gate, approximate=True)
+        return (gate * up).reshape(*both.shape[:-1], -1)
+
+
+class Fused(NamedTuple):
+    """What a product does besides: prepare its rows, and add to its outputs.
+
+    Attributes:
+        before: applied to the rows.
+        bias: `[O]`, added to every row's outputs.
+        residual: `[N, O]`, added last.
+    """
+
+    before: Norm | Gate | None = None
+    bias: Any = None
+    residual: Any = None
+
+    def around(self, multiply: Callable[[Array], Array], x: Array) -> Array:
+        """Returns a product of XLA's with all of this."""
+        out = multiply(x if self.before is None else self.before(x))
+        out = out if self.bias is None else out + self.bias
+        return out if self.residual is None else self.residual + out
+
+    def options(self, outputs: slice = slice(None)) -> dict[str, Any]:
+        """Returns the arguments of `jaxspec.kernels.calls.multiply` for some of the outputs."""
+        found = {
+            "bias": None if self.bias is None else self.bias[outputs],
+            "residual": None if self.residual is None else self.residual[:, outputs],
+        }
+        if self.before is not None:
+            found |= {"preparation": self.before.name, "norm": self.before.scale, "epsilon": self.before.epsilon}
+        return found
+
+
+NOTHING = Fused()
+"""A product and nothing else."""
