@@ -93,6 +93,7 @@ class Shares {
 };
 
 constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
+constexpr long kLeastPlaces = 8;   // tokens of which a thread takes the heads
 
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
@@ -184,7 +185,7 @@ ffi::Error rms_norm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::R
 }
 
 // The queries, keys and values of a token, [B, T, (H G + 2 H) K], become [B, H, G, T, K] and twice [B, H, T, K].
-ffi::Error heads(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
+ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
                  ffi::Buffer<ffi::F32> query_norm, ffi::Buffer<ffi::F32> key_norm, ffi::Result<ffi::AnyBuffer> queries,
                  ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, float epsilon) {
   if (!is_float(*queries)) return ffi::Error::InvalidArgument("heads must be float32, or bits of bfloat16");
@@ -193,21 +194,24 @@ ffi::Error heads(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Bu
   const long places = batch * tokens, half = places ? cosines.element_count() / places : 0;
   const bool half_precision = queries->element_type() == ffi::U16;
   const long bytes = width * (half_precision ? 2 : 4);
-  const std::unique_ptr<float[]> memory(new float[2 * width]);
-  const Head turned{width, half, epsilon, half_precision, memory.get()}, kept{width, 0, epsilon, half_precision, memory.get()};
-  const float* from = x.typed_data();
-  for (long place = 0; place < places; place++) {
-    const long row = place / tokens, token = place % tokens;
-    const float *cosine = cosines.typed_data() + place * half, *sine = sines.typed_data() + place * half;
-    const auto put = [&](ffi::Result<ffi::AnyBuffer>& out, long number, const Head& how, const float* scale) {
-      for (long h = 0; h < number; h++, from += width)
-        kernels()->head(how, from, scale, cosine, sine,
-                        (char*)out->untyped_data() + ((row * number + h) * tokens + token) * bytes);
-    };
-    put(queries, all, turned, given(query_norm));
-    put(keys, shared, turned, given(key_norm));
-    put(values, shared, kept, nullptr);
-  }
+  const long tasks = std::min<long>(pool.num_threads(), up(places, kLeastPlaces) / kLeastPlaces);
+  in_parallel(pool, tasks, [&](long task) {
+    const std::unique_ptr<float[]> memory(new float[2 * width]);
+    const Head turned{width, half, epsilon, half_precision, memory.get()}, kept{width, 0, epsilon, half_precision, memory.get()};
+    for (long place = task * places / tasks; place < (task + 1) * places / tasks; place++) {
+      const long row = place / tokens, token = place % tokens;
+      const float* from = x.typed_data() + place * (all + 2 * shared) * width;
+      const float *cosine = cosines.typed_data() + place * half, *sine = sines.typed_data() + place * half;
+      const auto put = [&](ffi::Result<ffi::AnyBuffer>& out, long number, const Head& how, const float* scale) {
+        for (long h = 0; h < number; h++, from += width)
+          kernels()->head(how, from, scale, cosine, sine,
+                          (char*)out->untyped_data() + ((row * number + h) * tokens + token) * bytes);
+      };
+      put(queries, all, turned, given(query_norm));
+      put(keys, shared, turned, given(key_norm));
+      put(values, shared, kept, nullptr);
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -250,6 +254,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_rms_norm, rms_norm,
                                   .Attr<float>("epsilon"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_heads, heads,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
