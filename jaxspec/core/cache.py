@@ -7,6 +7,7 @@ kernel that multiplies it, but not through a change of types.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,19 +74,22 @@ def as_values(stored: Array) -> Array:
 def stack(entries: Sequence[KV]) -> KV:
     """Stacks the keys and values of each layer, `[B, H, T, K]`, to those of all, `[L, B, H, T, K]`."""
 
-    return KV(*(_by_bits(lambda *layers: jnp.stack(layers), *layers) for layers in zip(*entries)))
+    def whole(_: tuple, *layers: Array) -> Array:
+        return jnp.stack(layers)
+
+    return KV(*(_by_bits(whole, (), *layers) for layers in zip(*entries)))
 
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
     """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
     if kv.keys.shape[3] == nodes.shape[1] == 1:
         return kv
-    index = jnp.maximum(nodes, 0)[None, :, None, :, None]
 
-    def taken(a: Array) -> Array:
+    def taken(nodes: Array, a: Array) -> Array:
+        index = jnp.maximum(nodes, 0)[None, :, None, :, None]
         return row_major(jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds"), on="cpu")
 
-    return KV(*(_by_bits(taken, a) for a in kv))
+    return KV(*(_by_bits(taken, nodes, a) for a in kv))
 
 
 def as_bits(values: Array) -> Array:
@@ -93,13 +97,21 @@ def as_bits(values: Array) -> Array:
     return lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
 
 
-def _by_bits(move: Callable[..., Array], *arrays: Array) -> Array:
-    """Moves values, on a CPU as their bits: XLA:CPU would convert bfloat16 to float32 and back, in calls of its own."""
+def _by_bits(move: Callable[..., Array], where: Any, *arrays: Array) -> Array:
+    """Moves bfloat16 values, on a CPU as their bits: XLA:CPU would convert them to float32 and back, each in a call."""
 
-    def moved(*arrays: Array) -> Array:
-        return lax.bitcast_convert_type(move(*map(as_bits, arrays)), arrays[0].dtype)
+    def cpu(where: Any, *arrays: Array) -> Array:
+        return as_values(move(where, *map(as_bits, arrays)))
 
-    return lax.platform_dependent(*arrays, cpu=moved, default=move)
+    @jax.custom_jvp
+    def moved(where: Any, *arrays: Array) -> Array:
+        return lax.platform_dependent(where, *arrays, cpu=cpu, default=move)
+
+    @moved.defjvp
+    def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:  # bits have no derivatives
+        return moved(*primals), move(primals[0], *tangents[1:])
+
+    return moved(where, *arrays) if arrays[0].dtype == jnp.bfloat16 else move(where, *arrays)
 
 
 def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
@@ -145,8 +157,7 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
 
             def token(b: Array, at: Array, slots: Array) -> Array:
                 one = lax.dynamic_slice(held, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
-                one = lax.bitcast_convert_type(one, new.dtype)
-                return lax.dynamic_update_slice(slots, stored(one), (0, b, 0, start[b] + at, 0))
+                return lax.dynamic_update_slice(slots, stored(as_values(one)), (0, b, 0, start[b] + at, 0))
 
             def row(b: Array, slots: Array) -> Array:
                 return lax.fori_loop(0, count[b], functools.partial(token, b), slots)

@@ -36,3 +36,29 @@ def test_commit_keeps_the_first_tokens_of_each_path(dtype, nodes, count):
             np.testing.assert_array_equal(found[:, row, :, :start], held[:, row, :, :start])
             np.testing.assert_array_equal(found[:, row, :, start : start + kept], taken)
             np.testing.assert_array_equal(found[:, row, :, start + nodes :], held[:, row, :, start + nodes :])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_stacking_and_selecting_move_values_and_gradients(dtype):
+    rng = np.random.default_rng(1)
+    layers = [jnp.asarray(rng.normal(size=(ROWS, HEADS, 5, WIDTH)), dtype) for _ in range(LAYERS)]
+    path = jnp.asarray(rng.integers(-1, 5, (ROWS, 3)))
+    weights = jnp.asarray(rng.normal(size=(LAYERS, ROWS, HEADS, 3, WIDTH)), dtype)
+
+    def chosen(layers):
+        return caches.take(caches.stack([KV(layer, 2 * layer) for layer in layers]), path)
+
+    def reference(layers):
+        taken = jnp.stack(layers)[:, jnp.arange(ROWS)[:, None], :, jnp.maximum(path, 0)]  # [B, M, L, H, K]
+        taken = jnp.moveaxis(taken, (0, 1), (1, 3))
+        return KV(taken, 2 * taken)
+
+    def loss(layers, function):
+        return sum((weights * a).astype(jnp.float32).sum() for a in function(layers))
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(chosen)(layers), reference(layers))
+    for found, expected in zip(jax.grad(loss)(layers, chosen), jax.grad(loss)(layers, reference)):
+        assert np.any(expected)
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2 if dtype == jnp.bfloat16 else 1e-6
+        )
