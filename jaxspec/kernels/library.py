@@ -23,8 +23,8 @@ TYPES = ("float32", "bfloat16", "int8", "file")
 TOKEN_COSTS = {
     "AVX-512 with BF16 and VNNI": {
         "float32": TokenCost(0.015, 11.0),
-        "bfloat16": TokenCost(0.02, 10.0),
-        "int8": TokenCost(0.04, 7.6),
+        "bfloat16": TokenCost(0.015, 10.5),
+        "int8": TokenCost(0.025, 9.0),
         "file": TokenCost(0.08, 5.4),
     },
     "AVX-512": {
