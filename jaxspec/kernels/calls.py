@@ -13,8 +13,6 @@ from jaxspec.core.records import KV
 
 TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of packed matrices, in the order of `Type` in src/table.h."""
-
-
 PREPARATIONS = ("nothing", "norm", "silu", "gelu_tanh")
 """What a product may do to its rows first, in the order of `Preparation` in src/table.h."""
 

@@ -36,11 +36,7 @@ class Norm:
     scale: Any
     epsilon: float = dataclasses.field(metadata={"static": True})
     kernels: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @property
-    def name(self) -> str:
-        """Its name in `jaxspec.kernels.calls.PREPARATIONS`."""
-        return "norm"
+    name: ClassVar[str] = "norm"  # in `jaxspec.kernels.calls.PREPARATIONS`
 
     def __call__(self, x: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
         return rms_norm(x, self.scale, self.epsilon, self.kernels)

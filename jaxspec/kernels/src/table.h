@@ -29,7 +29,8 @@ struct Product {
   const float* residual;   // [rows, outputs] to add, or null
 };
 
-// How queries or keys are written: with RMSNorm if they have a scale, `half` pairs of values rotated, as bfloat16 if `half_precision`.
+// How queries, keys or values are written: with RMSNorm if there is a scale, `half` pairs of values rotated, as bfloat16 if
+// `half_precision`.
 struct Head {
   long width, half;
   float epsilon;
