@@ -1,14 +1,13 @@
 """Finds the compiled kernels and registers them with XLA.
 
-They are an optional extension: without a compiler at installation, or on a processor without AVX2, XLA's own operations
-serve. `JAXSPEC_KERNELS=0` turns them off; `JAXSPEC_KERNELS=AVX2` runs those of older processors.
+They are an optional extension: where they are not built, or on a processor without AVX2, XLA's own operations serve.
+`jaxspec.kernels.installation` says why they are not built. `JAXSPEC_KERNELS=0` turns them off; `JAXSPEC_KERNELS=AVX2`
+runs those of older processors.
 """
 
 import ctypes
 import functools
-import importlib.machinery
 import os
-import pathlib
 import warnings
 
 import jax
@@ -17,6 +16,7 @@ from jaxspec.core.checks import flag
 from jaxspec.core.records import Params
 from jaxspec.core.theory import TokenCost
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels import installation
 
 VARIABLE = "JAXSPEC_KERNELS"
 TYPES = ("float32", "bfloat16", "int8", "file")
@@ -50,17 +50,16 @@ TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_he
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """Loads the library and registers its functions; returns the reason if that is not possible."""
-    folder = pathlib.Path(__file__).parent
-    file = folder / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    file = installation.library_file()
     if not file.exists():
-        return "they were not built, as there was no C++ compiler at installation"
+        return installation.why_missing()
     try:
         library = ctypes.CDLL(str(file))
         library.jaxspec_processor.restype = ctypes.c_char_p
         if library.jaxspec_processor() is None:
             if (wanted := os.environ.get(VARIABLE, "")) not in ("", "1"):
                 return f"{VARIABLE}={wanted}: this processor runs no kernels of that name; leave the variable unset"
-            return "they need an x86-64 processor with AVX2 and FMA"
+            return "they need an x86-64 processor with AVX2 and FMA; this processor is not one"
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, jax.errors.JaxRuntimeError) as error:
