@@ -21,7 +21,8 @@ class Generation:
         sample: index among the prompt's samples.
         prompt_tokens: token ids of the prompt.
         tokens: ids of the emitted tokens, including the stop token.
-        text: text of the emitted tokens, without special tokens, cut before a stop string; None without a tokenizer.
+        text: text that the emitted tokens add to the text of the prompt, without special tokens, cut before a stop
+            string: a space at its beginning is kept. None without a tokenizer.
         finish_reason: "stop" (stop token or stop string), "length" (`max_new_tokens` reached), "callback" (ended by
             `on_token`) or "error" (non-finite logits of the target, from which nothing is emitted); None while the row
             is running.

@@ -57,13 +57,21 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def cut_tokens(tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str]) -> tuple[int, str]:
+def cut_tokens(
+    tokenizer: Tokenizer, ids: Iterable[int], stops: StopStrings | Sequence[str], before: Sequence[int] = ()
+) -> tuple[int, str]:
     """Returns how many of the ids remain after applying the stop strings, and their text.
 
     The last token is the one that completes a stop string; the text is cut before the stop string.
+
+    Args:
+        tokenizer: the tokenizer.
+        ids: token ids of an answer.
+        stops: the stop strings.
+        before: token ids of the prompt, see `IncrementalDecoder`.
     """
     matcher = StopStrings(stops.strings if isinstance(stops, StopStrings) else stops)
-    decoder, text, count = IncrementalDecoder(tokenizer), "", 0
+    decoder, text, count = IncrementalDecoder(tokenizer, before=before), "", 0
     for count, token in enumerate(ids, start=1):
         safe, matched = matcher.push(decoder.push([token]))
         text += safe
