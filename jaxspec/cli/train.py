@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, one_of, whole
-from jaxspec.errors import InvalidConfig, StorageError
+from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.registry import TRAINEES, find
 from jaxspec.storage.reading import check_path
 from jaxspec.storage.writing import reason
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
+    from jaxspec.train.evaluate import Candidate
     from jaxspec.train.run import Trained
 
 KIND = "kind of heads"
@@ -131,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
     out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
 
     from jaxspec.cli import show
+    from jaxspec.train import card
+    from jaxspec.train.manifest import DRAFT, HEADS
     from jaxspec.train.monitor import Monitor
     from jaxspec.train.run import train_heads
 
@@ -150,48 +156,89 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show.say(f"everything so far is kept in {out}: the same command resumes the run", answer=True)
         raise
-    _finish(trained, fit_dtype, out, args)
+    folder = out / (DRAFT if kind.trains_model else HEADS)
+    try:
+        _finish(trained, fit_dtype, folder, args)
+    except KeyboardInterrupt:
+        held = f"{folder} holds the result; " if folder.exists() else ""
+        show.say(f"training is complete: {held}the same command goes on with the measurement", answer=True)
+        raise
+    show.card((folder / card.CARD).read_text())
+    show.say(f"written: {folder}")
     return 0
 
 
-def _finish(trained: "Trained", dtype: str, out: pathlib.Path, args: argparse.Namespace) -> None:
-    """Fits a tree to the heads, and writes heads, card and figures; a draft model has no tree of its own."""
-    from jaxspec.cli import show
-    from jaxspec.heads.files import save_heads
+def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse.Namespace) -> None:
+    """Writes heads or a draft model, and then measures trees, which it adds to the heads and to the card.
+
+    Whatever ends the measurement leaves a folder that can be used. A draft model has no tree of its own.
+    """
+    from jaxspec.heads.files import set_tree
     from jaxspec.heads.network import DraftHeads
     from jaxspec.train import calibration, card, evaluate
-    from jaxspec.train.manifest import DRAFT, HEADS
 
-    result, trees = trained.result, []
-    folder = out / (HEADS if isinstance(result, DraftHeads) else DRAFT)
-    rows = trained.settings.row_tokens
+    result, rows = trained.result, trained.settings.row_tokens
+    changed = _write(trained, folder)
     found = evaluate.ranks(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
-    if not isinstance(result, DraftHeads):
-        with replacing(folder) as part:
-            _write_model(result, part, trained.settings.start)
-    if args.fit_prompts:
-        prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
-        deciding, drafts, kernels = trained.target, result, False
-        if dtype != args.dtype:
-            deciding, kernels = show.load(args.target, dtype), None
-        if not isinstance(result, DraftHeads):
-            drafts = show.load(str(folder), dtype, kernels=kernels)
-        with show.Bar("measuring trees", parts=show.PARTS) as bar:
-            trees = evaluate.measure_trees(deciding, drafts, found.acceptance(), prompts, progress=bar)
-        drafting = [one for one in trees if one.tree.shape.depth]
-        if drafting and isinstance(result, DraftHeads):  # heads that predict nothing correctly have no tree
-            result = dataclasses.replace(result, tree=max(drafting, key=lambda one: one.tokens_per_s).tree)
-    if isinstance(result, DraftHeads):
-        with replacing(folder) as part:
-            save_heads(result, part)
-    measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
-    card.write(folder, trained, result, args.prompts, measured)
-    if trained.trainee.joint is not None and not (out / "target").exists():
-        import jaxspec
 
-        jaxspec.save(trained.target, out / "target")
-    show.card((folder / card.CARD).read_text())
-    show.say(f"written: {folder}")
+    def write_card(trees: list) -> None:
+        measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
+        card.write(folder, trained, result, args.prompts, measured)
+
+    if changed or not args.fit_prompts or not (folder / card.CARD).exists():
+        write_card([])
+    if not args.fit_prompts:
+        return set_tree(folder, None) if isinstance(result, DraftHeads) else None
+    trees = _measure(trained, dtype, found.acceptance(), folder, args)
+    drafting = [one for one in trees if one.tree.shape.depth]
+    if isinstance(result, DraftHeads):  # heads that predict nothing correctly have no tree
+        set_tree(folder, max(drafting, key=lambda one: one.tokens_per_s).tree if drafting else None)
+    write_card(trees)
+
+
+def _measure(
+    trained: "Trained", dtype: str, acceptance: "np.ndarray", folder: pathlib.Path, args: argparse.Namespace
+) -> "list[Candidate]":
+    """Measures trees with the models as they are served, in `dtype`."""
+    from jaxspec.checkpoints.base import activation_dtype
+    from jaxspec.cli import show
+    from jaxspec.heads.files import load_heads
+    from jaxspec.train import evaluate
+
+    prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
+    target = trained.target if dtype == args.dtype else show.load(args.target, dtype)
+    if trained.kind.trains_model:
+        drafts: Model | DraftHeads = show.load(str(folder), dtype)
+    else:
+        drafts = load_heads(folder, target=target, dtype=activation_dtype(dtype))
+    with show.Bar("measuring trees", parts=show.PARTS) as bar:
+        return evaluate.measure_trees(target, drafts, acceptance, prompts, progress=bar)
+
+
+def _write(trained: "Trained", folder: pathlib.Path) -> bool:
+    """Writes heads without a tree, or a draft model, and a target that was trained, too.
+
+    Returns:
+        False if the folder holds these heads already: their tree stays until another one is measured.
+    """
+    import jaxspec
+    from jaxspec.heads.files import load_heads, save_heads
+    from jaxspec.heads.network import DraftHeads
+    from jaxspec.train.files import fingerprint
+
+    result, target = trained.result, folder.parent / "target"
+    if trained.trainee.joint is not None and not target.exists():
+        jaxspec.save(trained.target, target)
+    if isinstance(result, DraftHeads):
+        with contextlib.suppress(JaxspecError):
+            if fingerprint(load_heads(folder).params) == fingerprint(result.params):
+                return False
+    with replacing(folder) as part:
+        if isinstance(result, DraftHeads):
+            save_heads(result, part)
+        else:
+            _write_model(result, part, trained.settings.start)
+    return True
 
 
 def _write_model(model: "Model", folder: pathlib.Path, start: str) -> None:
@@ -226,4 +273,8 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         part.rename(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None
+    finally:
+        if old.exists() and not folder.exists():  # interrupted between the two renames, or the second one failed
+            with contextlib.suppress(OSError):
+                old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)

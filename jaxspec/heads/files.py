@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
+from jaxspec.core.tree import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.copies import share_tables
@@ -24,7 +25,8 @@ from jaxspec.heads.find import MANIFEST, TENSORS
 from jaxspec.heads.headers import VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
 from jaxspec.models.model import Model
-from jaxspec.storage.reading import check_path
+from jaxspec.storage.reading import check_path, read_json
+from jaxspec.storage.writing import full, is_full, reason, write_whole
 
 
 @named()
@@ -87,6 +89,19 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
 
 
+def set_tree(directory: str | os.PathLike, tree: Topology | None) -> None:
+    """Replaces the tree of heads in jaxspec's own layout, atomically; their parameters stay as they are.
+
+    Raises:
+        CheckpointError: the directory holds no such heads.
+        StorageError: the file cannot be written; it is then unchanged.
+    """
+    path = check_path(directory, "the directory of heads") / MANIFEST
+    manifest = read_json(path) | {"tree": None if tree is None else tree.parents}
+    text = json.dumps(manifest, indent=1) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
 def write(
     directory: str | os.PathLike, file: str, tensors: Mapping[str, Any], manifest: str, settings: Mapping[str, Any]
 ) -> pathlib.Path:
@@ -106,6 +121,8 @@ def write(
         part = place / f".{manifest}"
         part.write_text(json.dumps(settings, indent=1) + "\n")
         os.replace(part, place / manifest)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{place}: cannot be written: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {reason(error, place)}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{place}: cannot be written: {full(place) if is_full(error) else error}") from None
     return place

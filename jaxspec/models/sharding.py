@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.mesh import MODEL, check, place, replicate
+from jaxspec.core.mesh import DATA, MODEL, check, place, replicate
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import use_kernels
 from jaxspec.models.config import ModelConfig, is_table
-from jaxspec.models.kernels import without_kernels
+from jaxspec.models.kernels import with_kernels, without_kernels
 from jaxspec.models.packed import is_packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
@@ -62,6 +63,23 @@ def suits_kernels(mesh: Mesh | None) -> bool:
     if mesh is None:
         return jax.default_backend() == "cpu"
     return mesh.shape[MODEL] == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def as_loaded(model: "Model") -> "Model":
+    """Returns a model on the kernels that `load` uses by default: on a CPU, those of jaxspec if they are available."""
+    lm = model.lm
+    if not isinstance(lm, TransformerLM) or lm.shards > 1 or lm.attention != "xla" or mesh_of(model.params) is not None:
+        return model
+    return with_kernels(model) if use_kernels(None, suits_kernels(None)) else model
+
+
+def mesh_of(params: Params) -> Mesh | None:
+    """Returns the mesh of `make_mesh` that parameters were placed on; None if there is none, or it has one device."""
+    for leaf in jax.tree.leaves(params):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.size > 1 and set(mesh.axis_names) == {DATA, MODEL}:
+            return mesh
+    return None
 
 
 def check_attention(attention: str, mesh: Mesh | None) -> None:

@@ -9,6 +9,7 @@ from jaxspec.errors import TrainingError
 from jaxspec.models.model import Model
 from jaxspec.text.conversations import BadRow, Conversation
 from jaxspec.train import packing, tokenized
+from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
 from jaxspec.train.manifest import ANSWERS
 from jaxspec.train.self_distill import answers
@@ -37,7 +38,7 @@ class Data(NamedTuple):
 
 def prepare(
     target: Model,
-    target_print: str,
+    identity: TargetIdentity,
     conversations: Sequence[Conversation],
     unread: Sequence[BadRow],
     folder: pathlib.Path,
@@ -49,7 +50,7 @@ def prepare(
 
     Args:
         target: the target.
-        target_print: its fingerprint.
+        identity: what a manifest records of it.
         conversations: the conversations.
         unread: the rows of files that could not be read.
         folder: the folder of answers.
@@ -78,7 +79,7 @@ def prepare(
     kept, apart = tokenized.split(count, settings.held_out)
     if settings.distill:
         progress = functools.partial(watch.phase, "the target answers")
-        texts = answers(target, target_print, prompts, settings, drafted, folder / ANSWERS, progress)
+        texts = answers(target, identity, prompts, settings, drafted, folder / ANSWERS, progress, watch.say)
     used, held = [texts[i] for i in kept], [texts[i] for i in apart]
     vocab = target.lm.vocab
     ids = tokenized.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None

@@ -16,6 +16,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
+from jaxspec.models.sharding import as_loaded, mesh_of
 from jaxspec.registry import TRAINEES, find
 from jaxspec.train import losses, sources
 from jaxspec.train.features import Reader
@@ -182,7 +183,9 @@ def measure_trees(
 ) -> list[Candidate]:
     """Measures the best tree of every size, since the fastest one depends on the machine.
 
-    Sizes whose rounds are too slow for any tree to pay are left out.
+    Models are measured as `jaxspec.load` places them by default: on a CPU with jaxspec's kernels, which training does
+    not use. A target that is split over devices is measured on its mesh. Sizes whose rounds are too slow for any tree
+    to pay are left out.
 
     Args:
         target: the target.
@@ -193,9 +196,11 @@ def measure_trees(
         repeats: number of timed turns, after one that compiles and finds the sizes that may pay.
         progress: called with (decodes done, decodes in all).
     """
-    drafter: dict[str, Any] = {"drafter": "pard", "draft": drafts}
+    target, mesh = as_loaded(target), mesh_of(target.params)
     if isinstance(drafts, DraftHeads):
-        drafter = {"drafter": drafts.config.drafter, "heads": drafts}
+        drafter: dict[str, Any] = {"drafter": drafts.config.drafter, "heads": drafts}
+    else:
+        drafter = {"drafter": "pard", "draft": as_loaded(drafts)}
     capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
 
     def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:
@@ -203,7 +208,8 @@ def measure_trees(
         drafting: dict[str, Any] = {"drafter": "none"}
         if tree.shape.depth:
             drafting = drafter | {"tree": tree}
-        out = generate(target, prompt, max_new_tokens=max_new_tokens, capacity=capacity, verbose=False, **drafting)
+        shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "capacity": capacity, "mesh": mesh}
+        out = generate(target, prompt, verbose=False, **shared, **drafting)
         return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
 
     trees, best = [], 0.0

@@ -13,7 +13,7 @@ from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
-from jaxspec.train.manifest import FEATURES, HELD, write_or_match_manifest
+from jaxspec.train.manifest import FEATURES, HELD, Say, write_or_match_manifest
 from jaxspec.train.packing import Rows
 from jaxspec.train.step import read
 
@@ -62,6 +62,7 @@ class Cached:
         rows: Rows,
         folder: pathlib.Path,
         progress: Callable[[int, int], Any],
+        say: Say = lambda line: None,
     ):
         """Opens the files, and computes those that are missing.
 
@@ -72,14 +73,20 @@ class Cached:
             rows: the rows.
             folder: the folder of the files.
             progress: called with (rows done, rows in all).
+            say: called with a line of text.
 
         Raises:
             TrainingError: the folder holds other features, a file is damaged, or a feature does not fit float16.
             StorageError: a file cannot be written.
         """
         made, again = any(folder.glob("*.npy")), "the answers can be kept, and the target reads their texts again"
-        advice = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
-        write_or_match_manifest(folder / "features.json", about, made, "features", lambda odd: advice, because)
+        remove = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
+        other = "go on with the same, or name another folder (--data, or --out)"
+
+        def advice(odd: list[str]) -> str:
+            return other if {"target", "target_network"} & set(odd) else remove
+
+        write_or_match_manifest(folder / "features.json", about, made, "features", advice, because, say)
         self._files: list[np.ndarray] = []
         for at in range(0, len(rows.tokens), SHARD):
             path = folder / f"{at // SHARD:05d}.npy"

@@ -1,7 +1,11 @@
 """Manifests: files that record the settings that the content of a folder was made with, so that no run mixes them.
 
 Answers depend on the settings of answers, features also on those that divide and pack the texts, checkpoints on all
-that change the result. A manifest is replaced as long as its folder has no content, and compared from then on.
+that change the result; all of them depend on the target (`jaxspec.train.identity`). A manifest is replaced as long as
+its folder has no content, and compared from then on.
+
+The kind of machine, the versions of JAX and jaxspec, the CPU kernels and the form of attention may change. They change
+the rounding of sums, and the bits of a run are reproducible on one machine only.
 """
 
 import dataclasses
@@ -20,7 +24,8 @@ ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "check
 HEADS, DRAFT = "heads", "draft"
 """The folders of a run; features are those of the rows to train on, and of the held-out rows. The last is of heads, or
 of a draft model."""
-LOG = "log.jsonl"
+LOG, SETTINGS = "log.jsonl", "settings.json"
+Say = Callable[[str], Any]
 FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
 """Settings that may change when a run is resumed: no answer, feature or step depends on them, except by the prompts."""
 SPLIT = ("distill", "held_out", "row_tokens")
@@ -30,8 +35,18 @@ DATA = {
     "prompts": "other prompts",
     "texts": "other texts",
     "start": "another start",
+    "tokenizer": "another tokenizer",
+    "chat_template": "another chat template",
 }
 """The values that are compared by checksum, and the words for a difference."""
+LATER = {
+    "target_network": "the sizes and constants of the target",
+    "start_network": "the sizes and constants of the start",
+    "stop_ids": "the stop tokens of the target",
+    "tokenizer": "the tokenizer",
+    "chat_template": "the chat template",
+}
+"""The values that manifests of earlier versions do not hold, and their descriptions."""
 
 
 def of_answers(settings: Settings) -> dict[str, Any]:
@@ -60,13 +75,17 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
     return check_path(path, "the folder of the run", TrainingError).absolute()
 
 
-def match_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) -> None:
+def match_run(
+    folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any], because: dict[str, Any], say: Say
+) -> None:
     """Writes or compares the manifest of a run; it has content as soon as a step was logged or saved.
 
     Args:
         folder: the folder of the run.
         shelf: the folder of its answers and features.
         about: its settings and the checksums of its data.
+        because: values that explain a difference of these.
+        say: called with a line of text.
 
     Raises:
         TrainingError, StorageError: see `write_or_match_manifest`.
@@ -80,14 +99,14 @@ def match_run(folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any]) 
 
     def advice(odd: list[str]) -> str:
         other = "go on with those, or name another folder (--out)"
-        answers = {"target", "prompts", "answer_tokens", "answer_temperature"}
+        answers = {"target", "target_network", "prompts", "answer_tokens", "answer_temperature"}
         if set(odd) & (answers | ({"seed"} if about["answer_temperature"] else set())):
             return other
         if set(odd) & {"texts", *SPLIT}:
             return f"{other}; the answers can be kept: copy {shelf / ANSWERS} into it"
         return f"{other}; the answers and features can be kept (--data {shelf})"
 
-    write_or_match_manifest(folder / "settings.json", about, made, "a run", advice)
+    write_or_match_manifest(folder / SETTINGS, about, made, "a run", advice, because, say)
 
 
 def write_or_match_manifest(
@@ -96,23 +115,26 @@ def write_or_match_manifest(
     made: bool,
     what: str,
     advice: Callable[[list[str]], str],
-    because: dict[str, Any] | None = None,
+    because: dict[str, Any],
+    say: Say,
 ) -> None:
     """Writes the manifest of a folder without content, and compares that of a folder with content.
 
+    A manifest of an earlier version lacks some values (`LATER`). They are not compared, and a line says so.
+
     Args:
         path: the file.
-        about: the values that the content depends on.
+        about: the values that the content depends on, as JSON.
         made: whether the folder has content.
         what: the content, for the error message.
         advice: a function from the names of different values to a suggestion for the user.
-        because: settings that explain a difference; if only they differ, the content is the same.
+        because: values that explain a difference; if only they differ, the content is the same.
+        say: called with a line of text.
 
     Raises:
         TrainingError: the content was made with other values, or the file cannot be read.
         StorageError: the file cannot be written.
     """
-    because = because or {}
     if not made:
         return write_json(path, about | because)
     try:
@@ -124,13 +146,34 @@ def write_or_match_manifest(
         raise TrainingError(
             f"{path}: cannot be read: {cause}; it holds the settings of what is in this folder: name another one"
         ) from None
-    odd = [name for name in about if there.get(name) != about[name]]
-    if not odd:
+    differences, unknown = _compare("", there, about)
+    if not differences:
+        if unknown:
+            names = ", ".join(LATER.get(name, name) for name in unknown)
+            say(f"{path} is of an earlier version and does not record {names}: not compared")
         return None
-    odd += [name for name in because if there.get(name) != because[name]]
-    now = about | because
-    shown = [
-        DATA.get(name, f"{name}={there.get(name)!r:.40}, now {now[name]!r:.40}")
-        for name in [name for name in odd if name != "texts"] or odd
-    ]
-    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(shown)}: {advice(odd)}")
+    differences |= _compare("", there, because)[0]
+    told = [line for name, line in differences.items() if name != "texts"] or list(differences.values())
+    odd = [name.split(".")[0] for name in differences]
+    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(told)}: {advice(odd)}")
+
+
+def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Compares the values of a manifest, or of an object in it, with those of now.
+
+    Returns:
+        A description of each difference by dotted name, and the names of the values that are not recorded.
+    """
+    differences: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in now.items():
+        dotted, old = f"{name}{key}", before.get(key)
+        if key not in before and (name or key in LATER):
+            unknown.append(dotted)
+        elif isinstance(old, dict) and isinstance(value, dict):
+            inner, missing = _compare(f"{dotted}.", old, value)
+            differences |= inner
+            unknown += missing
+        elif old != value:
+            differences[dotted] = DATA.get(dotted) or f"{dotted}={old!r:.40}, now {value!r:.40}"
+    return differences, unknown

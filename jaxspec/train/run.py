@@ -31,6 +31,7 @@ from jaxspec.train.checkpoints import Damaged
 from jaxspec.train.dataset import Data, prepare
 from jaxspec.train.features import Reader
 from jaxspec.train.files import digest_of, fingerprint
+from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import Watch
 from jaxspec.train.loop import Loop, Setup
 from jaxspec.train.medusa_settings import MedusaSettings
@@ -96,7 +97,8 @@ def train_heads(
 
     Args:
         target: target model, of any network that is a `HeadTarget`. It is frozen, unless `kind` trains it, too. Without
-            a tokenizer, prompts are token ids.
+            a tokenizer, prompts are token ids. A target that was placed on a mesh (`jaxspec.load(..., mesh=mesh)`,
+            `jaxspec.shard`) answers and is read on that mesh.
         prompts: path of a file of prompts or conversations, or a sequence of paths; see `jaxspec.text.conversations`.
         out: folder of the run.
         kind: kind of heads and their sizes, such as `jaxspec.MedusaSettings(heads=4)`.
@@ -176,9 +178,9 @@ def train_heads(
     watch.say(trainee.served_by)
     need_grain()
     read = _read(prompts, settings, watch)
-    target_print = fingerprint(target.params)
-    used = _prepare(answerer, target_print, read, place, kind, trainee.drafted, begun, settings, watch)
-    setup = _set_up(target, target_print, used, place, trainee, settings, watch)
+    identity = TargetIdentity.of(target)
+    used = _prepare(answerer, identity, read, place, kind, trainee.drafted, begun, settings, watch)
+    setup = _set_up(target, identity, used, place, trainee, settings, watch)
     loop = Loop(setup, folder, _begin(target, used, trainee, begun, settings), watch)
     return _conclude(target, used, kind, begun, loop, loop.run(), watch)
 
@@ -196,7 +198,7 @@ def _read(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[Conversa
 
 def _prepare(
     target: Model,
-    target_print: str,
+    identity: TargetIdentity,
     rows: tuple[list[Conversation], list[BadRow]],
     place: _Place,
     kind: TraineeSettings,
@@ -207,24 +209,20 @@ def _prepare(
 ) -> Data:
     """Lets the target answer the prompts, and writes or compares the manifest of the run."""
     read, unread = rows
-    about: dict[str, Any] = {
-        "target": target_print,
-        "prompts": digest_of([(one.messages, one.text, one.ids) for one in read]),
-    }
-    about |= manifest.of_run(settings, kind)
-    about["start"] = None if begun is None else fingerprint(begun.params)
-    manifest.match_run(*place, about)
-    used = prepare(target, target_print, read, unread, place.shelf, settings, drafted, watch)
+    about = identity.of_features | {"prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
+    about |= manifest.of_run(settings, kind) | describe_start(begun)
+    manifest.match_run(*place, about, identity.of_encoding, lambda line: None)
+    used = prepare(target, identity, read, unread, place.shelf, settings, drafted, watch)
     if begun is not None and "tokens" in begun.params:
         used = used._replace(ids=np.asarray(begun.params["tokens"]))
     texts = fingerprint((used.rows._asdict(), used.held._asdict()))
-    manifest.match_run(*place, about | {"texts": texts})
+    manifest.match_run(*place, about | {"texts": texts}, identity.of_encoding, watch.say)
     return used
 
 
 def _set_up(
     target: Model,
-    target_print: str,
+    identity: TargetIdentity,
     used: Data,
     place: _Place,
     trainee: Trainee,
@@ -248,7 +246,7 @@ def _set_up(
             return sources.without_features(rows)
         if not settings.cache_features:
             return sources.computed(reader, target.params, rows)
-        return sources.cached(reader, target, target_print, rows, trainee, settings, place.shelf / name, watch)
+        return sources.cached(reader, target, identity, rows, trainee, settings, place.shelf / name, watch)
 
     rows = source(used.rows, manifest.FEATURES)
     held = source(used.held, manifest.HELD) if len(used.held.tokens) else None

@@ -14,9 +14,11 @@ from jaxspec.api import generate
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, StorageError, TrainingError
 from jaxspec.models.model import Model
+from jaxspec.models.sharding import mesh_of
 from jaxspec.storage.writing import reason
 from jaxspec.train.files import digest_of
-from jaxspec.train.manifest import of_answers, write_or_match_manifest
+from jaxspec.train.identity import TargetIdentity
+from jaxspec.train.manifest import Say, of_answers, write_or_match_manifest
 from jaxspec.train.packing import Text
 from jaxspec.train.settings import Settings
 
@@ -25,30 +27,33 @@ MANIFEST, TEXTS = "answers.json", "answers.jsonl"
 
 def answers(
     target: Model,
-    target_print: str,
+    identity: TargetIdentity,
     prompts: Sequence[list[int]],
     settings: Settings,
     drafted: int,
     folder: pathlib.Path,
     progress: Callable[[int, int], Any] | None = None,
+    say: Say = lambda line: None,
 ) -> list[Text]:
     """Returns every prompt with its answer, in order. Answers on disk are not generated again.
 
     Args:
-        target: the model that answers.
-        target_print: its fingerprint, so that answers of another target are refused.
+        target: the model that answers, on the mesh that its parameters were placed on.
+        identity: what a manifest records of it, so that answers of another target are refused.
         prompts: token ids.
         settings: the settings.
         drafted: number of tokens that are guessed from each position, which limits the length of a prompt.
         folder: the folder of the answers.
         progress: called with (prompts answered, prompts).
+        say: called with a line of text.
 
     Raises:
         TrainingError: the folder holds other answers.
         StorageError: the folder cannot be written.
     """
-    about = {"target": target_print, "prompts": digest_of(list(prompts)), **of_answers(settings)}
-    because = {"row_tokens": settings.row_tokens, "heads": drafted}  # they limit the length of a prompt
+    about = identity.of_answers | {"prompts": digest_of(list(prompts))} | of_answers(settings)
+    # `row_tokens` and `heads` limit the length of a prompt.
+    because = {"row_tokens": settings.row_tokens, "heads": drafted} | identity.of_encoding
     made = _any_answer(folder / TEXTS)
     advice = "go on with the same, or name another folder (--data, or --out)"
     try:
@@ -57,7 +62,7 @@ def answers(
                 left.unlink()
     except OSError as error:
         raise StorageError(f"{folder / TEXTS} cannot be written: {reason(error, folder)}") from None
-    write_or_match_manifest(folder / MANIFEST, about, made, "answers", lambda odd: advice, because)
+    write_or_match_manifest(folder / MANIFEST, about, made, "answers", lambda odd: advice, because, say)
     try:
         found = generate(
             target,
@@ -67,6 +72,7 @@ def answers(
             sampling=Sampling(temperature=settings.answer_temperature),
             max_new_tokens=settings.answer_tokens,
             batch=settings.answer_batch,
+            mesh=mesh_of(target.params),
             out=folder / TEXTS,
             progress=progress,
             verbose=False,

@@ -14,6 +14,7 @@ from jaxspec.train import packing
 from jaxspec.train.batch import Batch
 from jaxspec.train.features import Cached, Reader
 from jaxspec.train.files import fingerprint
+from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
 from jaxspec.train.manifest import of_features
 from jaxspec.train.settings import Settings
@@ -53,7 +54,7 @@ def without_features(rows: packing.Rows) -> Source:
 def cached(
     reader: Reader,
     target: Model,
-    target_print: str,
+    identity: TargetIdentity,
     rows: packing.Rows,
     trainee: Trainee,
     settings: Settings,
@@ -64,14 +65,14 @@ def cached(
 
     Rows of heads that read no context are reduced to the spans that are supervised.
     """
-    about = {"target": target_print, "texts": fingerprint(rows._asdict())}
+    about = identity.of_features | {"texts": fingerprint(rows._asdict())}
     about |= {"network": dict(trainee.feature_settings) or None}
     if not any(folder.glob("*.npy")):
         size = reader.size(target.params, rows.tokens.size)
         watch.say(f"the features of {rows.tokens.size} tokens take {size / 1e9:.2f} GB in {folder}")
     features = Cached(
         functools.partial(reader, target.params), about, of_features(settings), rows, folder,
-        functools.partial(watch.phase, f"reading {folder.name} with the target"),
+        functools.partial(watch.phase, f"reading {folder.name} with the target"), watch.say,
     )  # fmt: skip
     if trainee.reads_context:
         places = np.arange(rows.tokens.size).reshape(rows.tokens.shape)

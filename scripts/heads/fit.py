@@ -7,16 +7,14 @@ has changed.
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
-import shutil
-import tempfile
 
 import numpy as np
 
 import jaxspec
-from jaxspec.heads.find import MANIFEST, SHIPPED
+from jaxspec.heads.files import set_tree
+from jaxspec.heads.find import SHIPPED
 from jaxspec.train import card, evaluate
 from jaxspec.train.files import write_json
 from scripts.measure.speed import MODEL, ORDINARY
@@ -39,9 +37,7 @@ def main() -> None:
     new = measured | card.tree_figures(trees, given.dtype)
     old_table, table = ("\n".join(card.tree_table(each)) for each in (measured, new))
     text = (given.heads / card.CARD).read_text().replace(old_table, table)
-    with tempfile.TemporaryDirectory() as place:
-        saved = jaxspec.save_heads(dataclasses.replace(heads, tree=tree), pathlib.Path(place) / "heads")
-        shutil.copy(saved / MANIFEST, given.heads)  # the parameters stay as they are
+    set_tree(given.heads, tree)
     write_json(given.heads / card.FIGURES, new)
     (given.heads / card.CARD).write_text(text)
     print(table)

@@ -1,0 +1,74 @@
+"""What a manifest records of the target, and of the model or heads that training starts from.
+
+Weights alone do not decide what a network computes: a checkpoint may be edited so that the same weights run with
+another base of the rotary frequencies. A manifest therefore also holds every field of the network. The CPU kernels and
+the form of attention are not recorded: they change the rounding of sums and nothing else.
+"""
+
+import hashlib
+from typing import Any, NamedTuple, Self
+
+from jaxspec.generation.fingerprint import static
+from jaxspec.heads.network import DraftHeads
+from jaxspec.models.model import Model
+from jaxspec.text.chat import ChatTemplate
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.files import digest_of, fingerprint
+
+
+class TargetIdentity(NamedTuple):
+    """What features and answers depend on, other than prompts and settings, as values of JSON.
+
+    Attributes:
+        weights: sha256 of the parameters.
+        network: the fields of the network, by name.
+        stop_ids: the tokens that end an answer.
+        tokenizer: sha256 of the tokenizer; None without one.
+        chat_template: sha256 of the chat template and its variables; None without one.
+    """
+
+    weights: str
+    network: Any
+    stop_ids: list[int]
+    tokenizer: str | None
+    chat_template: str | None
+
+    @classmethod
+    def of(cls, target: Model) -> Self:
+        """Describes a target."""
+        tokenizer, template = _tokenizer_print(target.tokenizer), _template_print(target.chat_template)
+        return cls(fingerprint(target.params), static(target.lm), list(target.stop_ids), tokenizer, template)
+
+    @property
+    def of_features(self) -> dict[str, Any]:
+        """The values of a manifest that features of given token ids depend on."""
+        return {"target": self.weights, "target_network": self.network}
+
+    @property
+    def of_answers(self) -> dict[str, Any]:
+        """The values of a manifest that answers to given token ids depend on."""
+        return self.of_features | {"stop_ids": self.stop_ids}
+
+    @property
+    def of_encoding(self) -> dict[str, Any]:
+        """The values that explain why a text has other token ids. The ids themselves are compared."""
+        return {"tokenizer": self.tokenizer, "chat_template": self.chat_template}
+
+
+def describe_start(begun: DraftHeads | Model | None) -> dict[str, Any]:
+    """Returns the values of a manifest that describe what training starts from; None for new heads."""
+    if begun is None:
+        return {"start": None, "start_network": None}
+    network = begun.config if isinstance(begun, DraftHeads) else begun.lm
+    return {"start": fingerprint(begun.params), "start_network": static(network)}
+
+
+def _tokenizer_print(tokenizer: Tokenizer | None) -> str | None:
+    if tokenizer is None:
+        return None
+    ids = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos]
+    return hashlib.sha256(f"{ids} {tokenizer.inner.to_str()}".encode()).hexdigest()
+
+
+def _template_print(template: ChatTemplate | None) -> str | None:
+    return None if template is None else digest_of([template.source, template.special_tokens])
