@@ -6,19 +6,23 @@ when the site is built nor when it is read.
 """
 
 import pathlib
+import re
 import sys
+import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import jaxspec  # noqa: E402
 
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
 project = "jaxspec"
 author = "The jaxspec authors"
 copyright = author
 version = release = jaxspec.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "notebooks/*.ipynb", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = [".*", "build", "dist", "**/.*"]
@@ -31,7 +35,16 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
-html_theme_options = {"footer_icons": []}
+html_logo = html_favicon = "static/logo.svg"
+html_theme_options = {
+    "footer_icons": [],
+    "source_repository": REPOSITORY,
+    "source_branch": "main",
+    "source_directory": "",
+    "light_css_variables": {"color-brand-primary": "#1e7a46", "color-brand-content": "#1e7a46"},
+    "dark_css_variables": {"color-brand-primary": "#5fd08f", "color-brand-content": "#5fd08f"},
+}
+copybutton_exclude = ".linenos, .gp, .go"
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 
@@ -78,6 +91,14 @@ def _signature(app, what, name, thing, options, signature, returns):
     return tuple(short)
 
 
+PAGE = re.compile(r"(?<![\w/`])docs/([\w-]+)\.md\b")
+
+
+def _link_pages(app, what, name, thing, options, lines):
+    """Makes a page that a docstring names, as in "see docs/gpu.md", a link."""
+    lines[:] = [PAGE.sub(r":doc:`/docs/\1`", line) for line in lines]
+
+
 def _skip(app, what, name, thing, skip, options):
     """Leaves out the fields of named tuples that have no words of their own."""
     return skip or (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") or None
@@ -87,4 +108,5 @@ def setup(app):
     """Connects the above; called by Sphinx."""
     _name_publicly()
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _link_pages)
     app.connect("autodoc-skip-member", _skip)

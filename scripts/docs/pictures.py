@@ -1,6 +1,6 @@
-"""Draws the pictures of the documentation: `docs/round.svg`, one round, and `docs/house.svg`, the packages.
+"""Draws the pictures of the documentation: `docs/round.svg`, one round, `docs/house.svg`, the packages, and the logo.
 
-    python -m scripts.docs.pictures
+    python -m scripts.docs
 
 A picture has a background of its own, light or dark by what the reader's system prefers, so it shows on any page.
 """
@@ -14,6 +14,9 @@ STYLE = """
   .card { fill: #ffffff; stroke: #d0d7de; } .panel { fill: #f3f5f8; }
   text { fill: #1f2328; font: 15px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
   .head { font-weight: 600; font-size: 16px; } .small { font-size: 13px; fill: #59636e; } .mid { text-anchor: middle; }
+  .end { text-anchor: end; } .value { font-size: 13px; }
+  .bar0 { fill: #2b8a4b; } .bar1 { fill: #3b76c4; } .bar2 { fill: #b7791f; } .bar3 { fill: #8b5fbf; }
+  .plain { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 4 3; }
   .edge { stroke: #8c959f; fill: none; stroke-width: 1.5; } .node { fill: #ffffff; stroke: #8c959f; stroke-width: 1.5; }
   .root { fill: #dbe9fb; stroke: #3b76c4; } .kept { fill: #d5f0dc; stroke: #2b8a4b; stroke-width: 2; }
   .path { stroke: #2b8a4b; stroke-width: 3; } .own { fill: #2b6cb8; font-weight: 600; font-size: 13px; }
@@ -23,7 +26,8 @@ STYLE = """
     text { fill: #e6edf3; } .small { fill: #a3adb8; }
     .edge { stroke: #7d8794; } .node { fill: #16191e; stroke: #7d8794; }
     .root { fill: #17304f; stroke: #5b9be6; } .kept { fill: #143d24; stroke: #4cc27a; } .path { stroke: #4cc27a; }
-    .own { fill: #7fb4f0; } .next { fill: #46350f; stroke: #e0a840; }
+    .bar0 { fill: #4cc27a; } .bar1 { fill: #5b9be6; } .bar2 { fill: #e0a840; } .bar3 { fill: #b894e6; }
+    .plain { stroke: #e6edf3; } .own { fill: #7fb4f0; } .next { fill: #46350f; stroke: #e0a840; }
   }"""
 
 
@@ -42,8 +46,8 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text class="{style}" x="{x:g}" y="{y:g}">{escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, style: str) -> str:
-    return f'<rect class="{style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8"/>'
+def box(x: float, y: float, width: float, height: float, style: str, radius: float = 8) -> str:
+    return f'<rect class="{style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"/>'
 
 
 # A draft tree: name, parent, place in its panel, the word, the target's own token after it.
@@ -134,15 +138,28 @@ def house() -> str:
     return picture(960, bottom + 48, "The packages of jaxspec by floor: imports go down only", parts)
 
 
-PICTURES = {"docs/round.svg": a_round, "docs/house.svg": house}
+LOGO_STYLE = """
+  .edge { stroke: #8c959f; stroke-width: 5; } .path { stroke: #2d9d5c; stroke-width: 8; }
+  .node { fill: #8c959f; } .kept { fill: #2d9d5c; }"""
 
 
-def main() -> None:
-    """Draws every picture."""
-    for path, draw in PICTURES.items():
-        (ROOT / path).write_text(draw())
-        print(path)
+def logo() -> str:
+    """Draws the logo: a tree of tokens with the path that is accepted, in colours for light and dark pages."""
+    at = {"root": (22, 64), "a": (62, 30), "b": (62, 98), "aa": (106, 14), "ab": (106, 52), "ba": (106, 98)}
+    below = {"a": "root", "b": "root", "aa": "a", "ab": "a", "ba": "b"}
+    kept = ("root", "a", "ab")
+    parts = []
+    for node, parent in sorted(below.items(), key=lambda edge: edge[0] in kept):  # the path lies on top
+        (x, y), (px, py) = at[node], at[parent]
+        parts.append(f'<path class="{"path" if node in kept else "edge"}" d="M{px} {py} L{x} {y}"/>')
+    for node, (x, y) in at.items():
+        style, radius = ("kept", 14) if node in kept else ("node", 10)
+        parts.append(f'<circle class="{style}" cx="{x}" cy="{y}" r="{radius}"/>')
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 128 128" width="128" height="128" role="img">\n'
+        f"<title>jaxspec</title>\n<style>{LOGO_STYLE}\n</style>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
-if __name__ == "__main__":
-    main()
+PICTURES = {"docs/round.svg": a_round, "docs/house.svg": house, "docs/static/logo.svg": logo}
+"""The pictures that need no record; `scripts/docs/chart.py` draws the chart."""

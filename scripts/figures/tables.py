@@ -8,8 +8,8 @@ from jaxspec.registry import DRAFTERS
 
 Values = Mapping[str, Any]
 
-PLACES = 4
-"""Tokens of a draft, counted from the first, whose acceptance is shown."""
+DEPTHS = 4
+"""Depths of a draft, counted from the first token, whose acceptance is shown."""
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -50,8 +50,8 @@ def widths(values: Values) -> str:
             if temperature == 0:
                 rest = [between(entry["width_1_times_read"], 2), f"{at[1, 8192, 0]['times_width_1']:.2f}"]
             rows.append([f"{dtype}, temperature {temperature:g}", *cells, *rest])
-    headings = ["ms per round (times width 1)", *(f"width {n}" for n in counts), "width 1, in reads of the weights",
-                "width 1 at capacity 8192, in those at 512"]  # fmt: skip
+    headings = ["ms per round (times width 1)", *(f"width {n}" for n in counts),
+                "width 1, relative to a read of the weights", "width 1 at capacity 8192, relative to 512"]  # fmt: skip
     return table(headings, rows)
 
 
@@ -63,8 +63,8 @@ def lookup(values: Values) -> str:
         same = sum(row["same_text"] for row in (copying, *ordinary))
         rows.append([dtype, f"{copying['plain_tokens_per_s'][1]:.1f}", between(copying["times_plain"], 2),
                      between([ratios[0], middle, ratios[-1]], 2), f"{same} of {1 + len(ordinary)}"])  # fmt: skip
-    headings = ["weights", "plain, tokens/s", "copying with one change, times plain (quartiles)",
-                "ordinary prompts, median (range)", "same text as plain"]  # fmt: skip
+    headings = ["weights", "plain, tokens/s", "copying with one change, speed-up (quartiles)",
+                "ordinary prompts, speed-up (median, range)", "same text as plain"]  # fmt: skip
     return table(headings, rows)
 
 
@@ -130,7 +130,7 @@ def batches(values: Values) -> str:
             rows.append([dtype, str(count), *cells])
     headings = ["weights", "rows", "plain, tokens/s"]
     for name in drafters:
-        headings += [f"`{name}`, times plain", "its tokens per round", "the target at that width, times width 1"]
+        headings += [f"`{name}`, speed-up", "its tokens per round", "cost of its target call, relative to width 1"]
     return table(headings, rows)
 
 
@@ -142,9 +142,9 @@ def of_task(entry: Values, plain: bool) -> str:
 
 
 def accepted(entry: Values) -> str:
-    """Returns the cell of the accepted share, with that of each of the first places where the record has it."""
-    places = ", ".join(map(share, entry.get("conditional_acceptance", ())[:PLACES]))
-    return share(entry["acceptance_rate"] or 0) + (f" ({places})" if places else "")
+    """Returns the cell of the accepted share, with that at each of the first depths where the record has it."""
+    by_depth = ", ".join(map(share, entry.get("conditional_acceptance", ())[:DEPTHS]))
+    return share(entry["acceptance_rate"] or 0) + (f" ({by_depth})" if by_depth else "")
 
 
 def bench(values: Values) -> str:
@@ -173,9 +173,9 @@ def bench(values: Values) -> str:
                          f"{entry['same_texts']} of {entry['prompts']}"])  # fmt: skip
         if by_prompt:
             tasks = [f"{task} (median prompt)" for task in tasks]
-        by_place = f" (at places 1 to {PLACES})" * ("conditional_acceptance" in run["methods"]["none"])
-        headings = ["drafter", "tokens/s", "times plain", *["least of a prompt"] * by_prompt, *tasks,
-                    "tokens per round", "accepted" + by_place, "same text as plain"]  # fmt: skip
+        by_depth = f" (at depths 1 to {DEPTHS})" * ("conditional_acceptance" in run["methods"]["none"])
+        headings = ["drafter", "tokens/s", "speed-up", *["slowest prompt"] * by_prompt, *tasks,
+                    "tokens per round", "accepted" + by_depth, "same text as plain"]  # fmt: skip
         title = f"Temperature {run['sampling']['temperature']:g}, rule `{run['rule']}`:\n\n" if several else ""
         parts.append(title + table(headings, rows))
     return "\n".join(parts)
@@ -207,7 +207,7 @@ def tune(values: Values) -> str:
     rows = [[str(depth), f"{took[str(depth)] * 1e3:.1f}" if str(depth) in took else "",
              share(accepted[depth]) if depth else "", times(speedup)]
             for depth, speedup in enumerate(values["speedup_by_depth"])]  # fmt: skip
-    return table(["depth", "ms per round", "accepted", "times plain, predicted"], rows)
+    return table(["depth", "ms per round", "accepted", "predicted speed-up"], rows)
 
 
 def compare_rules(values: Values) -> str:
@@ -234,7 +234,15 @@ def pair(values: Values) -> str:
              between([row["tokens_per_round_95"][0], row["tokens_per_round"], row["tokens_per_round_95"][1]], 2),
              share(row["acceptance_rate"]), times(row["speedup_from_calls"])] for row in values["rows"]]  # fmt: skip
     calls = ", ".join(f"{ms:.0f} at width {width}" for width, ms in values["target_ms"].items())
-    headings = ["temperature", "top-p", "tree", "rule", "tokens per round (95 %)", "accepted", "times plain, by calls"]
+    headings = [
+        "temperature",
+        "top-p",
+        "tree",
+        "rule",
+        "tokens per round (95 %)",
+        "accepted",
+        "speed-up, from the times of calls",
+    ]
     return table(headings, rows) + (
         f"\nThe target's call takes {calls}, the draft's {values['draft_ms']:.0f} (milliseconds). "
         f"{values['same_texts']} of {values['texts']} texts equal plain decoding's. "
@@ -247,9 +255,10 @@ def bridges(values: Values) -> str:
              f"{row['temperature']:g}", str(row["length"]), share(row["acceptance"]), f"{row['tokens_per_round']:.2f}",
              between(row["round_cost"], 2), between(row["times_plain"], 2), f"{row['same_text']} of {row['prompts']}"]
             for row in values["rows"]]  # fmt: skip
-    headings = [f"draft for {values['target']}", "common, of the target's tokens", "of the draft's", "of a sample text",
+    headings = [f"draft for {values['target']}", "shared, of the target's tokens", "shared, of the draft's",
+                "shared, of a sample text",
                 "temperature", "draft length", "accepted", "tokens per round",
-                "a round, in plain rounds", "times plain, by prompt",
+                "cost of a round, in plain rounds", "speed-up, by prompt",
                 "same text as plain"]  # fmt: skip
     return table(headings, rows)
 
@@ -257,7 +266,7 @@ def bridges(values: Values) -> str:
 def schedules(values: Values) -> str:
     rows = [[way, times(entry["times_plain"]), f"{entry['least']:.2f} to {entry['most']:.2f}"]
             for way, entry in values["ways"].items()]  # fmt: skip
-    return table([f"`{values['drafter']}`, {values['prompts']} prompts", "times plain", "by prompt"], rows)
+    return table([f"`{values['drafter']}`, {values['prompts']} prompts", "speed-up", "by prompt"], rows)
 
 
 def compiled(row: Values) -> list[str]:
@@ -275,7 +284,7 @@ COMPILED = (
     "matrices",
     "layers",
     "drafter",
-    "GB a round (matrices alone)",
+    "GB per round (matrices alone)",
     "temporaries, MB",
 )
 
@@ -294,7 +303,7 @@ def gpu(values: Values) -> str:
              "0" if row["captured"] else f"{row['waits_200']}, {row['waits_2000']}"])]
         for row in values["rows"]
     ]  # fmt: skip
-    headings = ["launches a round at 200 and 2000 tokens", "waits a round by XLA's default", "waits a round"]
+    headings = ["launches per round at 200 and 2000 tokens", "waits per round by XLA's default", "waits per round"]
     return table([*COMPILED, *headings], rows)
 
 
@@ -310,8 +319,8 @@ def rounds(values: Values) -> str:
                 f"{row['compile_s']:.0f}",
             ])  # fmt: skip
     headings = [f"{values['layers']} layers, {values['weights_gb']:.1f} GB", "matrices", "rows", "temperature",
-                "ms a round (quartiles)", "in rounds of plain decoding", "graphs launched in 16 rounds",
-                "compiled in, s (several at once)"]  # fmt: skip
+                "ms per round (quartiles)", "cost, in plain rounds", "graphs launched in 16 rounds",
+                "compile time, s (several at once)"]  # fmt: skip
     return table(headings, shown.values())
 
 
@@ -321,8 +330,8 @@ def texts(values: Values) -> str:
          between(row["tokens_per_s"], 0), times(row["times_plain"][1]), f"{row['same_texts']} of {row['prompts']}"]
         for row in values["rows"]
     ]  # fmt: skip
-    headings = ["matrices", "temperature", "task", "drafter", "tokens per round", "tokens/s", "times plain",
-                "same text"]  # fmt: skip
+    headings = ["matrices", "temperature", "task", "drafter", "tokens per round", "tokens/s", "speed-up",
+                "same text as plain"]  # fmt: skip
     return table(headings, rows)
 
 
@@ -394,13 +403,13 @@ def rollout(values: Values) -> str:
             rows.append([*where, between(entry["tokens_per_s"]), times(entry["times_plain"]),
                          f"{entry['tokens_per_round']:.2f}", f"{entry['same_texts']} of {run['texts']}"])  # fmt: skip
     first = f"{values['rows']} rows, temperature {values['temperature']:g}"
-    return table([first, "drafter", "tokens/s", "times plain", "tokens per round", "same text as plain"], rows)
+    return table([first, "drafter", "tokens/s", "speed-up", "tokens per round", "same text as plain"], rows)
 
 
 def vllm(values: Values) -> str:
     rows = [[row["engine"], str(row["rounds"]), ", ".join(map(str, row["accepted"])),
              f"{row['same_texts']} of {values['texts']}"] for row in values["rows"]]  # fmt: skip
-    return table(["engine", "rounds", "accepted, by place", "texts that are jaxspec's"], rows)
+    return table(["engine", "rounds", "accepted, by depth", "texts equal to jaxspec's"], rows)
 
 
 def replay(values: Values) -> str:
@@ -418,7 +427,7 @@ def replay(values: Values) -> str:
             cells = [f"{own['tokens_per_round']:.2f}: " + ", ".join(f"{own[kind][0]:.2f}" for kind in kinds)
                      for own in (entry["trees"][i] for entry in tasks.values())]  # fmt: skip
             rows.append([row["drafter"], str(row["nodes"]), "warm" if row["warm"] else "cold", *cells])
-        headings = [f"{task}: tokens per round: times plain, widths {', '.join(kinds)}" for task in tasks]
+        headings = [f"{task}: tokens per round: speed-up, widths {', '.join(kinds)}" for task in tasks]
         parts.append(table([f"{model}: drafter", "nodes", "", *headings], rows))
     return "\n".join(parts)
 

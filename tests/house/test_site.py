@@ -2,13 +2,15 @@
 
 import os
 import re
+from xml.etree import ElementTree
 
 import pytest
 
 import jaxspec
 from helpers.paths import ROOT, TESTS
 from house.test_house import FLOORS
-from scripts.docs import members, pictures
+from scripts.docs import chart, members, pictures
+from scripts.docs.__main__ import PICTURES
 
 pytestmark = pytest.mark.quick
 
@@ -45,9 +47,26 @@ def test_a_new_member_needs_no_edit_of_a_table(kind, monkeypatch):
     assert members.reference(kind).count(".. autoclass::") == len(registry)
 
 
-@pytest.mark.parametrize("path", pictures.PICTURES)
+@pytest.mark.parametrize("path", PICTURES)
 def test_pictures_are_those_that_are_drawn(path):
-    assert (ROOT / path).read_text() == pictures.PICTURES[path]()
+    """`make figures` draws them; each is a file of XML with a title, for readers who cannot see it."""
+    drawn = PICTURES[path]()
+    assert (ROOT / path).read_text() == drawn
+    assert ElementTree.fromstring(drawn).findtext("{http://www.w3.org/2000/svg}title")
+
+
+def test_a_bar_is_as_long_as_its_value():
+    """On one scale in all panels, with the value behind it and the line of plain decoding at 1."""
+    one = {"mt-bench": {"prompt-lookup": 2.0}, "humaneval": {"prompt-lookup": 4.0}, "copy": {"eagle": 0.5}}
+    other = {"mt-bench": {"prompt-lookup": 1.0}, "humaneval": {"prompt-lookup": 3.0}, "copy": {"eagle": 8.0}}
+    drawn = chart.draw([("one", "here", one), ("other", "there", other)])
+    bars = re.findall(r'class="bar\d" x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="17"', drawn)
+    values = [2.0, 4.0, 0.5, 1.0, 3.0, 8.0]
+    assert re.findall(r'class="value"[^>]*>([\d.]+)<', drawn) == [f"{value:.2f}" for value in values]
+    longest = float(bars[-1][1])
+    assert [float(width) / longest for _, width in bars] == pytest.approx([value / 8 for value in values], rel=1e-4)
+    plain = [float(x) for x in re.findall(r'class="plain" d="M([\d.]+)', drawn)]
+    assert plain == pytest.approx([float(bars[i][0]) + longest / 8 for i in (0, 3)], rel=1e-4)
 
 
 def test_the_architecture_names_every_package_on_its_floor():
