@@ -49,8 +49,9 @@ def folded(summary: str, content: str) -> str:
 
 def tables(markdown: str) -> str:
     """Returns what a renderer made, folded if it has many rows."""
-    rows = sum(line.startswith("| ") and not line.startswith("| ---") for line in markdown.splitlines())
-    return folded(f"{rows} rows", markdown) if rows > MANY_ROWS else markdown
+    lines = markdown.splitlines()
+    rows = sum(line.startswith("| ") for line in lines) - 2 * sum(line.startswith("| ---") for line in lines)
+    return folded(f"Table of {rows} rows", markdown) if rows >= MANY_ROWS else markdown
 
 
 def machine(record: Measurement) -> str:

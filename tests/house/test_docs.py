@@ -31,6 +31,8 @@ from jaxspec.heads.network import init_params
 from jaxspec.storage import download
 from jaxspec.train import evaluate
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 NOT_RUN = {
@@ -210,7 +212,7 @@ def test_a_page_runs_from_top_to_bottom(page, world, capsys):
 def test_every_line_is_run_or_listed_with_its_reason():
     """A line of a block of a shell is a command that runs, one of `make` or `pip` that can, or listed."""
     makefile = (ROOT / "Makefile").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     unused = set(NOT_RUN)
     for block in EVERY:
         assert block.language in ("", "python", "toml"), f"{block}: what to do with a block of {block.language}?"
@@ -221,7 +223,10 @@ def test_every_line_is_run_or_listed_with_its_reason():
             elif line.startswith("make "):
                 assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE), f"{block}: {line}"
             elif line.startswith("pip install "):
-                assert set(re.findall(r"\[(\w+)\]", line)) <= extras.keys(), f"{block}: {line}"
+                own = set() if '"jax[' in line else set(re.findall(r"\[(\w+)\]", line))
+                assert own <= extras.keys(), f"{block}: {line}"
+            elif line.startswith(("git clone ", "cd ")):
+                assert line in (f"git clone {REPOSITORY}", f"cd {REPOSITORY.rsplit('/', 1)[1]}"), f"{block}: {line}"
             else:
                 assert line.startswith("jaxspec "), f"{block}: neither run nor listed: {line}"
     assert not unused, "listed, and in no page"

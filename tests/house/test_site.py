@@ -1,12 +1,15 @@
 """Tests that the documentation keeps up with the code: tables of members, pictures, floors, reference, links."""
 
+import json
 import os
 import re
+import tomllib
 from xml.etree import ElementTree
 
 import pytest
 
 import jaxspec
+from helpers.pages import blocks
 from helpers.paths import ROOT, TESTS
 from house.test_house import FLOORS
 from scripts.docs import chart, members, pictures
@@ -15,7 +18,10 @@ from scripts.docs.__main__ import PICTURES
 pytestmark = pytest.mark.quick
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README_LINES = 150
+CODE_COLUMNS = 100
+"""What the site shows of a line of code beside its navigation; the rest would have to be scrolled to."""
 
 
 def name(path) -> str:
@@ -90,7 +96,35 @@ def test_links_and_named_tests_exist(path):
         assert (ROOT / file).exists(), file
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name)
 def test_nobody_is_told_to_install_the_other_project(path):
-    for line in path.read_text().splitlines():
-        assert "pip install jaxspec" not in line or "never" in line
+    """`jaxspec` is another project on the package index: the names to install are its distribution's, or a folder."""
+    installed = re.findall(r"pip install ([^`\n]*)", path.read_text())
+    assert not [line for line in installed if re.search(r"(?<![\w/.-])jaxspec(?![\w-])", line.split(" @ ")[0])]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name)
+def test_there_is_one_address_of_the_repository(path):
+    """In pyproject.toml; pages and notebooks have the same."""
+    owners = set(re.findall(r"github\.com/([\w.-]+/jaxspec)\b|/github/([\w.-]+/jaxspec)\b", path.read_text()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert {"".join(owner) for owner in owners} <= {project.removeprefix("https://github.com/")}
+
+
+def code(path):
+    """Yields the lines of the code blocks of a page, or of a notebook's cells and what they print."""
+    if path.suffix == ".ipynb":
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                yield from "".join(cell["source"]).splitlines()
+                for output in cell["outputs"]:
+                    yield from "".join(output.get("text", ())).splitlines()
+    else:
+        for block in blocks(name(path)):
+            yield from block.text.splitlines()
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=name)
+def test_code_is_as_narrow_as_the_page_of_the_site(path):
+    long = [line for line in code(path) if len(line) > CODE_COLUMNS]
+    assert not long, "\n".join(long)
