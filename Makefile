@@ -66,8 +66,9 @@ figures: $(VENV)/core.stamp ## write what README and docs take from records and 
 	$(RUN) -m scripts.figures $(ARGS)
 	$(RUN) -m scripts.docs
 
-docs: $(VENV)/dev.stamp site ## run the examples of the documentation, and build the site
-	$(RUN) -m pytest -m "slow or not slow" tests/house/test_docs.py tests/house/test_readme.py tests/house/test_site.py $(JOBS) $(ARGS)
+docs: $(VENV)/dev.stamp $(VENV)/browser.stamp site ## run the examples of the documentation, build the site, and look at its pages in Chromium
+	$(RUN) -m scripts.docs.look build/site --pictures build/pages
+	$(RUN) -m pytest -m "slow or not slow" tests/house/test_docs.py tests/house/test_readme.py tests/house/test_site.py tests/house/test_look.py $(JOBS) $(ARGS)
 
 site: $(VENV)/docs.stamp ## build the site into build/site; a broken link or a page that no other lists fails
 	$(RUN) -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \
@@ -95,6 +96,11 @@ $(VENV)/dev.stamp: $(VENV)/core.stamp
 # What builds the site, apart from what runs the tests.
 $(VENV)/docs.stamp: $(VENV)/core.stamp
 	$(INSTALL) '.[docs]'
+	@touch $@
+
+# What drives the browser; the browser itself is the system's.
+$(VENV)/browser.stamp: $(VENV)/core.stamp
+	$(INSTALL) '.[browser]'
 	@touch $@
 
 $(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml setup.py $(wildcard jaxspec/kernels/src/*)

@@ -34,7 +34,7 @@ MOST_EARLIER = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Copies what followed earlier places where the text ended in the same tokens: a branch for each place.
+    """Copies what followed earlier occurrences of the last few tokens, one branch per occurrence.
 
     Attributes:
         tree: the sizes: at most `beam` places, each copied to the depth, and the nodes of the largest round. A chain

@@ -56,7 +56,7 @@ class Paths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recycling:
-    """Draws from what followed the same tokens before, in the text and among the target's likely tokens.
+    """Reuses what followed the same tokens before, both in the text and in the target's own top predictions.
 
     Its tables take 68 bytes for each slot and row.
 

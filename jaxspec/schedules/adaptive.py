@@ -37,7 +37,7 @@ class AdaptiveState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """Drafts as deep as pays, from measured costs and the acceptance that the row has observed; see the module.
+    """Drafts to the fastest depth, by measured costs and the acceptance seen so far in the row; see the module.
 
     The acceptance rate of a depth is a posterior mean. Its prior is the estimate of the depth above, and
     `prior_acceptance` at depth 1. Observations decay, so a depth that is no longer drafted returns to its prior and is

@@ -143,7 +143,7 @@ def of_task(entry: Values, plain: bool) -> str:
 
 def accepted(entry: Values) -> str:
     """Returns the cell of the accepted share, with that at each of the first depths where the record has it."""
-    by_depth = ", ".join(map(share, entry.get("conditional_acceptance", ())[:DEPTHS]))
+    by_depth = ", ".join(f"{100 * part:.0f}" for part in entry.get("conditional_acceptance", ())[:DEPTHS])
     return share(entry["acceptance_rate"] or 0) + (f" ({by_depth})" if by_depth else "")
 
 
