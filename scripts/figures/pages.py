@@ -143,8 +143,8 @@ def text_result(values: Values) -> str:
     same, texts = (sum(row[key] for row in drafted) for key in ("same_texts", "prompts"))
     return (
         f"**On that H200 the 135M model is {at['mt-bench']} (chat) to {at['copy']} times (copying edits) as fast**, in "
-        f"bfloat16. A GPU rounds wide calls differently there: {texts - same} of {texts} drafted texts differ from plain "
-        "decoding."
+        f"bfloat16. A GPU rounds wide calls differently there: {texts - same} of {texts} drafted texts differ from "
+        "plain decoding."
     )
 
 

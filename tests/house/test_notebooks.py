@@ -2,6 +2,7 @@
 
 import copy
 import re
+import tomllib
 
 import nbformat
 import pytest
@@ -79,3 +80,17 @@ def test_it_runs_and_shows_what_is_committed(path, request):
         assert ran.execution_count == saved.execution_count
         assert pictures(ran) == pictures(saved)
         assert shape(ran) == shape(saved), "run `make notebooks`"
+
+
+def test_it_opens_in_colab_and_installs_what_is_missing(path):
+    """The link names this file, and the first cell installs from the repository without touching a checkout."""
+    first, install, *rest = nbformat.read(path, as_version=4).cells
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"]
+    assert first.source.startswith("# ")
+    colab = repository.replace("https://github.com", "https://colab.research.google.com/github")
+    assert f"]({colab}/blob/main/notebooks/{path.name})" in first.source
+    assert 'find_spec("jaxspec") is None' in install.source
+    assert f"{project['name']}[train] @ git+{repository}" in install.source
+    assert install.outputs == []
+    assert not any("pip install" in cell.source for cell in rest)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import tomllib
 from xml.etree import ElementTree
 
@@ -128,3 +129,33 @@ def code(path):
 def test_code_is_as_narrow_as_the_page_of_the_site(path):
     long = [line for line in code(path) if len(line) > CODE_COLUMNS]
     assert not long, "\n".join(long)
+
+
+NAMED = {
+    (place.relative_to(ROOT), page)
+    for place in sorted((ROOT / "jaxspec").rglob("*.py"))
+    for page in re.findall(r"\bdocs/([\w-]+)\.md\b", place.read_text())
+}
+"""The pages that docstrings and messages of the package name."""
+
+
+@pytest.mark.parametrize(("place", "page"), sorted(NAMED), ids=str)
+def test_pages_that_the_package_names_exist(place, page):
+    assert (ROOT / "docs" / f"{page}.md").exists(), place
+
+
+@pytest.mark.parametrize(
+    ("line", "linked"),
+    [
+        ("yet, see docs/gpu.md.", "yet, see :doc:`/docs/gpu`."),
+        ("kernels (docs/kernels.md); None", "kernels (:doc:`/docs/kernels`); None"),
+        ("docs/own-model.md and docs/own-drafter.md", ":doc:`/docs/own-model` and :doc:`/docs/own-drafter`"),
+        ("`docs/gpu.md` and my/docs/gpu.md", "`docs/gpu.md` and my/docs/gpu.md"),
+        ("docs/api/types.md, mydocs/gpu.md", "docs/api/types.md, mydocs/gpu.md"),
+    ],
+)
+def test_pages_in_docstrings_become_links(line, linked, monkeypatch):
+    monkeypatch.setattr(jaxspec, "_MODULES", {})
+    lines = [line]
+    runpy.run_path(str(ROOT / "docs/conf.py"))["_link_pages"](None, "function", "load", None, None, lines)
+    assert lines == [linked]
