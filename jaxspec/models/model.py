@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -12,6 +13,7 @@ from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source
 from jaxspec.models.config import Pard2
 from jaxspec.models.packed import is_packed, stored_types
 from jaxspec.text.chat import ChatTemplate
+from jaxspec.text.messages import check_tools, check_variables
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -83,17 +85,40 @@ class Model:
         """
         return self._need_tokenizer().decode(tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Returns the token ids of a conversation, up to the start of the assistant's reply.
+
+        Args:
+            messages: the messages, see `ChatTemplate.render`.
+            tools: JSON schemas of the functions that the model may call; None for no tools.
+            template_variables: further variables of the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             MissingTokenizer: the model has no tokenizer or no chat template.
+            InvalidConfig: an argument is malformed, or the template rejects the messages.
         """
-        tokenizer = self._need_tokenizer()
+        text = self.render_chat(messages, tools, template_variables)
+        with in_source(self.name):
+            return self._need_tokenizer().encode(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the text of a conversation that `encode_chat` encodes."""
+        self._need_tokenizer()
         if self.chat_template is None:
             raise MissingTokenizer(f"{self.name} has no chat template; pass plain text (chat=False, --no-chat) instead")
+        variables: dict[str, Any] = check_variables(template_variables) | {"tools": check_tools(tools)}
         with in_source(self.name):
-            return tokenizer.encode(self.chat_template.render(messages))
+            return self.chat_template.render(messages, **variables)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

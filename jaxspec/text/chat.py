@@ -1,11 +1,13 @@
 """Chat templates, which format a conversation as a model's prompt."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 
 from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.text.messages import MessageForms
 from jaxspec.text.sandbox import RaisedByTemplate, TemplateSandbox
 
 MAX_SOURCE = 1 << 16  # characters; the longest published templates have about 30,000
@@ -33,6 +35,8 @@ class ChatTemplate:
         if not isinstance(source, str) or len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template: must be a str of at most {MAX_SOURCE} characters")
         self.source, self.special_tokens = source, dict(special_tokens or {})
+        knows_parts = "'text'" in source or '"text"' in source
+        self._forms = MessageForms(functools.partial(self._render, add_generation_prompt=False), knows_parts)
         try:
             self._sandbox = TemplateSandbox()
             self._template = self._sandbox.from_string(source)
@@ -48,6 +52,8 @@ class ChatTemplate:
 
         Args:
             messages: the messages, `{"role": ..., "content": ...}` each, at least one; templates may read other keys.
+                Content may be a text, a list of parts such as `{"type": "text", "text": ...}`, or None beside
+                `tool_calls`, see `jaxspec.text.messages`.
             add_generation_prompt: whether to end with the beginning of the assistant's reply.
             **variables: further variables of the template, such as `tools` or `enable_thinking`.
 
@@ -55,7 +61,10 @@ class ChatTemplate:
             InvalidConfig: the messages are malformed, or the template rejects them.
             CheckpointError: the template fails, or exceeds its limits.
         """
-        _check(messages)
+        return self._render(self._forms.convert(messages), add_generation_prompt, **variables)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
+        """Renders messages as they are."""
         inputs = {"tools": None, "documents": None, **self.special_tokens, **variables}
         inputs |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         size = 0
@@ -78,20 +87,6 @@ class ChatTemplate:
         except Exception as error:  # a template may divide by zero, or raise anything else
             raise CheckpointError(f"chat template: {_line(error)}") from None
         return "".join(parts)
-
-
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidConfig unless the messages are a conversation."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidConfig(
-            f'messages must be a non-empty list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidConfig(f"messages[{i}] must be a dict, got {message!r:.80}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidConfig(f"messages[{i}][{key!r}] must be a str, got {message.get(key)!r:.80}")
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:

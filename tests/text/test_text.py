@@ -330,7 +330,7 @@ class TestChatTemplate:
             ([], "must be a non-empty list"),
             ({"role": "user"}, "must be a non-empty list"),
             (["hi"], r"messages\[0\] must be a dict"),
-            ([{"role": "user"}], r"messages\[0\]\['content'\] must be a str, got None"),
+            ([{"content": "a"}], r"messages\[0\]\['role'\] must be a str, got None"),
             ([{"role": "user", "content": "a"}, {"role": 1, "content": "a"}], r"messages\[1\]\['role'\]"),
         ],
     )

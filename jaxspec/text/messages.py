@@ -1,0 +1,221 @@
+"""Messages of a conversation, in the form that a chat template reads.
+
+Systems write the same message in several forms: content as text, as a list of parts or null beside tool calls, and the
+arguments of a tool call as an object or as JSON text. A template often reads one of them only. `MessageForms` finds out
+which by rendering short conversations, and converts messages to it.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import InvalidConfig, JaxspecError, shown
+
+MARK = "271828"  # a text that templates do not change
+MEDIA = ("image", "audio", "video", "file")  # what the types of parts begin with that are not text
+ABSENT = object()
+Message = Mapping[str, Any]
+
+
+def check_messages(messages: Any) -> None:
+    """Raises InvalidConfig unless the messages are a list of dicts with a role; everything else is up to a template."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidConfig(
+            f'messages must be a non-empty list of {{"role": ..., "content": ...}}, got {messages!r:.80}'
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidConfig(f"messages[{i}] must be a dict, got {message!r:.80}")
+        if not isinstance(message.get("role"), str):
+            raise InvalidConfig(f"messages[{i}]['role'] must be a str, got {message.get('role')!r:.80}")
+
+
+def check_tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    """Returns the descriptions of tools as a list; None if there are none.
+
+    Raises:
+        InvalidConfig: they are not a list of dicts.
+    """
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise InvalidConfig(f"tools must be a list of dicts, each the JSON schema of a function; got {shown(tools)}")
+    for i, tool in enumerate(tools):
+        if callable(tool):
+            raise InvalidConfig(
+                f"tools[{i}] is the function {getattr(tool, '__name__', shown(tool))!r}; pass its JSON schema "
+                "instead, which transformers.utils.get_json_schema(function) writes"
+            )
+        if not isinstance(tool, Mapping):
+            raise InvalidConfig(f"tools[{i}] must be a dict, the JSON schema of a function; got {shown(tool)}")
+    return list(tools) or None
+
+
+def check_variables(variables: Any) -> dict[str, Any]:
+    """Returns the further variables of a template as a dict; {} for None.
+
+    Raises:
+        InvalidConfig: they are not a mapping from names, or one has an argument of its own.
+    """
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidConfig(
+            f'template_variables must be a dict such as {{"enable_thinking": False}}, got {shown(variables)}'
+        )
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidConfig(f"template_variables must not contain {name!r}, which has an argument of its own")
+    return dict(variables)
+
+
+class MessageForms:
+    """The forms of messages that one chat template reads."""
+
+    def __init__(self, render: Callable[[list[Message]], str], may_read_parts: bool = True):
+        """Keeps the renderer; nothing is rendered before a message needs it.
+
+        Args:
+            render: renders messages that are converted already, without the beginning of a reply.
+            may_read_parts: whether the template may read content as a list of parts.
+        """
+        self._render, self._may_read_parts = render, may_read_parts
+        self._read_by_role: dict[str, tuple[bool, bool]] = {}
+
+    def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns copies of the messages in the form that the template reads.
+
+        Null entries count as absent. Null content is what the template reads beside tool calls, and "" elsewhere. Texts
+        of a list of parts are joined by newlines if the template reads no lists, as in vLLM.
+
+        Raises:
+            InvalidConfig: the messages are malformed, or have a part that is not text.
+        """
+        check_messages(messages)
+        return [self._convert(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+    def _convert(self, message: Message, where: str) -> dict[str, Any]:
+        kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if not kept.get("tool_calls", True):
+            del kept["tool_calls"]
+        content, empty = kept.get("content", ABSENT), ""
+        if calls := kept.get("tool_calls"):
+            as_text, empty = self._call_form
+            kept["tool_calls"] = _with_arguments(calls, as_text)
+            content = empty if content is ABSENT else content
+        content = empty if content is None else content
+        role, parts = kept["role"], _as_parts(content)
+        if parts is not None:
+            content = self._content(parts, role, where)
+        elif isinstance(content, str) and self._may_read_parts and self._reads(role) == (False, True):
+            content = [{"type": "text", "text": content}]
+        if content is not ABSENT:
+            return kept | {"content": content}
+        kept.pop("content", None)
+        return kept
+
+    def _content(self, parts: list[Any], role: str, where: str) -> Any:
+        """Returns a list of parts as the template reads it."""
+        for i, part in enumerate(parts):
+            kind = part.get("type", "text")
+            if not isinstance(kind, str) or kind.removeprefix("input_").startswith(MEDIA):
+                raise InvalidConfig(f"{where}['content'][{i}] is of type {kind!r:.40}, and only text can be read")
+        if self._may_read_parts and self._reads(role)[1]:
+            return [_as_text_part(part) for part in parts]
+        for i, part in enumerate(parts):
+            if not isinstance(part.get("text"), str):
+                raise InvalidConfig(
+                    f"{where}['content'][{i}] is of type {part.get('type')!r:.40}, and the chat template reads text only"
+                )
+        return "\n".join(part["text"] for part in parts)
+
+    def _reads(self, role: str) -> tuple[bool, bool]:
+        """Returns whether the template reads content of a role as text, and whether as a list of parts."""
+        role = role if role in ("user", "assistant", "system", "tool") else "user"
+        if role not in self._read_by_role:
+            self._read_by_role[role] = self._try_content(role)
+        return self._read_by_role[role]
+
+    def _try_content(self, role: str) -> tuple[bool, bool]:
+        """Renders content of a role as text and as a list of parts; returns which of them the template reads."""
+
+        def written(content: Any) -> str | None:
+            message = {"role": role, "content": content}
+            before = {"assistant": [_said("user")], "tool": [_said("user"), *self._call(*self._call_form)]}
+            after = [_said("user")] if role == "system" else []
+            return self._try([*before.get(role, []), message, *after])
+
+        text, parts = written(MARK), written([{"type": "text", "text": MARK}])
+        reads_text = text is not None and MARK in text
+        clean = parts is not None and MARK in parts and "'text'" not in parts and '"text"' not in parts
+        return reads_text, (parts == text if reads_text else clean)
+
+    @functools.cached_property
+    def _call_form(self) -> tuple[bool, Any]:
+        """Whether the arguments of a tool call are read as JSON text, and the content beside it: None, "" or ABSENT."""
+        for as_text, content in itertools.product((False, True), (None, "", ABSENT)):
+            text = self._try([_said("user"), *self._call(as_text, content)])
+            wrong = ("None", "'a'", '\\"') if text is not None and MARK in text else ("",)
+            if text is not None and not any(sign in text for sign in wrong):
+                return as_text, content
+        return False, ""
+
+    def _call(self, as_text: bool, content: Any) -> list[Message]:
+        """Returns a message that calls a tool."""
+        arguments: Any = {"a": MARK}
+        function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        return [{"role": "assistant", "tool_calls": [call]} | ({} if content is ABSENT else {"content": content})]
+
+    def _try(self, messages: list[Message]) -> str | None:
+        """Renders messages; returns None if the template fails or rejects them."""
+        try:
+            return self._render(messages)
+        except JaxspecError:
+            return None
+
+
+def _said(role: str) -> Message:
+    return {"role": role, "content": "a"}
+
+
+def _as_parts(content: Any) -> list[Mapping[str, Any]] | None:
+    """Returns content as a list of parts with a type or a text; None for other content."""
+    if isinstance(content, str) or not isinstance(content, Sequence) or not content:
+        return None
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    good = all(isinstance(part, Mapping) and ("type" in part or "text" in part) for part in parts)
+    return parts if good else None
+
+
+def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a part as templates expect it: of the type "text" if it has a text, as `input_text` and `output_text`."""
+    return {"type": "text", "text": part["text"]} if isinstance(part.get("text"), str) else dict(part)
+
+
+def _with_arguments(calls: Any, as_text: bool) -> Any:
+    """Returns tool calls with their arguments as JSON text, or as the object that the text describes."""
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+        return calls
+    found = []
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function, Mapping) and "arguments" in function:
+            function = {**function, "arguments": _arguments(function["arguments"], as_text)}
+            call = {**call, "function": function} if "function" in call else function
+        found.append(call)
+    return found
+
+
+def _arguments(arguments: Any, as_text: bool) -> Any:
+    try:
+        if as_text and isinstance(arguments, Mapping):
+            return json.dumps(arguments, ensure_ascii=False)
+        if not as_text and isinstance(arguments, str):
+            read = json.loads(arguments or "{}")
+            return read if isinstance(read, dict) else arguments
+    except (ValueError, TypeError, RecursionError):  # not JSON: the template decides
+        pass
+    return arguments
