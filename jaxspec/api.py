@@ -52,6 +52,8 @@ def generate(
     drafting: Drafting | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
     stop: Sequence[str] | str = (),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -71,7 +73,8 @@ def generate(
 
     Args:
         target: target model; see `load`.
-        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages
+            `[{"role": "user", "content": ...}, ...]`. Lengths may differ.
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         drafter: name of a registered drafter, or a drafter object, which brings its own tree.
@@ -93,6 +96,11 @@ def generate(
         samples: rows per prompt, each with its own random numbers.
         chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
             template. False continues raw text. Token ids and chat messages are not affected.
+        tools: JSON schemas of the functions that the model may call in chats, one dict each, as the chat template takes
+            them; None for no tools, or in a session for those of its last turn. A prompt
+            `{"messages": [...], "tools": [...]}` has tools of its own.
+        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for
+            none, or in a session for those of its last turn.
         stop: stop strings. The text is cut before the stop string; the token that completes it is kept.
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
@@ -103,8 +111,10 @@ def generate(
             bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
             to continue the session later.
-        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows, each text
-            as a new message if there is a chat template.
+        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows. Text, as a
+            message of the user, and chat messages continue the conversation of a row as the chat template writes it;
+            if the template changes what was read, the row is read again from there. Messages may also repeat the whole
+            conversation.
         mesh: devices to decode on, see `jaxspec.make_mesh`: rows are sharded over its axis "data", the target's
             matrices over "model".
         batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
@@ -129,7 +139,8 @@ def generate(
     running = stream(
         target, prompts, key=key, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=max_new_tokens,
         draft=draft, draft_params=draft_params, tree=tree, heads=heads, drafter_options=drafter_options,
-        schedule=schedule, drafting=drafting, samples=samples, chat=chat, stop=stop, stop_ids=stop_ids,
+        schedule=schedule, drafting=drafting, samples=samples, chat=chat, tools=tools,
+        template_variables=template_variables, stop=stop, stop_ids=stop_ids,
         ignore_eos=ignore_eos, logprobs=logprobs, on_token=on_token, width_matched=width_matched, capacity=capacity,
         session=session, mesh=mesh, batch=batch, out=out, progress=progress, rounds=rounds, verbose=verbose,
     )  # fmt: skip
@@ -157,6 +168,8 @@ def stream(
     drafting: Drafting | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
     stop: Sequence[str] | str = (),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -176,7 +189,8 @@ def stream(
 
     Args:
         target: target model; see `load`.
-        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages
+            `[{"role": "user", "content": ...}, ...]`. Lengths may differ.
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         drafter: name of a registered drafter, or a drafter object, which brings its own tree.
@@ -198,6 +212,11 @@ def stream(
         samples: rows per prompt, each with its own random numbers.
         chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
             template. False continues raw text. Token ids and chat messages are not affected.
+        tools: JSON schemas of the functions that the model may call in chats, one dict each, as the chat template takes
+            them; None for no tools, or in a session for those of its last turn. A prompt
+            `{"messages": [...], "tools": [...]}` has tools of its own.
+        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for
+            none, or in a session for those of its last turn.
         stop: stop strings. The text is cut before the stop string; the token that completes it is kept.
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
@@ -208,8 +227,10 @@ def stream(
             bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
             to continue the session later.
-        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows, each text
-            as a new message if there is a chat template.
+        session: session of an earlier `Output` with the same settings. The prompts are appended to its rows. Text, as a
+            message of the user, and chat messages continue the conversation of a row as the chat template writes it;
+            if the template changes what was read, the row is read again from there. Messages may also repeat the whole
+            conversation.
         mesh: devices to decode on, see `jaxspec.make_mesh`: rows are sharded over its axis "data", the target's
             matrices over "model".
         batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
@@ -245,8 +266,9 @@ def stream(
     keywords = Drafting(drafter, rule, tree, schedule, draft, heads, drafter_options, draft_params)
     job = make_job(
         target, prompts, resolve_drafting(drafting, keywords), key=key, sampling=sampling,
-        max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
-        logprobs=logprobs, width_matched=width_matched, mesh=mesh,
+        max_new_tokens=max_new_tokens, samples=samples, chat=chat, tools=tools,
+        template_variables=template_variables, stop_ids=stop_ids, ignore_eos=ignore_eos,
+        logprobs=logprobs, width_matched=width_matched, mesh=mesh, session=session,
     )  # fmt: skip
     report_bridge(notice, job)
     if stops.strings:
@@ -267,7 +289,7 @@ def stream(
         batches = job.batches(batch, capacity, [row for row in range(job.rows) if row not in done])
         report_rounding(notice, capacity, batches)
     else:
-        batches = [extend_session(session, job)]
+        batches = [extend_session(session, job, notice)]
     return Stream(
         job, batches, stops, rounds=rounds, on_token=on_token, on_end=on_end, session=session, done=done, notice=notice
     )

@@ -33,6 +33,7 @@ def add_options(parser: Parser) -> None:
     options.add_ending(parser, 512)
     add = parser.add_argument_group("conversation").add_argument
     add("--system", metavar="TEXT", help="the system message, before the first message of the chat")
+    options.add_template(add)
     length = f"tokens a conversation may have (default: {LENGTH}, or the target's context if less)"
     add("--length", type=whole(1), metavar="N", help=length)
     add("--colour", "--color", action="store_true", help=f"show in {DRAFTED} what was drafted and accepted")
@@ -165,6 +166,7 @@ class Chat:
             raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
         decoder, _ = settings["drafting"].build(target)
         self._settings = settings | {"capacity": decoder.slots(self.length)}
+        self._tools, self._variables = settings.get("tools"), settings.get("template_variables")
         self._target, self._system, self._compiled = target, system, False
         self.reset()
 
@@ -181,7 +183,6 @@ class Chat:
     def forget(self) -> None:
         """Drops the decoder's state; the next turn reads the whole conversation."""
         self.ids: list[int] = []
-        self._text = ""  # the text of `ids`
         self._session: Session | None = None
 
     @property
@@ -202,24 +203,20 @@ class Chat:
         """
         import jaxspec
         from jaxspec.cli import show
+        from jaxspec.generation.inputs import read_turns
 
         messages = [*self.messages, {"role": "user", "content": line}]
-        text = self._target.chat_template.render(messages)  # type: ignore[union-attr]
-        ids = self._after(text)
-        if ids is None:
-            if self._session is not None:
-                show.say("the conversation, as the chat template has it now, is not what was read; reading it again")
-            self.forget()
-            ids = self._target.encode(text)
-        budget = min(self._settings["max_new_tokens"], self.room - len(ids))
+        records = None if self._session is None else self._session.records
+        (turn,) = read_turns(self._target, [messages], True, self._tools, self._variables, records)
+        ids = [*turn.held, *turn.ids]
+        budget = min(self._settings["max_new_tokens"], self.length - len(ids))
         if budget < 1:
-            taken = len(self.ids) + len(ids)
-            raise CapacityError(f"the conversation takes {taken} of {self.length} tokens, no room for an answer")
+            raise CapacityError(f"the conversation takes {len(ids)} of {self.length} tokens, no room for an answer")
         pieces: list[str] = []
         keywords: dict[str, Any] = self._settings | {"max_new_tokens": budget, "session": self._session}
         with contextlib.nullcontext() if self._compiled else show.busy("reading the prompt"):
             running = jaxspec.stream(
-                self._target, [ids], on_token=lambda row, token, piece: pieces.append(piece), **keywords
+                self._target, [messages], on_token=lambda row, token, piece: pieces.append(piece), **keywords
             )
             chunk = None if interrupted() else next(running, None)
         self._compiled = True
@@ -233,27 +230,11 @@ class Chat:
         output = running.output
         row = output[0]
         self._session, self.timing = output.session, output.timing
-        self.ids += ids + row.tokens
-        self._text = text + self._decoded(row.tokens)
+        self.read += len(turn.ids) if turn.held == self.ids else len(ids)
+        self.ids = [*ids, *row.tokens]
         self.messages = [*messages, {"role": "assistant", "content": row.text or ""}]
-        self.answers, self.read = self.answers + 1, self.read + len(ids)
-        self.total, self.stats = self.total + output.timing, self.stats + row.stats
+        self.answers, self.total, self.stats = self.answers + 1, self.total + output.timing, self.stats + row.stats
         return row
-
-    def _after(self, text: str) -> list[int] | None:
-        """Returns the ids that continue the state to `text`, or None if `text` does not continue it.
-
-        The tokens of the whole text must begin with the tokens of the text so far: no token may cross the boundary.
-        """
-        if self._session is None or not text.startswith(self._text):
-            return None
-        before, ids = self._target.encode(self._text), self._target.encode(text)
-        return ids[len(before) :] if ids[: len(before)] == before else None
-
-    def _decoded(self, tokens: list[int]) -> str:
-        """Returns the text of an answer with its special tokens; incomplete UTF-8 becomes surrogates."""
-        pieces = self._target.tokenizer.pieces(tokens, skip_special=False)  # type: ignore[union-attr]
-        return b"".join(pieces).decode("utf-8", "surrogateescape")
 
     def statistics(self) -> str:
         """Returns the statistics of the conversation, in one line."""

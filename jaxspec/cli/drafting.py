@@ -252,6 +252,8 @@ def stream_options(
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,
         "ignore_eos": args.ignore_eos,
+        "tools": args.tools,
+        "template_variables": dict(args.template_variable) or None,
         "verbose": not args.quiet,
     }
 

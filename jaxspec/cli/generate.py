@@ -23,7 +23,9 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
     )
-    options.add_chat(options.add_models(parser))
+    add = options.add_models(parser)
+    options.add_chat(add)
+    options.add_template(add)
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
     add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")

@@ -2,13 +2,15 @@
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
-from jaxspec.errors import UnknownName
+from jaxspec.errors import JaxspecError, UnknownName, shown
 from jaxspec.storage.prompt_files import SPLITS
+from jaxspec.storage.reading import check_path, read_bytes
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
 SOURCES = (
@@ -126,6 +128,51 @@ def add_chat(add: Callable) -> None:
         action=argparse.BooleanOptionalAction,
         help="take prompts as messages to an assistant (default: if the target has a chat template)",
     )
+
+
+def add_template(add: Callable) -> None:
+    """Adds `--tools` and `--template-variable`, for chat templates."""
+    add(
+        "--tools",
+        type=tools,
+        metavar="FILE",
+        help="a JSON list of the tools that the assistant may call: the JSON schema of each function",
+    )
+    add(
+        "--template-variable",
+        action="append",
+        default=[],
+        type=variable,
+        metavar="NAME=VALUE",
+        help="a further variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else a text; "
+        "repeatable",
+    )
+
+
+def tools(path: str) -> list:
+    """Reads the file of `--tools`."""
+    from jaxspec.text.messages import check_tools  # imports Jinja
+
+    try:
+        found = json.loads(read_bytes(check_path(path, "the path of the tools")))
+        checked = check_tools(found)
+    except (ValueError, RecursionError) as error:
+        why = error if isinstance(error, JaxspecError) else f"{path}: not JSON: {error}"
+        raise argparse.ArgumentTypeError(str(why)) from None
+    if not checked:
+        raise argparse.ArgumentTypeError(f"{path}: expected a list of tools, got {shown(found)}")
+    return checked
+
+
+def variable(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE, where the value is JSON (true, 3, null, a list, ...), or else a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, as in enable_thinking=false, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
 
 
 def add_sampling(parser: Parser) -> Callable:

@@ -78,6 +78,7 @@ class Session:
         mesh: the devices; None for the default device.
         rows: the number of rows with a text, which come first; the rest of the batch is padding.
         notice: announces compilations; silent by default.
+        records: what the caller keeps about each row, such as its conversation; see `jaxspec.generation.turns`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Session:
         self.decoder, self.weights, self.timing = decoder, weights, Timing()
         self.rows = len(request.count) if rows is None else rows
         self.capacity, self.mesh, self.notice = capacity, mesh, notice or Notice(False)
+        self.records: list[Any] = []
         self._cut: np.ndarray | None = None
         self._request = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), request)
         self._partition = None if mesh is None else Partition(mesh, self._row_axes)
@@ -166,6 +168,12 @@ class Session:
         new = status.astype(np.int32)
         own = jnp.asarray(new) if self.mesh is None else place(new, self.state.status.sharding)
         self.state = self.state._replace(status=own)
+
+    def row_tokens(self, row: int) -> list[int]:
+        """Returns the token ids of a row's whole text: prompts and answers."""
+        length = int(to_host(self.state.length)[row])
+        length = length if self._cut is None else min(length, int(self._cut[row]))
+        return to_host(self.state.tokens)[row, :length].tolist()
 
     @property
     def running(self) -> bool:

@@ -13,12 +13,14 @@ from jaxspec.core.checks import flag, index
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
+from jaxspec.generation.turns import RowRecord, Turn, continued
 from jaxspec.models.model import Model
+from jaxspec.text.messages import check_messages, check_tools, check_variables
 
 MOST_SAMPLES = 1 << 20
 """Maximum number of samples per prompt."""
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a dict `{"messages": [...], "tools": [...]}` with tools of its own."""
 
 
 def check_model(name: str, model: Any) -> None:
@@ -34,10 +36,15 @@ def as_prompts(prompts: Any) -> list[Any]:
         InvalidConfig: `prompts` is neither.
         EmptyPrompt: there is no prompt.
     """
+    if isinstance(prompts, Mapping) and "messages" in prompts:
+        return [prompts]
     if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, (Iterable, np.ndarray, jax.Array)):
         raise InvalidConfig(f"prompts must be text, token ids, chat messages, or a list of them, got {shown(prompts)}")
     if isinstance(prompts, (str, np.ndarray, jax.Array)) or (
-        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, np.integer, Mapping))
+        isinstance(prompts, Sequence)
+        and prompts
+        and isinstance(prompts[0], (int, np.integer, Mapping))
+        and not _has_messages(prompts[0])
     ):
         prompts = [prompts]
     prompts = list(prompts)
@@ -46,38 +53,119 @@ def as_prompts(prompts: Any) -> list[Any]:
     return prompts
 
 
-def encode_prompts(target: Model, prompts: Any, chat: bool | None) -> list[list[int]]:
-    """Returns the token ids of every prompt.
+def encode_prompts(
+    target: Model,
+    prompts: Any,
+    chat: bool | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """Returns the token ids of every prompt; see `read_turns`."""
+    return [turn.ids for turn in read_turns(target, prompts, chat, tools, template_variables)]
+
+
+def read_turns(
+    target: Model,
+    prompts: Any,
+    chat: bool | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    records: Sequence[RowRecord] | None = None,
+) -> list[Turn]:
+    """Encodes every prompt.
 
     Args:
         target: the model, with its tokenizer and chat template.
         prompts: one prompt, or any iterable of prompts.
         chat: whether to wrap text in the chat template, as a message of the user; None: if there is a template.
+        tools: JSON schemas of the tools of prompts that have none of their own.
+        template_variables: further variables of the chat template.
+        records: what a session knows about its rows, as many for each prompt; None outside a session.
+
+    Returns:
+        A turn for each prompt, or in a session for each row.
 
     Raises:
         EmptyPrompt: a prompt has no token.
         TokenOutOfRange: a token id is not in the vocabulary.
-        InvalidConfig: a prompt is of the wrong type. All messages name the prompt.
+        InvalidConfig: a prompt is of the wrong type, or no prompt is rendered by the chat template that tools or
+            variables are for. All messages name the prompt.
     """
     chat = target.chat_template is not None if chat is None else flag("chat", chat)
-    return [_encode(target, prompt, chat, f"prompt {i}") for i, prompt in enumerate(as_prompts(prompts))]
+    prompts, tools = as_prompts(prompts), check_tools(tools)
+    given = check_variables(template_variables)
+    conversations = [_messages(prompt, chat, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    if (tools or given) and all(one is None for one in conversations):
+        name = "tools" if tools else "template_variables"
+        raise InvalidConfig(
+            f"{name} are for the chat template, and no prompt is a chat; pass messages, or text as chat"
+        )
+    turns = []
+    for i in range(len(prompts) if records is None else len(records)):
+        record = None if records is None else records[i]
+        index = i if records is None else i * len(prompts) // len(records)
+        where, conversation = f"prompt {index}", conversations[index]
+        if conversation is None:
+            held = [] if record is None else record.tokens
+            turns.append(Turn(_encode(target, prompts[index], where), held=held))
+            continue
+        (messages, own), variables = conversation, given
+        own = tools if own is None else own
+        if record is not None:
+            messages = record.joined(messages, where)
+            own = record.turn.tools if own is None else own
+            variables = record.turn.variables if template_variables is None else given
+        text = target.render_chat(messages, own, variables)
+        turn = Turn(check_ids(target, target.encode(text), where), tuple(messages), text, own, variables)
+        turns.append(turn if record is None else continued(target, record, turn))
+    return turns
 
 
-def _encode(target: Model, prompt: Any, chat: bool, where: str) -> list[int]:
+def _has_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and "messages" in prompt
+
+
+def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, Any]], Any] | None:
+    """Returns the messages of a prompt, and its own tools if it has any; None for raw text and token ids.
+
+    Raises:
+        EmptyPrompt: the prompt is an empty text.
+        InvalidConfig: it is a dict with other keys than "messages" and "tools".
+    """
     if isinstance(prompt, str):
         if not prompt:
             raise EmptyPrompt(f"{where} is empty; give at least one token to continue")
-        ids = target.encode_chat([{"role": "user", "content": prompt}]) if chat else target.encode(prompt)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        ids = target.encode_chat(prompt)
-    else:
-        try:
-            array = np.asarray(prompt)
-        except Exception:  # ragged lists, deleted arrays
-            array = np.asarray(None)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
-        ids = array.astype(np.int64).tolist()
+        return ([{"role": "user", "content": prompt}], None) if chat else None
+    if isinstance(prompt, Mapping):
+        if not {"messages"} <= prompt.keys() <= {"messages", "tools"}:
+            raise InvalidConfig(f'{where} must be a dict of "messages" and perhaps "tools", got {shown(prompt)}')
+        check_messages(prompt["messages"])
+        return list(prompt["messages"]), check_tools(prompt.get("tools"))
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return list(prompt), None
+    return None
+
+
+def _encode(target: Model, prompt: Any, where: str) -> list[int]:
+    """Returns the ids of raw text, or of token ids of any type."""
+    if isinstance(prompt, str):
+        return check_ids(target, target.encode(prompt), where)
+    try:
+        array = np.asarray(prompt)
+    except Exception:  # ragged lists, deleted arrays
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
+    return check_ids(target, array.astype(np.int64).tolist(), where)
+
+
+def check_ids(target: Model, ids: list[int], where: str) -> list[int]:
+    """Returns the ids of a prompt.
+
+    Raises:
+        EmptyPrompt: there are none.
+        TokenOutOfRange: one is not in the vocabulary.
+    """
     if not ids:
         raise EmptyPrompt(f"{where} has no token; give at least one to continue")
     vocab = target.lm.vocab

@@ -24,6 +24,7 @@ from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.members import RememberingDrafter
+from jaxspec.generation.turns import RowRecord, Turn
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
@@ -59,7 +60,7 @@ class Job:
         decoder: the decoder.
         weights: parameters of target and drafter.
         prompts: the prompts, as passed by the user.
-        ids: token ids of every prompt.
+        turns: what each row's prompt appends to its text, `[rows]`.
         keys: random key of each row, `[rows]`.
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row.
@@ -74,7 +75,7 @@ class Job:
     decoder: Decoder
     weights: Weights
     prompts: list[Any]
-    ids: list[list[int]]
+    turns: list[Turn]
     keys: jax.Array
     sampling: Sampling
     max_new_tokens: int
@@ -87,11 +88,16 @@ class Job:
     @property
     def rows(self) -> int:
         """The number of rows."""
-        return len(self.ids) * self.samples
+        return len(self.turns)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The token ids of every prompt; in a session, of its first row."""
+        return [turn.ids for turn in self.turns[:: self.samples]]
 
     def prompt(self, row: int) -> list[int]:
         """Returns the token ids of a row's prompt."""
-        return self.ids[row // self.samples]
+        return self.turns[row].ids
 
     def remember(self, weights: Weights, tokens: Sequence[int]) -> Weights:
         """Returns the weights after an answer has ended, if the drafter may draft from it; see `RememberingDrafter`."""
@@ -184,11 +190,14 @@ def make_job(
     max_new_tokens: Any = 128,
     samples: Any = 1,
     chat: bool | None = None,
+    tools: Any = None,
+    template_variables: Any = None,
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     logprobs: Any = False,
     width_matched: bool = False,
     mesh: Any = None,
+    session: Session | None = None,
 ) -> Job:
     """Makes a job from the arguments of `jaxspec.generate`.
 
@@ -203,9 +212,13 @@ def make_job(
     elif isinstance(target.lm, TransformerLM) and (parts := target.lm.shards) > 1:
         raise InvalidConfig(f"{target.name} is split over {parts} devices; pass the mesh, too (mesh=...)")
     prompts = inputs.as_prompts(prompts)
-    ids = inputs.encode_prompts(target, prompts, chat)
-    inputs.check_sampling(sampling, len(ids) * samples, target.lm.vocab)
-    keys = inputs.row_keys(key, len(ids), samples, sampling)
+    count = len(prompts) * samples
+    records = None if session is None else _records(session, count)
+    turns = inputs.read_turns(target, prompts, chat, tools, template_variables, records)
+    if records is None:
+        turns = [turn for turn in turns for _ in range(samples)]
+    inputs.check_sampling(sampling, count, target.lm.vocab)
+    keys = inputs.row_keys(key, len(prompts), samples, sampling)
     stopping = inputs.stop_array(target, stop_ids, ignore_eos, 1)
     alternatives = inputs.check_logprobs(logprobs)
     if alternatives > target.lm.vocab:
@@ -217,17 +230,31 @@ def make_job(
         weights = weights._replace(draft=replicate(weights.draft, mesh))
     recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
     spelled, drafter = None, decoder.drafter
-    if isinstance(drafter, SpellingDrafter):
+    if isinstance(drafter, SpellingDrafter) and not any(turn.held and turn.messages for turn in turns):
         wrapped = target.chat_template is not None if chat is None else chat
-        spelled = [drafter.spell(prompt, some, wrapped) for prompt, some in zip(prompts, ids)]
+        said = [prompt["messages"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
+        spelled = [drafter.spell(prompt, turn.ids, wrapped) for prompt, turn in zip(said, turns[::samples])]
     return Job(
-        target, decoder, weights, prompts, ids, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh,
+        target, decoder, weights, prompts, turns, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh,
         spelled,
     )  # fmt: skip
 
 
-def extend_session(session: Session, job: Job) -> RowBatch:
-    """Appends a job's prompts to the rows of a session.
+def _records(session: Session, rows: int) -> list[RowRecord]:
+    """Returns what a session knows about its rows.
+
+    Raises:
+        InvalidConfig: the session has another number of rows, or `generate` did not make it.
+    """
+    if not session.records:
+        raise InvalidConfig("session must be the session of an earlier output; this one holds no output's rows")
+    if len(session.records) != rows:
+        raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
+    return list(session.records)
+
+
+def extend_session(session: Session, job: Job, notice: Notice) -> RowBatch:
+    """Appends a job's prompts to the rows of a session, which are first cut to the tokens that stay.
 
     Raises:
         InvalidConfig: the session has other settings or another number of rows.
@@ -235,12 +262,18 @@ def extend_session(session: Session, job: Job) -> RowBatch:
     """
     if session.decoder != job.decoder or session.rows != job.rows or session.mesh != job.mesh:
         raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
-    longest = int(to_host(session.state.length).max()) + max(map(len, job.ids)) + job.max_new_tokens
+    longest = max(len(turn.held) + len(turn.ids) for turn in job.turns) + job.max_new_tokens
     if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
         raise CapacityError(
             f"the session has {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
             "start the session with a larger capacity=..."
         )
+    length = to_host(session.state.length).copy()
+    kept = np.asarray([len(turn.held) for turn in job.turns])
+    if any(len(turn.held) < len(record.tokens) for turn, record in zip(job.turns, session.records)):
+        notice.say("the conversation, as the chat template has it now, is not what was read; reading it again")
+    length[: len(kept)] = np.minimum(length[: len(kept)], kept)
+    session.cut(length, to_host(session.state.status))
     batch = RowBatch(list(range(job.rows)), len(session.state.length), session.capacity)
     session.extend(job.request(batch.initial_rows, session.capacity))
     return batch

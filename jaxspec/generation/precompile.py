@@ -41,6 +41,8 @@ def precompile(
     drafting: Drafting | str | os.PathLike | None = None,
     samples: int = 1,
     chat: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
     stop: Sequence[str] | str = (),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -59,7 +61,8 @@ def precompile(
 
     Args:
         target: target model; see `load`.
-        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages. Lengths may differ.
+        prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages
+            `[{"role": "user", "content": ...}, ...]`. Lengths may differ.
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         drafter: name of a registered drafter, or a drafter object, which brings its own tree.
@@ -81,6 +84,11 @@ def precompile(
         samples: rows per prompt, each with its own random numbers.
         chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
             template. False continues raw text. Token ids and chat messages are not affected.
+        tools: JSON schemas of the functions that the model may call in chats, one dict each, as the chat template takes
+            them; None for no tools, or in a session for those of its last turn. A prompt
+            `{"messages": [...], "tools": [...]}` has tools of its own.
+        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for
+            none, or in a session for those of its last turn.
         stop: stop strings, which do not affect compilation.
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
@@ -108,7 +116,8 @@ def precompile(
     keywords = Drafting(drafter, rule, tree, schedule, draft, heads, drafter_options, draft_params)
     job = make_job(
         target, prompts, resolve_drafting(drafting, keywords), key=key, sampling=sampling,
-        max_new_tokens=max_new_tokens, samples=samples, chat=chat, stop_ids=stop_ids, ignore_eos=ignore_eos,
+        max_new_tokens=max_new_tokens, samples=samples, chat=chat, tools=tools,
+        template_variables=template_variables, stop_ids=stop_ids, ignore_eos=ignore_eos,
         logprobs=logprobs, width_matched=width_matched, mesh=mesh,
     )  # fmt: skip
     batches = job.batches(batch, capacity, range(job.rows))

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import InvalidConfig, StorageError, shown
@@ -175,17 +175,18 @@ class ResultsFile:
         return body[:-1] + f', "checksum": "{self._checksum(body[:-1])}"}}\n'.encode()
 
     def _prompt(self, index: int) -> Any:
-        """Returns a prompt as passed by the user: text, messages or token ids."""
+        """Returns a prompt as passed by the user: text, messages, messages with tools, or token ids."""
         prompt = self._job.prompts[index]
         if isinstance(prompt, str):
             return prompt
-        if not isinstance(prompt[0], Mapping):
+        if not isinstance(prompt, Mapping) and not isinstance(prompt[0], Mapping):
             return self._job.ids[index]
-        messages = [dict(message) for message in prompt]
-        try:
-            return json.loads(json.dumps(messages, allow_nan=False))
-        except (ValueError, TypeError, RecursionError):  # role and content are always valid JSON, other keys may not be
-            return [{name: message[name] for name in ("role", "content")} for message in messages]
+        messages = prompt["messages"] if isinstance(prompt, Mapping) else prompt
+        plainer = [{name: message[name] for name in ("role", "content") if name in message} for message in messages]
+        for form in (prompt, plainer):  # other keys may have values that JSON has no form for
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                return json.loads(json.dumps(form, allow_nan=False, default=_as_plain))
+        return self._job.turns[index * self._job.samples].text
 
     def _checksum(self, body: bytes) -> str:
         return hashlib.sha256(self._digest.encode() + body).hexdigest()[:16]
@@ -250,6 +251,15 @@ def _resolve(path: Any) -> pathlib.Path:
     except OSError as error:  # a directory without permission
         raise InvalidConfig(f"out={shown(str(path))} cannot be used: {error.strerror}") from None
     return resolved
+
+
+def _as_plain(value: Any) -> Any:
+    """Returns mappings and sequences of any type as dicts and lists, for JSON."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError
 
 
 def _is_truncated(line: bytes) -> bool:

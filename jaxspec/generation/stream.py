@@ -16,6 +16,7 @@ from jaxspec.decode.state import RoundLog
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.generation.job import Job, RowBatch
 from jaxspec.generation.output import Chunk, Generation, Output
+from jaxspec.generation.turns import RowRecord
 from jaxspec.models.model import Model
 from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.stops import StopStrings
@@ -95,6 +96,8 @@ class Stream(Iterator[Chunk]):
         before = [tokens[b, : start[b]].tolist() for b in range(len(rows))]
         self._rows = [None if row is None else self._start_row(row, before[b]) for b, row in enumerate(rows)]
         self._rounds_read = to_host(session.state.round)
+        if self._single_batch:
+            session.records = [RowRecord(self._job.turns[row], self._generations[row]) for row in batch.rows]
 
     def _start_row(self, row: int, before: Sequence[int]) -> "_Row":
         """Starts a row; `before` are the tokens that its answer continues."""

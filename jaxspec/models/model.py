@@ -116,7 +116,7 @@ class Model:
         self._need_tokenizer()
         if self.chat_template is None:
             raise MissingTokenizer(f"{self.name} has no chat template; pass plain text (chat=False, --no-chat) instead")
-        variables: dict[str, Any] = check_variables(template_variables) | {"tools": check_tools(tools)}
+        variables: dict[str, Any] = check_variables(template_variables) | {"tools": check_tools(tools) or None}
         with in_source(self.name):
             return self.chat_template.render(messages, **variables)
 

@@ -33,7 +33,7 @@ def check_messages(messages: Any) -> None:
 
 
 def check_tools(tools: Any) -> list[Mapping[str, Any]] | None:
-    """Returns the descriptions of tools as a list; None if there are none.
+    """Returns the descriptions of tools as a list; None for None.
 
     Raises:
         InvalidConfig: they are not a list of dicts.
@@ -50,7 +50,7 @@ def check_tools(tools: Any) -> list[Mapping[str, Any]] | None:
             )
         if not isinstance(tool, Mapping):
             raise InvalidConfig(f"tools[{i}] must be a dict, the JSON schema of a function; got {shown(tool)}")
-    return list(tools) or None
+    return list(tools)
 
 
 def check_variables(variables: Any) -> dict[str, Any]:
@@ -126,9 +126,8 @@ class MessageForms:
             return [_as_text_part(part) for part in parts]
         for i, part in enumerate(parts):
             if not isinstance(part.get("text"), str):
-                raise InvalidConfig(
-                    f"{where}['content'][{i}] is of type {part.get('type')!r:.40}, and the chat template reads text only"
-                )
+                kind = shown(part.get("type"), 40)
+                raise InvalidConfig(f"{where}['content'][{i}] is of type {kind}, and the chat template reads text only")
         return "\n".join(part["text"] for part in parts)
 
     def _reads(self, role: str) -> tuple[bool, bool]:

@@ -1,0 +1,103 @@
+"""Turns: what a prompt appends to a row's text, and how a session's conversation goes on.
+
+A chat template renders a whole conversation. What it writes once, such as a system prompt, and what it writes between
+an answer and the next message therefore depend on all messages so far, which `RowRecord` keeps for a row of a session.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import InvalidConfig
+from jaxspec.generation.output import Generation
+from jaxspec.models.model import Model
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a prompt appends to a row.
+
+    Attributes:
+        ids: the token ids to append.
+        messages: the conversation up to the answer; None for raw text and token ids.
+        text: what the chat template makes of it.
+        tools: the tools that the template was given, or None.
+        variables: its further variables.
+        held: the tokens of the row that stay before `ids`; [] outside a session.
+    """
+
+    ids: list[int]
+    messages: tuple[Message, ...] | None = None
+    text: str = ""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    held: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRecord:
+    """What a session knows about one of its rows.
+
+    Attributes:
+        turn: its last turn.
+        answer: the answer, which grows while the row is decoded.
+    """
+
+    turn: Turn
+    answer: Generation
+
+    @property
+    def tokens(self) -> list[int]:
+        """The row's whole text."""
+        return [*self.turn.held, *self.turn.ids, *self.answer.tokens]
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The conversation with its last answer; None if the row is not a conversation."""
+        asked = self.turn.messages
+        return None if asked is None else (*asked, {"role": "assistant", "content": self.answer.text or ""})
+
+    def joined(self, new: Sequence[Message], where: str) -> list[Message]:
+        """Returns the conversation with further messages, which may also be the whole conversation.
+
+        Messages are the whole conversation if they begin with what was asked, and an answer of the assistant follows.
+
+        Raises:
+            InvalidConfig: the row is not a conversation.
+        """
+        asked, said = self.turn.messages, self.messages
+        if asked is None or said is None:
+            raise InvalidConfig(
+                f"{where}: the session's text was given as token ids or raw text, which a chat template cannot "
+                "continue; pass token ids or chat=False, or start a session with the whole conversation as messages"
+            )
+        whole = list(new[: len(asked)]) == list(asked) and len(new) > len(asked)
+        return list(new) if whole and new[len(asked)].get("role") == "assistant" else [*said, *new]
+
+
+def continued(target: Model, record: RowRecord, turn: Turn) -> Turn:
+    """Returns the turn of a session's row, given the turn of its whole conversation.
+
+    The text that was read stays in the cache if the template's text continues it, and no token crosses its end; the
+    answer then keeps its own tokens. Otherwise the row is cut where its tokens and those of the template's text first
+    differ. Templates that drop or reformat what was said, such as earlier reasoning, lead to that.
+    """
+    before = record.turn.text + _spelled(target, record.answer.tokens)
+    if turn.text.startswith(before):
+        known = target.encode(before)
+        if turn.ids[: len(known)] == known:
+            return dataclasses.replace(turn, ids=turn.ids[len(known) :], held=record.tokens)
+    same = 0
+    for one, other in zip(record.tokens, turn.ids):
+        if one != other:
+            break
+        same += 1
+    return dataclasses.replace(turn, ids=turn.ids[same:], held=turn.ids[:same])
+
+
+def _spelled(target: Model, tokens: Sequence[int]) -> str:
+    """Returns the text of tokens with special tokens; bytes of an incomplete character become surrogates."""
+    assert target.tokenizer is not None
+    return b"".join(target.tokenizer.pieces(tokens, skip_special=False)).decode("utf-8", "surrogateescape")
