@@ -25,7 +25,7 @@ TALLEST = 6000
 BROWSERS, DRIVER = ("chromium", "chromium-browser", "google-chrome"), "chromedriver"
 MISSING = (
     "The pages were not looked at: there is no {}. On Debian: apt install chromium chromium-driver; "
-    "then: pip install '.[browser]'"
+    "then: pip install --editable '.[browser]'"
 )
 
 # Folds are open while code and widths are measured: what is in them must fit, too.

@@ -159,3 +159,32 @@ def test_pages_in_docstrings_become_links(line, linked, monkeypatch):
     lines = [line]
     runpy.run_path(str(ROOT / "docs/conf.py"))["_link_pages"](None, "function", "load", None, None, lines)
     assert lines == [linked]
+
+
+TOLD = [*PAGES, *NOTEBOOKS, *sorted((ROOT / "jaxspec").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py"))]
+FOLDER_INSTALL = re.compile(
+    r"pip install (?!--editable )(?:-\w+ |--\w+ )*['\"]?\.(?:\[\w+\])?['\"]?(?=[\s`,;]|$)", re.M
+)
+
+
+@pytest.mark.parametrize("path", TOLD, ids=name)
+def test_a_checkout_is_installed_as_editable(path):
+    """Python that is started in a checkout imports its folder: after another install, without the kernels."""
+    assert not FOLDER_INSTALL.findall(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("pip install .", 1),
+        ("run `pip install '.[train]'`, then", 1),
+        ('pip install --quiet ".[bench]"', 1),
+        ("pip install . # here", 1),
+        ("pip install --editable .", 0),
+        ("pip install --editable '.[train]'", 0),
+        ("pip install grain.", 0),
+        ("pip install ./elsewhere", 0),
+    ],
+)
+def test_another_install_of_the_folder_is_seen(said, found):
+    assert len(FOLDER_INSTALL.findall(said)) == found
