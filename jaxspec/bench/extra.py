@@ -23,5 +23,5 @@ def need(module: str, purpose: str) -> Any:
     except ImportError as error:
         raise MissingPackage(
             f"{purpose} needs {REQUIREMENTS[module]}, which cannot be imported here ({error}); "
-            f"install it with pip, or run `pip install --editable '.[bench]'` in the checkout for all packages of the benchmark"
+            "install it with pip, or run `pip install --editable '.[bench]'` in the checkout for all of the benchmark"
         ) from None
