@@ -143,6 +143,10 @@ class CheckpointError(JaxspecError):
     """A checkpoint is malformed, incomplete, or of an unsupported kind."""
 
 
+class LimitError(CheckpointError):
+    """A part of a checkpoint, such as its chat template, takes more time or memory than it may."""
+
+
 class FetchError(JaxspecError):
     """A preset's weights or a task's prompts could not be downloaded, or do not match their checksum."""
 
@@ -157,6 +161,10 @@ class TuningError(JaxspecError):
 
 class TrainingError(JaxspecError):
     """Training data cannot be read or are too few, or a run cannot be resumed, for example with other settings."""
+
+
+class ProcessError(JaxspecError):
+    """The process in which chat templates and tokenizers run cannot be started."""
 
 
 class MissingPackage(JaxspecError):

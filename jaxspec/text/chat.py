@@ -1,25 +1,31 @@
-"""Chat templates, which format a conversation as a model's prompt."""
+"""Chat templates, which format a conversation as a model's prompt.
 
+A template is a program that comes with a checkpoint. It runs in the confined process, see `jaxspec.confined`.
+"""
+
+import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
+from jaxspec.confined.process import Held, Limits, Refused
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.text.messages import MessageForms
-from jaxspec.text.sandbox import RaisedByTemplate, TemplateSandbox
 
-MAX_SOURCE = 1 << 16  # characters; the longest published templates have about 30,000
+MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
 MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
 MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
-BUDGET = 1 << 24  # units for any rendering: about 0.2 seconds
-PER_CHARACTER = 64  # additional units per character of input
+SECONDS, MEMORY = 0.75, 128 << 20  # of processor time and bytes, for compiling a template and for any rendering
+TRIAL_SECONDS = 0.1  # for rendering the short conversations of `MessageForms`, at most 14 of them
+SECONDS_PER_CHARACTER, MEMORY_PER_CHARACTER = 2e-6, 64  # in addition, per character of input
 RECORD = 512  # characters that a list or dict counts for, besides its contents
 
 
 class ChatTemplate:
     """A template that formats a conversation as the text a model was trained on.
+
+    The text is a function of the source and the variables, with one exception: a template that calls `strftime_now`
+    writes today's date. The variable `strftime_now="2026-11-27"` sets another one.
 
     Attributes:
         source: the Jinja source.
@@ -30,20 +36,17 @@ class ChatTemplate:
         """Compiles a template.
 
         Raises:
-            CheckpointError: the source is too long, or it cannot be compiled.
+            CheckpointError: the source is too long, it cannot be compiled, or compiling exceeds its limits.
         """
         if not isinstance(source, str) or len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template: must be a str of at most {MAX_SOURCE} characters")
         self.source, self.special_tokens = source, dict(special_tokens or {})
         knows_parts = "'text'" in source or '"text"' in source
-        self._forms = MessageForms(functools.partial(self._render, add_generation_prompt=False), knows_parts)
+        self._forms = MessageForms(functools.partial(_try, self), knows_parts)
         try:
-            self._sandbox = TemplateSandbox()
-            self._template = self._sandbox.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"chat template, line {error.lineno}: {_line(error)}") from None
-        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
-            raise CheckpointError(f"chat template: cannot be compiled: {_line(error)}") from None
+            self._template = Held("chat template", "template", (source,), Limits(SECONDS, MEMORY))
+        except Refused as error:
+            raise _typed(error) from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -55,38 +58,83 @@ class ChatTemplate:
                 Content may be a text, a list of parts such as `{"type": "text", "text": ...}`, or None beside
                 `tool_calls`, see `jaxspec.text.messages`.
             add_generation_prompt: whether to end with the beginning of the assistant's reply.
-            **variables: further variables of the template, such as `tools` or `enable_thinking`.
+            **variables: further variables of the template, such as `tools` or `enable_thinking`. `strftime_now`, a
+                date or a time in ISO format such as "2026-11-27", is what the template takes for now.
 
         Raises:
             InvalidConfig: the messages are malformed, or the template rejects them.
-            CheckpointError: the template fails, or exceeds its limits.
+            CheckpointError: the template fails, or exceeds its limits of time and memory.
         """
-        return self._render(self._forms.convert(messages), add_generation_prompt, **variables)
+        return self.render_all([messages], add_generation_prompt, **variables)[0]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
+    def render_all(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        add_generation_prompt: bool | Sequence[bool] = True,
+        **variables: Any,
+    ) -> list[str]:
+        """Formats several conversations, faster than one at a time.
+
+        Args:
+            conversations: the messages of each, see `render`.
+            add_generation_prompt: whether to end with the beginning of the assistant's reply: one value, or one for
+                each conversation.
+            **variables: see `render`.
+
+        Raises:
+            InvalidConfig: messages are malformed, or the template rejects them.
+            CheckpointError: the template fails, or exceeds its limits of time and memory.
+        """
+        alike = isinstance(add_generation_prompt, bool)
+        ends = [add_generation_prompt] * len(conversations) if alike else list(add_generation_prompt)
+        if len(ends) != len(conversations):
+            raise InvalidConfig(
+                f"add_generation_prompt has {len(ends)} values for {len(conversations)} conversations; pass one each"
+            )
+        converted = [self._forms.convert(messages) for messages in conversations]
+        return self._render(converted, ends, variables, SECONDS)
+
+    def _render(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        ends: Sequence[bool],
+        variables: Mapping[str, Any],
+        seconds: float,
+    ) -> list[str]:
         """Renders messages as they are."""
-        inputs = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        inputs |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        size = 0
-        for name, value in inputs.items():
-            inputs[name], added = _plain(value, name)
-            size += added
-        room = MAX_OUTPUT + size
-        parts = []
+        now = _now(variables.get("strftime_now"))
+        shared = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        shared.pop("strftime_now", None)
+        inputs, size = [], 0
+        for messages, end in zip(conversations, ends):
+            given = {}
+            for name, value in (shared | {"messages": messages, "add_generation_prompt": end}).items():
+                given[name], added = _plain(value, name)
+                size += added
+            inputs.append(given)
+        limits = Limits(seconds + SECONDS_PER_CHARACTER * size, MEMORY + MEMORY_PER_CHARACTER * size)
         try:
-            with self._sandbox.budget(BUDGET + PER_CHARACTER * size):
-                for part in self._template.generate(inputs):
-                    parts.append(part)
-                    room -= len(part)
-                    if room < 0:
-                        raise CheckpointError(f"chat template: its output exceeds {MAX_OUTPUT + size} characters")
-        except CheckpointError:
-            raise
-        except RaisedByTemplate as error:
-            raise InvalidConfig(f"the chat template rejects these messages: {_line(error)}") from None
-        except Exception as error:  # a template may divide by zero, or raise anything else
-            raise CheckpointError(f"chat template: {_line(error)}") from None
-        return "".join(parts)
+            return self._template.call("render", inputs, now, MAX_OUTPUT + size, limits=limits)
+        except Refused as error:
+            raise _typed(error) from None
+
+
+def _try(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
+    return template._render([messages], [False], {}, TRIAL_SECONDS)[0]
+
+
+def _typed(error: Refused) -> CheckpointError | InvalidConfig:
+    if error.kind == "RaisedByTemplate":
+        return InvalidConfig(f"the chat template rejects these messages: {error.text[:200]}")
+    return CheckpointError(f"chat template: {error.text[:200] or error.kind}")
+
+
+def _now(given: Any) -> str:
+    """Returns the date and time of a rendering in ISO format."""
+    try:
+        return (datetime.datetime.now() if given is None else datetime.datetime.fromisoformat(given)).isoformat()
+    except (TypeError, ValueError):
+        raise InvalidConfig(f'strftime_now must be a date such as "2026-11-27", got {given!r:.80}') from None
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
@@ -107,9 +155,3 @@ def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
         plain = [item for item, _ in items]
         return tuple(plain) if isinstance(value, tuple) else plain, RECORD + sum(size for _, size in items)
     raise InvalidConfig(f"{name} may contain only strings, numbers, lists and dicts, got {type(value).__name__!r}")
-
-
-def _line(error: BaseException) -> str:
-    """Formats an exception as one line."""
-    text = " ".join(str(error).split())
-    return f"{text[:200]}" if text else type(error).__name__

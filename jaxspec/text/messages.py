@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import InvalidConfig, JaxspecError, shown
+from jaxspec.errors import InvalidConfig, JaxspecError, LimitError, shown
 
 MARK = "271828"  # a text that templates do not change
 MEDIA = ("image", "audio", "video", "file")  # what the types of parts begin with that are not text
@@ -172,6 +172,8 @@ class MessageForms:
         """Renders messages; returns None if the template fails or rejects them."""
         try:
             return self._render(messages)
+        except LimitError:  # further trials would only take as long again
+            raise
         except JaxspecError:
             return None
 

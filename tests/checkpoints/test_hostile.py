@@ -336,7 +336,7 @@ CYCLIC = [
     "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
     "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
     "{{ 'x' * 10**10 }}",
-    "{{ 10 ** 10 ** 10 }}",
+    "{{ 10 ** (10 ** 10) }}",
     "{{ range(10**9) | list }}",
     "{% include 'config.json' %}",
     "{% extends 'self' %}",

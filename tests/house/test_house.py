@@ -18,7 +18,7 @@ PACKAGE = ROOT / "jaxspec"
 
 FLOORS = (
     {"errors"},
-    {"registry", "storage"},
+    {"registry", "storage", "confined"},
     {"backend"},
     {"core"},
     {"rules", "schedules", "decode", "analysis", "text", "kernels"},

@@ -1,0 +1,164 @@
+"""The program of the confined process: holds objects that came with checkpoints, and answers requests to them.
+
+    python -I -S serve.py WATCH PATH...
+
+The standard input is a sequence of requests, see `jaxspec.confined.process`. The process ends when the input ends.
+It imports nothing of jaxspec. After its imports, it gives up what it does not need: environment, files, other
+processes, the network and further imports. WATCH is 1 if the parent limits the memory, else 0.
+"""
+
+import importlib
+import json
+import marshal
+import os
+import signal
+import struct
+import sys
+from typing import Any
+
+resource: Any
+try:
+    resource = importlib.import_module("resource")
+except ImportError:  # not on this platform: the parent limits the memory
+    resource = None
+
+KINDS = {"template": ("chat_templates", "Template")}
+"""Module and class of each kind of object."""
+
+HEADER, LENGTH = struct.Struct("<cQQ"), struct.Struct("<Q")
+UNUSED = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
+HARMLESS = {
+    "builtins.id",
+    "code.__new__",  # jinja2 rewrites tracebacks
+    "compile",
+    "exec",
+    "marshal.loads",
+    "object.__getattr__",
+    "resource.setrlimit",
+    "sys._getframe",
+}
+"""Audited events that templates need, or that this program causes. All others are refused."""
+
+
+def refuse(event, arguments):
+    """Refuses every audited event that is not known to be harmless."""
+    if event not in HARMLESS:
+        raise PermissionError(f"not allowed: {event}")
+
+
+class Limiter:
+    """Limits the processor time and the memory of requests, where the platform can."""
+
+    def __init__(self, watched):
+        self.sizes = None
+        if resource is not None and not watched:
+            self.sizes = os.open("/proc/self/statm", os.O_RDONLY)  # opened now: later, files cannot be opened
+
+    def begin(self, seconds, memory):
+        """Sets the limits. At the end of the time, the kernel ends the process, whatever it is doing."""
+        if self.sizes is not None:
+            used = int(os.pread(self.sizes, 64, 0).split()[0]) * resource.getpagesize()
+            self._limit(used + memory)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def end(self):
+        """Lifts the limits."""
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        if self.sizes is not None:
+            self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, size):
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        bounded = most != resource.RLIM_INFINITY and (size == resource.RLIM_INFINITY or size > most)
+        resource.setrlimit(resource.RLIMIT_AS, (most if bounded else size, most))
+
+
+def seal():
+    """Gives up what requests do not need."""
+    os.environ.clear()
+    kinds = [getattr(resource, name) for name in UNUSED if hasattr(resource, name)]  # none if resource is None
+    for kind in kinds:
+        resource.setrlimit(kind, (0, 0))
+    sys.addaudithook(refuse)
+
+
+def read(size):
+    """Reads from the standard input; ends the process at its end."""
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(0, min(size - len(data), 1 << 20))
+        if not part:
+            os._exit(0)
+        data += part
+    return bytes(data)
+
+
+def write(pipe, kind, data):
+    """Writes an answer: `j` for JSON, `b` for bytes, `e` for an exception, `m` if memory ran out."""
+    peak = 0
+    if resource is not None:  # in bytes on macOS, in KiB elsewhere
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    view = memoryview(HEADER.pack(kind, peak, len(data)) + data)
+    while view:
+        view = view[os.write(pipe, view) :]
+
+
+def to_json(value):
+    """Encodes a value as JSON; surrogates are kept."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def describe(error):
+    """Encodes an exception: its class, and its message as one line of at most 500 characters."""
+    text = str(error)[:2000]
+    return to_json([type(error).__name__, " ".join(text.split())[:500]])
+
+
+def answer(objects, classes, limiter, request):
+    """Handles a request; returns the kind of the answer and its bytes."""
+    released, number, name, arguments, seconds, memory = request
+    for other in released:
+        objects.pop(other, None)
+    try:
+        limiter.begin(seconds, memory)
+        if number in objects:
+            value = getattr(objects[number], name)(*arguments)
+        else:
+            objects[number], value = classes[name](*arguments), None
+        return (b"b", value) if isinstance(value, bytes) else (b"j", to_json(value))
+    except MemoryError:
+        limiter.end()
+        return b"m", b""
+    except BaseException as error:
+        limiter.end()
+        return b"e", describe(error)
+    finally:
+        limiter.end()
+
+
+def main():
+    """Imports, gives up rights, and answers requests."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)  # nothing that is printed mixes with the answers
+    sys.path[:] = [os.path.dirname(os.path.abspath(__file__)), *sys.argv[2:]]
+    if hasattr(signal, "SIGPROF"):  # a parent may have ignored or blocked it
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    try:
+        classes = {kind: getattr(importlib.import_module(module), name) for kind, (module, name) in KINDS.items()}
+        limiter = Limiter(sys.argv[1] == "1")
+        seal()
+    except BaseException as error:
+        write(pipe, b"e", f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    write(pipe, b"j", b"null")
+    objects = {}
+    while True:
+        (size,) = LENGTH.unpack(read(LENGTH.size))
+        write(pipe, *answer(objects, classes, limiter, marshal.loads(read(size))))
+
+
+if __name__ == "__main__":
+    main()
