@@ -23,6 +23,7 @@ from jaxspec.checkpoints.base import (
 )
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
+from jaxspec.confined.process import CONFINED
 from jaxspec.core.checks import named, one_of
 from jaxspec.core.mesh import MODEL, check
 from jaxspec.errors import InvalidConfig, in_source
@@ -91,6 +92,7 @@ def load(
             f"are needed (kernels: {describe()}); choose another dtype, such as int8"
         )
     packed = use_kernels(kernels, suited)
+    CONFINED.start()  # it imports while the file is read
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import

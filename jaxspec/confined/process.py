@@ -259,9 +259,9 @@ class _Child:
             if kind == b"b":
                 return answer
             value = json.loads(answer.decode("utf-8", "surrogatepass"))
-            if kind == b"e":
-                raise Refused(*map(str, value))
-            return value
+            if kind == b"j":
+                return value
+            raise Refused(*map(str, value)) if kind == b"e" else ValueError(kind)
         except TimeoutError:
             raise over_time from None
         except MemoryError:

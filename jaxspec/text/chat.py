@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.confined.process import Held, Limits, Refused
-from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.text.messages import MessageForms
 
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
@@ -114,9 +114,12 @@ class ChatTemplate:
             inputs.append(given)
         limits = Limits(seconds + SECONDS_PER_CHARACTER * size, MEMORY + MEMORY_PER_CHARACTER * size)
         try:
-            return self._template.call("render", inputs, now, MAX_OUTPUT + size, limits=limits)
+            texts = self._template.call("render", inputs, now, MAX_OUTPUT + size, limits=limits)
         except Refused as error:
             raise _typed(error) from None
+        if not isinstance(texts, list) or len(texts) != len(inputs) or not all(isinstance(t, str) for t in texts):
+            raise CheckpointError(f"chat template: its process answered {shown(texts)}, expected texts")
+        return texts
 
 
 def _try(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
