@@ -16,6 +16,7 @@ from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
+from jaxspec.text.gguf_vocab import adds_bos
 
 _BLOCK = "blk.{}."
 _NAMES = {
@@ -83,8 +84,6 @@ _PLAIN = {
     "rope.scale_linear": 1.0,
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-# Tokenizers whose models expect the beginning-of-sequence token even if the file does not say so.
-_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3")
 
 
 def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
@@ -124,8 +123,6 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         )
     ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     ends: list[Any] = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    model, pre = text.get("tokenizer.ggml.model"), text.get("tokenizer.ggml.pre")
-    adds_bos = text.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS)
     template = text.get("tokenizer.chat_template")
     return Checkpoint(
         config=config,
@@ -136,7 +133,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         ),
         stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
         bos_id=ids["bos"],
-        add_bos=bool(adds_bos) and ids["bos"] is not None,
+        add_bos=adds_bos(text) and ids["bos"] is not None,
         tokenizer=TokenizerSource(gguf=text) if tokens else None,
         chat_template=template if isinstance(template, str) else None,
         special_tokens={

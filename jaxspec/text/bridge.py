@@ -86,16 +86,19 @@ class Side:
         found.pop(b"", None)
         return found
 
-    def spell(self, text: bytes) -> list[int]:
-        """Returns the ids of a text in the middle of another: as the tokenizer splits it, if that keeps its bytes."""
+    def spell(self, texts: Sequence[bytes]) -> list[list[int]]:
+        """Returns the ids of texts in the middle of others: as the tokenizer splits each, if that keeps its bytes."""
         tokenizer = self.tokenizer
-        with contextlib.suppress(UnicodeDecodeError):
-            whole = text.decode()
-            ids = tokenizer.encode(whole[tokenizer.strips_space and whole[:1] == " " :], special=False)
-            ordinary = max(ids, default=0) < self.size and not tokenizer.special_ids.intersection(ids)
-            if ordinary and b"".join(tokenizer.pieces(ids)) == text:
-                return ids
-        return self.longest_matches(text)
+        whole = [text.decode(errors="replace") for text in texts]
+        split = tokenizer.encode_all(
+            [text[tokenizer.strips_space and text[:1] == " " :] for text in whole], special=False
+        )
+        return [ids if self._spells(ids, text) else self.longest_matches(text) for ids, text in zip(split, texts)]
+
+    def _spells(self, ids: Sequence[int], text: bytes) -> bool:
+        """Tells whether ids without control tokens have these bytes."""
+        ordinary = max(ids, default=0) < self.size and not self.tokenizer.special_ids.intersection(ids)
+        return ordinary and b"".join(self.tokenizer.pieces(ids)) == text
 
     def conversation(self, ids: Sequence[int]) -> list[dict[str, str]] | None:
         """Returns the messages that the chat template renders as these ids; None if it finds none.
@@ -234,13 +237,19 @@ def build_bridge(target: Side, draft: Side) -> Bridge:
             ends[ours] = theirs
     pairs = sorted({target.by_bytes[text]: draft.by_bytes[text] for text in shared}.items() | ends.items())
 
-    def spelled(token: int) -> list[int]:
+    spellings: list[list[int]] = [[] for _ in range(target.vocab)]
+    others = {}
+    for token in range(target.size):
         if token in ends or token in target.tokenizer.special_ids:
-            return [ends[token]] if token in ends else []
+            spellings[token] = [ends[token]] if token in ends else []
+            continue
         text = target.tokenizer.token_bytes(token)
-        return [draft.by_bytes[text]] if text in shared else draft.spell(text)[-LONGEST:]
-
-    spellings = [spelled(token) if token < target.size else [] for token in range(target.vocab)]
+        if text in shared:
+            spellings[token] = [draft.by_bytes[text]]
+        else:
+            others[token] = text
+    for token, ids in zip(others, draft.spell([*others.values()])):
+        spellings[token] = ids[-LONGEST:]
     as_target, common = np.asarray(pairs, np.int32).T
     sample = target.tokenizer.encode(SAMPLE, special=False)
     return Bridge(

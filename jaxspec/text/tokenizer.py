@@ -1,43 +1,85 @@
 """Tokenizers, for byte-level BPE and SentencePiece-style BPE vocabularies.
 
-The `tokenizers` library encodes. Decoding is implemented here: each token is a sequence of bytes, and a text is their
-concatenation decoded as UTF-8, with U+FFFD for invalid bytes. That makes streaming exact; see `incremental`.
+The `tokenizers` library encodes, in the confined process (see `jaxspec.confined`), since what a file makes it do is not
+bounded. Decoding is implemented here: each token is a sequence of bytes, and a text is their concatenation decoded as
+UTF-8, with U+FFFD for invalid bytes. That makes streaming exact; see `incremental`.
 """
 
+import array
 import json
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxspec.confined.process import Held, Limits, Refused
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
 from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
-from jaxspec.text.gguf_vocab import tokenizer_from_gguf
+from jaxspec.text.gguf_vocab import convert_tokenizer
 
-if TYPE_CHECKING:
-    import tokenizers
+MAX_STEPS = 10_000
+"""Lists and objects in a part of a tokenizer.json other than the vocabulary."""
+LOAD_SECONDS, LOAD_MEMORY = 2.0, 64 << 20  # for the smallest file
+LOAD_SECONDS_PER_CHARACTER, LOAD_MEMORY_PER_CHARACTER = 1e-6, 48  # measured: 1e-7 seconds and 12 bytes
+ENCODE_SECONDS, ENCODE_MEMORY = 2.0, 64 << 20  # for the shortest text
+ENCODE_SECONDS_PER_BYTE, ENCODE_MEMORY_PER_BYTE = 1e-5, 1024  # measured: 1.5e-6 seconds and 250 bytes
 
 
 class Tokenizer:
     """A tokenizer that maps text to token ids and back.
 
     Attributes:
-        inner: the `tokenizers.Tokenizer` that encodes.
+        text: the text of its `tokenizer.json`.
         bos_id, eos_id: ids of the tokens that begin and end a text; None if the checkpoint does not name them.
-        add_bos: whether a text begins with BOS; None leaves it to the post-processor of `inner`.
+        add_bos: whether a text begins with BOS; None leaves it to the file's post-processor.
         strips_space: whether the encoder prepends a space, which decoding removes.
     """
 
     def __init__(
         self,
-        inner: "tokenizers.Tokenizer",
+        content: Mapping[str, Any],
         bos_id: int | None = None,
         eos_id: int | None = None,
         add_bos: bool | None = None,
+        *,
+        text: str | None = None,
+        vocab_size: int | None = None,
     ):
-        self.inner, self.bos_id, self.eos_id, self.add_bos = inner, bos_id, eos_id, add_bos
-        self._added = {i: (t.content, t.special) for i, t in inner.get_added_tokens_decoder().items()}
-        self._byte_level, self.strips_space = _decoder_kind(inner)
+        """Reads the content of a `tokenizer.json`.
+
+        Args:
+            content: the content of the file.
+            bos_id, eos_id, add_bos: see the attributes.
+            text: the text of the file, if there is one.
+            vocab_size: vocabulary size of the model, if known; see `_check_ids`.
+
+        Raises:
+            CheckpointError: the content is malformed or takes too much time or memory, or an id in it is out of range.
+        """
+        self.text = json.dumps(content, ensure_ascii=False) if text is None else text
+        self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos
+        size = len(self.text)
+        _check_steps(content)
+        _check_ids(content, vocab_size, size)
+        limits = Limits(
+            LOAD_SECONDS + LOAD_SECONDS_PER_CHARACTER * size, LOAD_MEMORY + LOAD_MEMORY_PER_CHARACTER * size
+        )
+        try:
+            self._encoder = Held("tokenizer", "tokenizer", (self.text,), limits)
+            found = self._encoder.call("describe", limits=limits)
+        except Refused as error:
+            raise CheckpointError(f"not a valid tokenizer.json: {_reason(error)}") from None
+        if found["dropout"]:
+            warnings.warn(
+                "the tokenizer's file asks for dropout, a setting of training that encodes a text at random; "
+                "it is turned off",
+                stacklevel=4,
+            )
+        self._model: str = found["model"]
+        self._names = _vocabulary(content)
+        self._added = {i: (name, special) for i, name, special in found["added"]}
+        self._byte_level, self.strips_space = _decoder_kind(found["decoder"])
         for name, token_id in (("bos", bos_id), ("eos", eos_id)):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise CheckpointError(f"tokenizer: {name} id {token_id} is not in 0..{self.vocab_size - 1}")
@@ -51,31 +93,27 @@ class Tokenizer:
             vocab_size: vocabulary size of the model, if known; see `_check_ids`.
 
         Raises:
-            CheckpointError: the file cannot be read, or an id in it is out of range.
+            CheckpointError: the file cannot be read, it takes too much time or memory, or an id in it is out of range.
         """
-        import tokenizers
-
         path = check_path(path, "the path of tokenizer.json")
         text = read_text(path)
-        _check_ids(str(path), parse_object(text, str(path)), vocab_size, len(text))
-        try:
-            inner = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare `Exception`
-            raise CheckpointError(f"{path}: not a valid tokenizer.json: {error}") from None
-        inner.no_truncation()  # some published files have the settings of training batches
-        inner.no_padding()
+        content = parse_object(text, str(path))
         settings = path.parent / "tokenizer_config.json"
         config = read_json(settings) if settings.is_file() else {}
+        flag = config.get("add_bos_token")
+        try:
+            found = cls(content, add_bos=flag if isinstance(flag, bool) else None, text=text, vocab_size=vocab_size)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         names = [config.get("bos_token"), config.get("eos_token")]
         names = [n.get("content") if isinstance(n, dict) else n for n in names]
-        bos, eos = (inner.token_to_id(n) if isinstance(n, str) else None for n in names)
-        flag = config.get("add_bos_token")
-        return cls(inner, bos, eos, flag if isinstance(flag, bool) else None)
+        found.bos_id, found.eos_id = (found.id_of(n) if isinstance(n, str) else None for n in names)
+        return found
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer described by the `tokenizer.*` metadata of a GGUF file."""
-        return cls(*tokenizer_from_gguf(metadata))
+        return cls(*convert_tokenizer(metadata))
 
     @classmethod
     def from_source(cls, source: Any, vocab_size: int | None = None) -> "Tokenizer":
@@ -88,9 +126,9 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, from which `from_json` restores the tokenizer."""
-        (directory / "tokenizer.json").write_text(self.inner.to_str(), "utf-8")
+        (directory / "tokenizer.json").write_text(self.text, "utf-8")
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        config: dict[str, Any] = {key: self.inner.id_to_token(i) for key, i in named.items() if i is not None}
+        config: dict[str, Any] = {key: self._name(i) for key, i in named.items() if i is not None}
         if self.add_bos is not None:
             config["add_bos_token"] = self.add_bos
         (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
@@ -106,17 +144,36 @@ class Tokenizer:
 
         Raises:
             InvalidConfig: the text is not a string, or contains a lone surrogate.
-            CheckpointError: the tokenizer fails.
+            CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
-        if not isinstance(text, str):
-            raise InvalidConfig(f"text to encode must be a str, got {type(text).__name__}")
+        return self.encode_all([text], special)[0]
+
+    def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        """Returns the token ids of several texts, faster than one at a time; see `encode`."""
+        size = 0
+        for text in texts:
+            if not isinstance(text, str):
+                raise InvalidConfig(f"text to encode must be a str, got {type(text).__name__}")
+            try:
+                size += len(text.encode())
+            except UnicodeEncodeError:
+                raise InvalidConfig("text to encode contains a lone surrogate, which is not a character") from None
+        limits = Limits(ENCODE_SECONDS + ENCODE_SECONDS_PER_BYTE * size, ENCODE_MEMORY + ENCODE_MEMORY_PER_BYTE * size)
         try:
-            ids = self.inner.encode(text, add_special_tokens=special and self.add_bos is None).ids
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidConfig("text to encode contains a lone surrogate, which is not a character") from None
-        except Exception as error:  # the library raises bare `Exception`
-            raise CheckpointError(f"the tokenizer is damaged and cannot encode: {error}") from None
-        if special and self.bos_id is not None:
+            data = self._encoder.call("encode", list(map(str, texts)), special and self.add_bos is None, limits=limits)
+        except Refused as error:
+            raise CheckpointError(f"the tokenizer is damaged and cannot encode: {_reason(error)}") from None
+        numbers = array.array("I", data).tolist()
+        found, end = [], len(texts)
+        for count in numbers[: len(texts)]:
+            ids = numbers[end : end + count]
+            found.append(self._with_bos(ids) if special else ids)
+            end += count
+        return found
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a text with BOS, once, if the model expects it."""
+        if self.bos_id is not None:
             if self.add_bos and ids[:1] != [self.bos_id]:
                 return [self.bos_id, *ids]
             if self.add_bos is None and ids[:2] == [self.bos_id, self.bos_id]:
@@ -139,7 +196,7 @@ class Tokenizer:
             raise TokenOutOfRange(f"token {token_id} is not in the vocabulary 0..{self.vocab_size - 1}")
         if token_id in self._added:
             return self._added[token_id][0].encode()
-        token = self.inner.id_to_token(token_id) or ""
+        token = self._names.get(token_id, "")
         if self._byte_level:
             known = [_BYTE_OF.get(c) for c in token]
             return token.encode() if None in known else bytes(known)  # type: ignore[arg-type]
@@ -147,9 +204,7 @@ class Tokenizer:
 
     def is_plain(self, token_id: int) -> bool:
         """Tells whether a token was learned from text: neither added later, nor a byte in hexadecimal."""
-        return token_id not in self._added and (
-            self._byte_level or not _is_byte(self.inner.id_to_token(token_id) or "")
-        )
+        return token_id not in self._added and (self._byte_level or not _is_byte(self._names.get(token_id, "")))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -159,26 +214,50 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one."""
-        return max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(max(self._names, default=-1), max(self._added, default=-1)) + 1
 
     @property
     def kind(self) -> str:
         """A description of the tokenizer: its representation of bytes, and its algorithm."""
-        return f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {type(self.inner.model).__name__}"
+        return f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {self._model}"
 
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token by its name (`<|im_end|>`), or None."""
-        return self.inner.token_to_id(token)
+        return self._ids.get(token)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """The id of each token by its name; added tokens come first."""
+        return {name: i for i, name in self._names.items()} | {name: i for i, (name, _) in self._added.items()}
+
+    def _name(self, token_id: int) -> str | None:
+        return self._added[token_id][0] if token_id in self._added else self._names.get(token_id)
 
 
 @lru_cache(maxsize=16)  # a comparison takes tenths of a second
 def same_vocab(one: Tokenizer, other: Tokenizer) -> bool:
     """Tells whether two tokenizers have the same token for each id, as text or as control."""
-    vocabularies = (tokenizer.inner.get_vocab(with_added_tokens=True) for tokenizer in (one, other))
-    return next(vocabularies) == next(vocabularies) and one.special_ids == other.special_ids
+    return one._ids == other._ids and one.special_ids == other.special_ids
 
 
-def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
+def _check_steps(content: Mapping[str, Any]) -> None:
+    """Rejects a tokenizer.json with very many normalizers, pre-tokenizers, post-processors or decoders.
+
+    Raises:
+        CheckpointError: there are more than `MAX_STEPS` lists and objects in one of them.
+    """
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = content.get(name)
+        level, count = [part] if isinstance(part, (dict, list)) else [], 0
+        while level:
+            count += len(level)
+            if count > MAX_STEPS:
+                raise CheckpointError(f"{name} has more than {MAX_STEPS} parts; published tokenizers have about 20")
+            inside = (node.values() if isinstance(node, dict) else node for node in level)
+            level = [child for children in inside for child in children if isinstance(child, (dict, list))]
+
+
+def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
     """Rejects a tokenizer.json with an id out of range, before a table of that size is allocated.
 
     The ids of a model's vocabulary may have gaps. Published files have a few more tokens, without gaps, which are never
@@ -207,9 +286,7 @@ def _check_ids(where: str, content: Mapping[str, Any], vocab_size: int | None, s
     wrong = next(((name, i) for name, i in tokens if type(i) is not int or not 0 <= i < end), None)
     if wrong is not None:
         known = "" if vocab_size is None else f": the model has {vocab_size} tokens, the file {count}"
-        raise CheckpointError(
-            f"{where}: token {wrong[0]!r:.40} has id {wrong[1]!r:.40}, expected 0 .. {end - 1}{known}"
-        )
+        raise CheckpointError(f"token {wrong[0]!r:.40} has id {wrong[1]!r:.40}, expected 0 .. {end - 1}{known}")
 
 
 def _is_byte(token: str) -> bool:
@@ -227,9 +304,20 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _decoder_kind(inner: "tokenizers.Tokenizer") -> tuple[bool, bool]:
+def _vocabulary(content: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the name of each token of a tokenizer.json that the library has read, without the added tokens."""
+    vocab = content["model"]["vocab"]
+    return {i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {i: t[0] for i, t in enumerate(vocab)}
+
+
+def _reason(error: Refused) -> str:
+    """Returns what the library said; its own bugs, which Rust calls panics, have a name of their own."""
+    return f"the tokenizers library fails: {error.text}" if error.kind == "PanicException" else error.text
+
+
+def _decoder_kind(decoder: Mapping[str, Any] | None) -> tuple[bool, bool]:
     """Returns whether the tokenizer is byte-level, and whether its decoder strips a leading space."""
-    decoder = json.loads(inner.to_str()).get("decoder") or {}
+    decoder = decoder or {}
     steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
     first = steps[0] if steps else {}

@@ -67,7 +67,7 @@ def _tokenizer_print(tokenizer: Tokenizer | None) -> str | None:
     if tokenizer is None:
         return None
     ids = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos]
-    return hashlib.sha256(f"{ids} {tokenizer.inner.to_str()}".encode()).hexdigest()
+    return hashlib.sha256(f"{ids} {tokenizer.text}".encode()).hexdigest()
 
 
 def _template_print(template: ChatTemplate | None) -> str | None:

@@ -1,6 +1,7 @@
 """Tests of draft models of another vocabulary: their laws, and the texts decoded with them."""
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -207,7 +208,7 @@ def test_a_draft_without_a_tokenizer_needs_as_many_tokens():
 
 
 def test_a_same_vocabulary_is_read_as_it_is():
-    twin = Model(LM, PARAMS, Tokenizer(TOKENIZER.inner, eos_id=EOS))
+    twin = Model(LM, PARAMS, Tokenizer(json.loads(TOKENIZER.text), eos_id=EOS))
     assert isinstance(Drafting("model", draft=twin).build_drafter(TOY)[0], ModelDraft)
     padded = Model(TableLM(V + 1), {}, TOKENIZER)
     assert isinstance(Drafting("model", draft=padded).build_drafter(TOY)[0], BridgedDraft)

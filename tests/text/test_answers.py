@@ -1,6 +1,7 @@
 """The text of an answer is what follows the text of its prompt, for every kind of tokenizer."""
 
 import itertools
+import json
 
 import pytest
 import tokenizers
@@ -35,7 +36,7 @@ def spaced(model: str, decoder, normalizer=None, pre_tokenizer=None) -> Tokenize
     inner.pre_tokenizer = pre_tokenizer
     inner.decoder = decoder
     inner.add_special_tokens(["<eos>", "</turn>"])
-    return Tokenizer(inner, eos_id=0)
+    return Tokenizer(json.loads(inner.to_str()), eos_id=0)
 
 
 def metaspace(scheme: str, model: str = "BPE") -> Tokenizer:

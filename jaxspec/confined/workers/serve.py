@@ -22,7 +22,7 @@ try:
 except ImportError:  # not on this platform: the parent limits the memory
     resource = None
 
-KINDS = {"template": ("chat_templates", "Template")}
+KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokenizers", "Tokenizer")}
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQQ"), struct.Struct("<Q")
