@@ -1,8 +1,6 @@
 """The command line, as `python -m jaxspec`."""
 
-import sys
-
-from jaxspec.cli import main
+from jaxspec.cli import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

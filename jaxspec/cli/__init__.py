@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jaxspec
 from jaxspec.cli.ctrl_c import is_interrupt, repeated
@@ -59,6 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("\njaxspec: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def run_process() -> NoReturn:
+    """Runs the command of this process, and ends the process with its exit status.
+
+    After Ctrl-C, the process ends without leaving the interpreter in order. XLA may still be computing in threads of
+    its own: Python's shutdown would wait for them, and at times crash in them, with the status of that crash.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 class Version(argparse.Action):

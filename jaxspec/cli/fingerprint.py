@@ -24,7 +24,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prints(folder: pathlib.Path):
-    """Yields (sha256, name) of the log, of the state of every checkpoint, and of the heads or the draft model."""
+    """Yields (sha256, name) of the log, of the state of every checkpoint, and of the heads or the draft model.
+
+    Names do not depend on where the folder is, so that the output for two folders can be compared.
+    """
     from jaxspec.checkpoints.load import load
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.find import MANIFEST
@@ -38,6 +41,6 @@ def prints(folder: pathlib.Path):
         yield digest, f"{CHECKPOINTS}/{name}"
     for place in (folder, folder / HEADS):
         if (place / MANIFEST).exists():
-            yield fingerprint(load_heads(place).params), str((place / MANIFEST).parent.relative_to(folder.parent))
+            yield fingerprint(load_heads(place).params), HEADS
     if (folder / DRAFT).exists():
-        yield fingerprint(load(folder / DRAFT, kernels=False).params), str((folder / DRAFT).relative_to(folder.parent))
+        yield fingerprint(load(folder / DRAFT, kernels=False).params), DRAFT

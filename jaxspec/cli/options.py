@@ -32,12 +32,15 @@ class Parser(argparse.ArgumentParser):
         settings |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**settings)
         self.set_defaults(quiet=False)  # for tests that parse only the options of one command
+        self.before_parsing: Callable[[list[str]], object] = lambda words: None
+        """Called with the words of the command line, on which the help may depend."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_options(self, words: list[str]) -> argparse.Namespace:
         """Parses the options; positional words may come before, between and after them."""
+        self.before_parsing(words)
         args, unknown = self.parse_known_intermixed_args(self._ordered(words))
         args.words = [*self.prog.split(), *words]
         if unknown:

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
     from jaxspec.train.evaluate import Candidate
     from jaxspec.train.run import Trained
+    from jaxspec.train.settings import Settings
 
-KIND = "kind of heads"
+KIND, FILE = "kind of heads", "file"
+TREE_LINES = 12
+"""Number of lines of progress while trees are measured, which takes minutes, on a console without a progress bar."""
 
 
 def add_options(parser: Parser) -> None:
@@ -70,36 +73,56 @@ def add_options(parser: Parser) -> None:
     add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: that of --dtype)")
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
         help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
-    own: dict[str, argparse.Action] = {}
-    for name in TRAINEES:
-        _add_settings(parser.add_argument_group(f"settings of {name}").add_argument, find(KIND, name), own, name)
-    _add_settings(parser.add_argument_group("settings").add_argument, Settings, {})
+    own = parser.add_argument_group("settings of the kind")
+    flags = {field.name: field for name in TRAINEES for field in dataclasses.fields(find(KIND, name))}
+    special = {name: _add_setting(own.add_argument, flags[name]) for name in flags}
+    common = parser.add_argument_group("settings").add_argument
+    shared = {field.name: _add_setting(common, field) for field in dataclasses.fields(Settings)}
+
+    def show_kind(words: list[str]) -> None:
+        """Makes the help that of the kind that the words name: its own settings, with its own defaults."""
+        name = next((word for word in words if word in TRAINEES), None)
+        kind = None if name is None else find(KIND, name)
+        own.title = f"settings of {name}"
+        parser.usage = f"jaxspec train {name or 'KIND'} --prompts FILE [FILE ...] --out DIR [options]"
+        for actions, settings in ((special, kind), (shared, Settings)):
+            fields = {} if settings is None else {field.name: field for field in dataclasses.fields(settings)}
+            for each, action in actions.items():
+                action.help = _about(fields[each], kind) if each in fields else argparse.SUPPRESS
+
+    parser.before_parsing = show_kind
+    show_kind([])
+    parser.epilog = f"'jaxspec train KIND --help' lists the settings of a kind as well: {', '.join(TRAINEES)}"
 
 
-def _add_settings(add: Callable, settings: Any, there: dict[str, argparse.Action], kind: str = "") -> None:
-    """Adds a flag for every field of a class of settings; a flag that is not used leaves no attribute.
+def _add_setting(add: Callable, field: dataclasses.Field) -> argparse.Action:
+    """Adds the flag of a field of a class of settings; a flag that is not used leaves no attribute.
 
     Args:
-        add: adds an argument to the parser.
-        settings: the class.
-        there: the flags of other kinds by name, which may be of the same name and type; the new ones are added.
-        kind: the name of the kind of heads.
+        add: adds an argument to a group of the parser.
+        field: the field. Kinds of heads share the flags of fields of the same name, whose types are then the same.
     """
-    for field in dataclasses.fields(settings):
-        if field.name in there:
-            action = there[field.name]
-            action.help = f"{action.help}; of {kind}: {field.metadata['about']} (default: {field.default})"
-            continue
-        words: dict[str, Any] = {"type": type(field.default), "metavar": "N" if type(field.default) is int else "X"}
-        if type(field.default) is str:
-            words["metavar"] = field.name.upper()
-        if choices := field.metadata["choices"]:
-            words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
-        if isinstance(field.default, bool):
-            words = {"action": argparse.BooleanOptionalAction}
-        about = f"{field.metadata['about']} (default: {field.default if field.default != '' else 'none'})"
-        flag = f"--{field.name.replace('_', '-')}"
-        there[field.name] = add(flag, default=argparse.SUPPRESS, help=about, **words)
+    words: dict[str, Any] = {"type": type(field.default), "metavar": "N" if type(field.default) is int else "X"}
+    if type(field.default) is str:
+        words["metavar"] = field.name.upper()
+    if choices := field.metadata["choices"]:
+        words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
+    if isinstance(field.default, bool):
+        words = {"action": argparse.BooleanOptionalAction}
+    return add(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
+
+
+def _about(field: dataclasses.Field, kind: Any) -> str:
+    """Returns the help of a setting, with the default that it has for a kind; None stands for no kind in particular."""
+    usual = {"loss": "usual_loss", "learning_rate": "usual_rate"}.get(field.name)
+    default: Any = field.default
+    if usual is not None:
+        default = "that of the kind" if kind is None else getattr(kind, usual)
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    if default == "":  # its meaning is in the description
+        default = "empty" if "empty" in field.metadata["about"] else "none"
+    return f"{field.metadata['about']} (default: {default})".replace("%", "%%")
 
 
 def _settings_of(args: argparse.Namespace, settings: Any) -> Any:
@@ -132,13 +155,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     if not settings.held_out:
         raise UsageError("--held-out 0: the tree and the card need held-out texts; use a fraction above 0")
+    if args.dtype == FILE:
+        raise UsageError("--dtype file: the blocks of a GGUF file have no gradients; use another dtype, such as int8")
     out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder")
 
     from jaxspec.cli import show
     from jaxspec.train import card
     from jaxspec.train.manifest import DRAFT, HEADS
     from jaxspec.train.monitor import Monitor
-    from jaxspec.train.run import train_heads
+    from jaxspec.train.run import check_machine, train_heads
 
     if kind.trains_target:
         if fit_dtype != args.dtype:
@@ -147,9 +174,11 @@ def run(args: argparse.Namespace) -> int:
             "the target is trained, too: text will be lossless against the new one, not against the original",
             answer=True,
         )
+    check_machine(settings)
+    _check_files(args, settings, kind)
     target = show.load(args.target, args.dtype, kernels=False)
     try:
-        with Monitor(out, args.log_to) as monitor:
+        with Monitor(out, args.log_to, settings.log_every) as monitor:
             trained = train_heads(
                 target, args.prompts, out, kind, **dataclasses.asdict(settings), watch=monitor.watch, data=args.data
             )
@@ -166,6 +195,20 @@ def run(args: argparse.Namespace) -> int:
     show.card((folder / card.CARD).read_text())
     show.say(f"written: {folder}")
     return 0
+
+
+def _check_files(args: argparse.Namespace, settings: "Settings", kind: Any) -> None:
+    """Reads what is small before the target, whose weights may take minutes: prompts, and what training starts from."""
+    from jaxspec.checkpoints.source import open_source
+    from jaxspec.heads.headers import open_heads
+    from jaxspec.train.log import Watch
+    from jaxspec.train.run import read_prompts
+
+    if args.data is not None and check_path(args.data, "--data").is_file():
+        raise UsageError(f"--data {args.data}: is a file; name a folder")
+    read_prompts(args.prompts, settings, Watch())
+    if settings.start:
+        (open_source if kind.trains_model else open_heads)(settings.start)
 
 
 def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse.Namespace) -> None:
@@ -211,7 +254,7 @@ def _measure(
         drafts: Model | DraftHeads = show.load(str(folder), dtype)
     else:
         drafts = load_heads(folder, target=target, dtype=activation_dtype(dtype))
-    with show.Bar("measuring trees", parts=show.PARTS) as bar:
+    with show.Bar("measuring trees", parts=TREE_LINES) as bar:
         return evaluate.measure_trees(target, drafts, acceptance, prompts, progress=bar)
 
 
@@ -262,11 +305,18 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         StorageError: the temporary folder cannot take the place.
     """
     part, old = (folder.with_name(f".{folder.name}.{name}") for name in ("part", "old"))
-    if old.exists() and not folder.exists():  # a call was killed between the two renames
-        old.rename(folder)
+    try:
+        if old.exists() and not folder.exists():  # a call was killed between the two renames
+            old.rename(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {reason(error, folder)}") from None
     for left in (part, old):
         shutil.rmtree(left, ignore_errors=True)
-    yield part
+    try:
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     try:
         if folder.exists():
             folder.rename(old)

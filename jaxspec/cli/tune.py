@@ -13,6 +13,9 @@ from jaxspec.cli import drafting, options
 from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
 from jaxspec.registry import DRAFTERS, RULES
 
+ENOUGH = 10
+"""Timed rounds of a depth from which its median is worth relying on."""
+
 
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
@@ -52,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.bench.prompt_lengths import fitting
     from jaxspec.bench.tune import tune
     from jaxspec.cli import show
+    from jaxspec.core.tree import Topology
     from jaxspec.generation import inputs
 
     texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
@@ -79,22 +83,47 @@ def run(args: argparse.Namespace) -> int:
             progress=bar,
         )
     tuned.save(args.out)
-    for line in table(tuned.measured):
+    nodes = tuned.tree.shape.nodes if isinstance(tuned.tree, Topology) and not tuned.tree.is_chain else None
+    for line in table(tuned.measured, nodes):
         print(line)
     if "speedups" in tuned.measured:
-        show.tell(", ".join(f"{shape} {times:.2f} times plain" for shape, times in tuned.measured["speedups"].items()))
+        chain, static = (tuned.measured["speedups"][shape] for shape in ("chain", "tree"))
+        best = "chain" if nodes is None else "tree"
+        show.tell(f"the best chain is {chain:.2f} times plain, the best tree {static:.2f}: the {best} is written")
+    if warning := scarcity(tuned.measured, len(prompts)):
+        show.say(warning, answer=True)
     show.say(f"written: {args.out}")
     if args.record:
         show.say(f"written: {write(args.record, 'tune', args.words, dict(tuned.measured))}")
     return 0
 
 
-def table(measured: dict) -> list[str]:
-    """Returns the lines of a table with a row per depth."""
-    seconds, accepted = measured["round_s"], ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
-    lines = ["depth  ms/round  accepted  times plain"]
+def table(measured: dict, nodes: int | None = None) -> list[str]:
+    """Returns the lines of a table with a row per depth; `nodes` are those of a tree, None for a chain."""
+    from jaxspec.bench.tune import by_depth
+
+    timed = {int(depth): [seconds] for depth, seconds in measured["round_s"].items()}
+    every = by_depth(timed, len(measured["speedup_by_depth"]) - 1)
+    accepted = ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
+    shape = "a chain, by its length" if nodes is None else f"a tree of {nodes} nodes, cut at each depth"
+    lines = [f"{shape}:", "depth  ms/round  accepted  times plain"]
     for depth, speedup in enumerate(measured["speedup_by_depth"]):
-        ms = f"{seconds[str(depth)] * 1e3:.1f}" if str(depth) in seconds else "-"
+        mark = " " if depth in timed else "~"
+        ms, times = f"{mark}{every[depth] * 1e3:.1f}", f"{mark}{speedup:.2f}"
         best = "  best" if depth == measured["best_depth"] else ""
-        lines.append(f"{depth:5}  {ms:>8}  {accepted[depth]:>8}  {speedup:11.2f}{best}")
+        lines.append(f"{depth:5}  {ms:>8}  {accepted[depth]:>8}  {times:>11}{best}")
+    if len(timed) < len(every):
+        lines.append("~ was not timed: between the depths beside it")
     return lines
+
+
+def scarcity(measured: dict, prompts: int) -> str:
+    """Returns a warning if few rounds were timed; an empty string if there were enough."""
+    fewest = min(measured["rounds_timed"].values())
+    if fewest >= ENOUGH:
+        return ""
+    some = f"{prompts} prompt{'s' * (prompts > 1)}"
+    return (
+        f"only {fewest} round{'s' * (fewest > 1)} of some depths timed on {some}: for figures to rely on, use more "
+        "prompts or a larger --max-new-tokens"
+    )

@@ -78,14 +78,15 @@ def reason(error: OSError, folder: pathlib.Path) -> str:
 
 def full(folder: pathlib.Path, needed: int | None = None) -> str:
     """Describes a full disk: the space that is free on the disk of `folder`, and the bytes `needed`, if known."""
-    required = "" if needed is None else f"about {_size(needed)} are needed, "
+    required = "" if needed is None else f"about {size_text(needed)} are needed, "
     place = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
-        free = f"{_size(shutil.disk_usage(place).free)} are free"
+        free = f"{size_text(shutil.disk_usage(place).free)} are free"
     except OSError:
         free = "the free space is not known"
     return f"no space is left on the disk of {folder} ({required}{free})"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Formats a number of bytes."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

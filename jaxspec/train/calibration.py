@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.storage.writing import write_whole
+
 BINS = 10
 """Equal intervals of the confidence that the table has."""
 DIAGRAM = "reliability.png"
@@ -131,6 +133,9 @@ def draw(measured: dict[str, Any], path: pathlib.Path) -> bool:
 
     Returns:
         False if there is no confidence, or matplotlib is not installed.
+
+    Raises:
+        StorageError: the file cannot be written; an existing one is unchanged.
     """
     if (found := measured.get("confidence")) is None:
         return False
@@ -153,6 +158,8 @@ def draw(measured: dict[str, Any], path: pathlib.Path) -> bool:
     lower.bar((np.arange(BINS) + 0.5) / BINS, found["tokens"], 0.9 / BINS)
     lower.set_ylabel("tokens")
     lower.set_xlabel("confidence")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=110))
+    finally:
+        pyplot.close(figure)
     return True

@@ -232,12 +232,12 @@ def make_trainee(kind: Any, target: Model, draft_vocab: int, start: DraftHeads |
     need_members(lm, ["unembedding", "embedding"], "DFlash heads are trained on a target with a method")
     need_members(lm, ["depth", "taps"], "a DFlash head reads the target's residual stream, which needs")
     if start is not None:
-        check_start(kind, ("anchors", "gamma", "confidence"))
         if not isinstance(start.config, DFlashConfig):
             raise InvalidConfig(f"start: {start.name} is {start.config.summary}, and a DFlash head is trained")
         if start.config.is_second:
             raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
         config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
+        check_start(kind, config, ("anchors", "gamma", "confidence"))
     else:
         taps = tuple(int(part) for part in kind.taps.split(",")) if kind.taps else default_taps(lm.depth, kind.layers)
         if kind.mask_token >= lm.vocab:

@@ -231,12 +231,12 @@ def make_trainee(
     lm: Any = target.lm
     need_members(lm, ["unembedding", "embedding"], "EAGLE heads are trained on a target with a method")
     if start is not None:
-        check_start(kind, ("depth", "feature_loss", "noise"))
         config = start.config
         if not isinstance(config, EagleConfig) or config.version != kind.version:
             raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{kind.version} head is trained")
         depth = lm.depth if isinstance(lm, TappedTarget) else 0
         config = dataclasses.replace(config, taps=config.taps_of(depth) or None)
+        check_start(kind, config, ("depth", "feature_loss", "noise"))
     else:
         if kind.version == 3:
             need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.api import generate
+from jaxspec.core.mesh import replicate
 from jaxspec.core.tree import Topology
 from jaxspec.core.tree_search import best_tree, expected_tokens
 from jaxspec.decode.stats import Stats
@@ -133,9 +134,10 @@ def ranks(
             found.append(jnp.where(losses.wanted(part, step, trainee.blocks is not None), place, -1))
         return jnp.stack(found, -1)
 
-    places = []
+    places, mesh = [], mesh_of(target.params)
+    params = drafts.params if mesh is None else replicate(drafts.params, mesh)
     for part in source.batches(batch):
-        found = np.asarray(rank(frozen, drafts.params, part))
+        found = np.asarray(rank(frozen, params, part))
         places.append(found.reshape(-1, trainee.drafted))
     every = np.concatenate(places)
     return Ranks(every[(every >= 0).any(1)])

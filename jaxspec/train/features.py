@@ -96,7 +96,7 @@ class Cached:
                     made = np.asarray(reader(*part), np.float16)
                 if not np.isfinite(made).all():
                     raise TrainingError("the target's features do not fit float16; set cache_features to false")
-                write_whole(path, lambda file, made=made: np.save(file, made))
+                write_whole(path, lambda file, made=made: _save(file, made))
             try:
                 self._files.append(np.load(path, mmap_mode="r"))
                 if self._files[-1].shape[:2] != part[0].shape:
@@ -113,3 +113,10 @@ class Cached:
         for file in np.unique(which):
             found[which == file] = files[file][where[which == file]]
         return found
+
+
+def _save(file: Any, array: np.ndarray) -> None:
+    """Writes an array as `np.save` does, whose error on a full disk does not say that the disk is full."""
+    array = np.ascontiguousarray(array)
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(array.data)

@@ -92,13 +92,16 @@ def match_run(
     """
     log = folder / LOG
     try:
-        made = any((folder / name).exists() for name in (HEADS, DRAFT)) or (log.exists() and log.stat().st_size > 0)
+        results = [folder / name for name in (HEADS, DRAFT) if (folder / name).exists()]
+        made = bool(results) or (log.exists() and log.stat().st_size > 0)
         made = made or any("step-" in path.name for path in (folder / CHECKPOINTS).glob("*"))
     except OSError as error:
         raise TrainingError(f"{folder}: cannot be read: {error.strerror}") from None
 
     def advice(odd: list[str]) -> str:
         other = "go on with those, or name another folder (--out)"
+        if results and not {"target", "target_network"} & set(odd):
+            other += f", and train on from this result with --start {results[0]}"
         answers = {"target", "target_network", "prompts", "answer_tokens", "answer_temperature"}
         if set(odd) & (answers | ({"seed"} if about["answer_temperature"] else set())):
             return other

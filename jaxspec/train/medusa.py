@@ -140,8 +140,8 @@ def make_trainee(
     """
     lm, params = target.lm, target.params
     if start is not None:
-        check_start(kind, [name for name in vars(kind) if name.startswith("medusa2")])
         check_kind(start, HeadsConfig, "medusa")
+        check_start(kind, start.config, [name for name in vars(kind) if name.startswith("medusa2")])
     inputs = kind.inputs if start is None else start.config.inputs
     tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
     need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")

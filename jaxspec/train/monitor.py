@@ -1,19 +1,22 @@
 """Shows the progress of a run: a progress bar, a plot of the log, and TensorBoard."""
 
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxspec.errors import MissingPackage
+from jaxspec.errors import MissingPackage, StorageError
+from jaxspec.storage.writing import reason, write_whole
 from jaxspec.train import log
 from jaxspec.train.log import Watch
 
 PLOT = "plot.png"
-PARTS = 4
-"""Number of lines of progress on a console without a progress bar."""
+PARTS, STEP_LINES = 4, 20
+"""Number of lines of progress on a console without a progress bar: of each phase before training, and the most of
+training, which are as many lines of the log apart."""
 
 
 class Monitor:
@@ -23,9 +26,9 @@ class Monitor:
         watch: the callbacks of the run.
     """
 
-    def __init__(self, folder: pathlib.Path, loggers: Sequence[str] = ()):
-        """Takes the folder of the run and the names of other loggers: "tensorboard"."""
-        self._folder, self._stepped = folder, False
+    def __init__(self, folder: pathlib.Path, loggers: Sequence[str] = (), log_every: int = 1):
+        """Takes the folder of the run, the names of other loggers ("tensorboard"), and the steps between log lines."""
+        self._folder, self._stepped, self._log_every = folder, False, log_every
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
         self._tasks: dict[str, Any] = {}
@@ -40,15 +43,34 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ends the display. What fails here is said in a line, so that it does not hide what ended the run."""
         if self._progress is not None:
-            self._progress.stop()
+            self._optional("the progress bar", self._progress.stop)
         if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._stepped and (records := log.read(self._folder / log.LOG)[0]):
+            self._optional("the TensorBoard log", self._tensorboard.close)
+        if self._stepped:
+            self._optional(f"{self._folder / PLOT}", self._plot)
+
+    def _plot(self) -> None:
+        if records := log.read(self._folder / log.LOG)[0]:
             plot(records, self._folder / PLOT)
 
+    def _optional(self, what: str, do: Callable[[], Any]) -> bool:
+        """Does what no result depends on, and returns whether it succeeded."""
+        try:
+            do()
+        except Exception as error:  # other packages write here, and raise anything on a full disk
+            self._say(f"{what} is incomplete: {' '.join(str(error).split()) or type(error).__name__}")
+            return False
+        return True
+
     def _say(self, line: str) -> None:
-        self._console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+        try:
+            self._console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+        except BrokenPipeError:  # the reader has left, and so does the command
+            raise
+        except OSError:  # standard error is a file on a full disk
+            pass
 
     def _phase(self, what: str, done: int, total: int) -> None:
         self._bar(what, what, done, total)
@@ -63,7 +85,7 @@ class Monitor:
         line = f"loss {record['loss'] or float('nan'):.3f}, {_shown(record)}, {record['tokens_per_s']:.0f} tokens/s"
         if self._progress is not None:
             self._bar("training", f"training: {line}", step, steps)
-        elif self._passes("training", step, steps):
+        elif step == steps or step % (self._log_every * -(-steps // (self._log_every * STEP_LINES))) == 0:
             self._say(f"step {step} of {steps}: {line}")
         self._write(step, record)
 
@@ -89,7 +111,11 @@ class Monitor:
         for name, value in record.items():
             for i, each in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(each, (int, float)) and name != "step":
-                    self._tensorboard.add_scalar(f"{name}/{i}" if isinstance(value, list) else name, each, step)
+                    label = f"{name}/{i}" if isinstance(value, list) else name
+                    add = functools.partial(self._tensorboard.add_scalar, label, each, step)
+                    if not self._optional("the TensorBoard log", add):
+                        self._tensorboard = None
+                        return
 
 
 def _shown(record: dict) -> str:
@@ -104,7 +130,11 @@ def _tensorboard(folder: pathlib.Path) -> Any:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingPackage("--log-to tensorboard needs the package tensorboardX: pip install tensorboardX") from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    place = folder / "tensorboard"
+    try:
+        return SummaryWriter(str(place))
+    except OSError as error:
+        raise StorageError(f"{place} cannot be written: {reason(error, place)}") from None
 
 
 def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
@@ -112,6 +142,9 @@ def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
 
     Returns:
         False if matplotlib is not installed.
+
+    Raises:
+        StorageError: the file cannot be written; an existing one is unchanged.
     """
     try:
         import matplotlib
@@ -135,6 +168,8 @@ def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
                 axis.plot(steps, line, style, color=f"C{i}", label=f"token {i + 1}" if style == "-" else None)
         if name != "accepted_length":
             axis.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=110))
+    finally:
+        pyplot.close(figure)
     return True

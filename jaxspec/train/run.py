@@ -115,9 +115,9 @@ def train_heads(
         cache_features: whether to compute the target's features once and keep them on disk.
         start: what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted
             tokens, or for pard the draft model.
-        loss: cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha,
-            lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with
-            Medusa and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads.
+        loss: cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss
+            (lk-alpha, lk-lambda), or cross-entropy and the sum of absolute differences of the distributions (ce-l1);
+            auto for ce with Medusa and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads.
         ce_share: share of the cross-entropy in the loss ce-l1.
         head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
             (acceptance).
@@ -173,11 +173,9 @@ def train_heads(
     trainee = kind.trainee(target, settings.draft_vocab, begun)
     if losses.has_law(settings, trainee):
         need_members(target.lm, ["unembedding"], f"the loss {settings.loss} needs a target with a method")
-    if settings.devices > jax.device_count():
-        raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
+    check_machine(settings)
     watch.say(trainee.served_by)
-    need_grain()
-    read = _read(prompts, settings, watch)
+    read = read_prompts(prompts, settings, watch)
     identity = TargetIdentity.of(target)
     used = _prepare(answerer, identity, read, place, kind, trainee.drafted, begun, settings, watch)
     setup = _set_up(target, identity, used, place, trainee, settings, watch)
@@ -185,8 +183,24 @@ def train_heads(
     return _conclude(target, used, kind, begun, loop, loop.run(), watch)
 
 
-def _read(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
-    """Reads the files of prompts, and returns the rows that cannot be read, too."""
+def check_machine(settings: Settings) -> None:
+    """Checks the devices and packages that training needs.
+
+    Raises:
+        InvalidConfig: there are fewer devices than requested.
+        MissingPackage: grain is not installed.
+    """
+    if settings.devices > jax.device_count():
+        raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
+    need_grain()
+
+
+def read_prompts(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
+    """Reads the files of prompts, and returns the rows that cannot be read, too.
+
+    Raises:
+        TrainingError: a file cannot be read, or holds no prompt.
+    """
     files = [prompts] if isinstance(prompts, str | os.PathLike) else prompts
     if not isinstance(files, Sequence) or not files:
         raise TrainingError(f"prompts must be the path of a file, or a list of paths, got {shown(prompts)}")

@@ -102,9 +102,9 @@ class Settings:
     )
     loss: str = setting(
         "auto",
-        "cross-entropy (ce), KL divergence from the target's law (kl), total variation (tv), an LK loss (lk-alpha, "
-        "lk-lambda), or cross-entropy and the sum of absolute differences of the laws (ce-l1); auto for ce with Medusa "
-        "and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads",
+        "cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss "
+        "(lk-alpha, lk-lambda), or cross-entropy and the sum of absolute differences of the distributions (ce-l1); "
+        "auto for ce with Medusa and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads",
         (*LOSSES, "auto"),
     )
     ce_share: float = setting(0.1, "share of the cross-entropy in the loss ce-l1", least=0)
@@ -166,18 +166,34 @@ def check_together(settings: Settings, kind: Any) -> Settings:
     return dataclasses.replace(settings, loss=loss, learning_rate=settings.learning_rate or kind.usual_rate)
 
 
-def check_start(kind: Any, free: Iterable[str]) -> None:
-    """Refuses sizes beside heads to start from, which have their own.
+def check_start(kind: Any, config: Any, free: Iterable[str]) -> None:
+    """Refuses sizes that differ from those of the heads to start from.
 
     Args:
         kind: the settings of a kind of heads.
-        free: names of those that are no sizes.
+        config: the sizes of the heads to start from.
+        free: names of the settings that are not sizes.
 
     Raises:
-        InvalidConfig: another setting is not at its default.
+        InvalidConfig: a setting is neither at its default nor that of the heads.
     """
     for field in dataclasses.fields(kind):
-        if field.name not in free and getattr(kind, field.name) != field.default:
+        given = getattr(kind, field.name)
+        if field.name in free or given == field.default:
+            continue
+        held = _size_of(config, field.name)
+        if held != given:
             raise InvalidConfig(
-                f"the heads to start from have sizes of their own: leave {field.name} at {field.default!r}"
+                f"leave out {field.name} (--{field.name.replace('_', '-')}): the heads to start from have "
+                f"{field.name} {held!r}, got {given!r}"
             )
+
+
+def _size_of(config: Any, name: str) -> Any:
+    """Returns a size of heads by the name of its setting, as the setting holds it; None if they have no such size."""
+    for holder in (config, getattr(config, "decoder", None)):
+        for attribute in (name, f"num_{name}", f"{name}_size"):
+            if hasattr(holder, attribute):
+                value = getattr(holder, attribute)
+                return ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return None

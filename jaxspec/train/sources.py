@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.core.records import Params
 from jaxspec.models.model import Model
+from jaxspec.storage.writing import size_text
 from jaxspec.train import packing
 from jaxspec.train.batch import Batch
 from jaxspec.train.features import Cached, Reader
@@ -69,7 +70,7 @@ def cached(
     about |= {"network": dict(trainee.feature_settings) or None}
     if not any(folder.glob("*.npy")):
         size = reader.size(target.params, rows.tokens.size)
-        watch.say(f"the features of {rows.tokens.size} tokens take {size / 1e9:.2f} GB in {folder}")
+        watch.say(f"the features of {rows.tokens.size} tokens take {size_text(size)} in {folder}")
     features = Cached(
         functools.partial(reader, target.params), about, of_features(settings), rows, folder,
         functools.partial(watch.phase, f"reading {folder.name} with the target"), watch.say,

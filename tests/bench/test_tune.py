@@ -21,7 +21,7 @@ from jaxspec.bench.setup import Setup
 from jaxspec.bench.tune import call_costs, conclude, in_turn, some_widths, tune
 from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
-from jaxspec.cli.tune import table
+from jaxspec.cli.tune import scarcity, table
 from jaxspec.core.schedule import Constant
 from jaxspec.core.tree import Topology, as_topology, branching, chain
 from jaxspec.decode.session import Session
@@ -64,8 +64,15 @@ def test_conclusions_by_hand():
     by_depth = [1.0, 1.8 / 1.25, 2.2 / 1.5, 2.4 / 1.875, 2.45 / 2.25]
     assert tuned.measured["speedup_by_depth"] == pytest.approx(by_depth, abs=1e-4)
     assert tuned.measured["best_depth"] == 2
-    assert table(tuned.measured)[3].split() == ["2", "600.0", "50%", "1.47", "best"]
-    assert table(tuned.measured)[4].split() == ["3", "-", "50%", "1.28"]
+    lines = table(tuned.measured)
+    assert lines[0] == "a chain, by its length:"
+    assert lines[4].split() == ["2", "600.0", "50%", "1.47", "best"]
+    assert lines[5].split() == ["3", "~750.0", "50%", "~1.28"]
+    assert lines[6].split() == ["4", "900.0", "25%", "1.09"]
+    assert lines[7] == "~ was not timed: between the depths beside it"
+    assert table(tuned.measured, 9)[0] == "a tree of 9 nodes, cut at each depth:"
+    assert scarcity(tuned.measured, 2).startswith("only 1 round of some depths timed on 2 prompts: ")
+    assert not scarcity({"rounds_timed": {"0": 40, "1": 10}}, 1)
 
 
 def test_where_nothing_pays_the_draft_is_one_token():

@@ -96,7 +96,7 @@ def test_tune():
         "best_depth": 15,
     }
     lines = tune_table(measured)
-    assert len(lines) == 17
+    assert len(lines) == 18
     assert fits("\n".join(lines))
 
 

@@ -255,7 +255,7 @@ def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_pat
     assert trained.heads.config == config
     assert fingerprint(trained.heads.params) == fingerprint(params)
     for of, changes, why in (
-        (jaxspec.Eagle3Settings(layers=2), {}, "have sizes of their own: leave layers at 1"),
+        (jaxspec.Eagle3Settings(layers=2), {}, "leave out layers .--layers.: the heads to start from have layers 1"),
         (jaxspec.Eagle1Settings(), {}, "is an EAGLE-3 head of 1 layer, and an EAGLE-1 head is trained"),
         (jaxspec.Eagle3Settings(), {"draft_vocab": 9}, "have drafted tokens of their own: leave draft_vocab at 0"),
         (trainees.kind(heads=4), {}, "the drafter 'medusa' cannot use 'heads'"),

@@ -50,3 +50,44 @@ def test_one_device_and_eight_agree(tmp_path, kind):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     held = [run["log"][-1]["held_out"]["accepted_length"] for run in (one, eight)]
     assert held[0] == pytest.approx(held[1], rel=1e-3)
+
+
+ANSWERS = """
+import json, pathlib, sys
+import jax
+import jaxspec
+sys.path.insert(0, sys.argv[1])
+from helpers import trainees
+from jaxspec.train import evaluate
+
+folder = pathlib.Path(sys.argv[2])
+prompts = trainees.write_prompts(folder / "prompts.jsonl", 13)
+target, found = trainees.target(), {}
+for name, mesh in {"one": None, "model": {"model": 2}, "data": {"data": 2}, "both": {"data": 2, "model": 2}}.items():
+    placed = target if mesh is None else jaxspec.shard(target, jaxspec.make_mesh(**mesh))
+    trained = trainees.train(placed, [prompts], folder / name, steps=3, log_every=1, answer_batch=5)
+    lines = (folder / name / "answers" / "answers.jsonl").read_text().splitlines()
+    found[name] = {
+        "answers": [json.loads(line)["tokens"] for line in lines],
+        "losses": [record["loss"] for record in trained.log if "loss" in record],
+    }
+    if name == "both":
+        evaluate.SIZES = (1, 3)
+        ranks = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
+        trees = evaluate.measure_trees(trained.target, trained.heads, ranks.acceptance(), trained.data.prompts[:1])
+        found[name]["trees"] = [one.tree.shape.nodes for one in trees]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_target_on_a_mesh_answers_there(tmp_path):
+    """Self-distillation, features and the fit of the tree take the mesh from the target's own parameters."""
+    words = [sys.executable, "-c", ANSWERS, str(TESTS), str(tmp_path)]
+    done = subprocess.run(words, env=simulated(4), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in ("model", "data", "both"):
+        assert found[name]["answers"] == found["one"]["answers"]
+        assert found[name]["losses"] == pytest.approx(found["one"]["losses"], rel=1e-4)
+    assert found["both"]["trees"] == [1, 3]
