@@ -37,7 +37,12 @@ HEADER = struct.Struct("<cQQ")  # of an answer: its kind, the child's largest me
 LENGTH = struct.Struct("<Q")  # of a request
 PROGRAM = pathlib.Path(__file__).parent.absolute() / "workers" / "serve.py"
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # without which Python may not start
-CHILD_VARIABLES = {"MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
+CHILD_VARIABLES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",  # so that large blocks go back to the kernel
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +174,7 @@ class Confined:
                 raise
 
     def _running(self) -> "_Child":
-        if self._child is not None and self._child.process.poll() is not None:
+        if self._child is not None and (self._child.leaves or self._child.process.poll() is not None):
             self._drop()
         if self._child is None:
             self._child = _Child(self._watch)
@@ -195,10 +200,12 @@ class _Child:
 
     Attributes:
         numbers: of the objects that it has.
+        leaves: whether it has ended after its last answer, because it had grown too large.
     """
 
     def __init__(self, watch: bool):
         self.numbers: set[int] = set()
+        self.leaves = False
         self._watch, self._peak, self._ready, self._owner = watch, 0, False, os.getpid()
         paths = [os.path.abspath(path) for path in sys.path]
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -254,6 +261,7 @@ class _Child:
         try:
             self._send(LENGTH.pack(len(data)) + data, deadline, limits.memory)
             kind, answer = self._receive(deadline, limits.memory)
+            self.leaves, kind = kind.isupper(), kind.lower()
             if kind == b"m":
                 raise MemoryError
             if kind == b"b":

@@ -15,7 +15,7 @@ from jaxspec.text.messages import MessageForms
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
 MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
 MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
-SECONDS, MEMORY = 0.75, 128 << 20  # of processor time and bytes, for compiling a template and for any rendering
+SECONDS, MEMORY = 0.75, 96 << 20  # of processor time and bytes, for compiling a template and for any rendering
 TRIAL_SECONDS = 0.1  # for rendering the short conversations of `MessageForms`, at most 14 of them
 SECONDS_PER_CHARACTER, MEMORY_PER_CHARACTER = 2e-6, 64  # in addition, per character of input
 RECORD = 512  # characters that a list or dict counts for, besides its contents

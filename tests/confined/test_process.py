@@ -321,6 +321,44 @@ def test_what_a_child_sends_is_an_answer_or_an_error(monkeypatch, tmp_path, seed
     assert kinds <= {"answer", "LimitError", "Refused"}
 
 
+KEEPER = """
+import sys, types
+sys.path.insert(0, {directory!r})
+import serve
+
+
+class Keeper:
+    def __init__(self, source):
+        self.kept = []
+
+    def keep(self, size):
+        self.kept.append(bytearray(size))
+        return bytes(2 * len(self.kept))
+
+
+sys.modules["keepers"] = types.ModuleType("keepers")
+sys.modules["keepers"].Keeper = Keeper
+serve.KINDS = {{"template": ("keepers", "Keeper")}}
+serve.main()
+"""
+
+
+@linux
+def test_a_child_that_keeps_much_memory_is_replaced(confined, monkeypatch, tmp_path):
+    """Otherwise each call could use as much again. Answers may be bytes."""
+    (tmp_path / "serve.py").write_text(KEEPER.format(directory=str(SERVE.parent)))
+    monkeypatch.setattr(process, "PROGRAM", tmp_path / "serve.py")
+    held, sizes, children = template(confined), [], set()
+    for _ in range(6):
+        sizes.append(held.call("keep", 24 << 20, limits=LIMITS))
+        children.add(pid(confined))
+    assert sizes == [bytes(2 * count) for count in range(1, 7)]  # 24 MB may be left behind
+    sizes = [held.call("keep", 48 << 20, limits=LIMITS) for _ in range(3)]
+    children.add(pid(confined))
+    assert sizes == [bytes(14), bytes(2), bytes(2)]
+    assert len(children) == 2
+
+
 SERVE = process.PROGRAM
 ATTEMPTS = [
     "open('/etc/passwd')",

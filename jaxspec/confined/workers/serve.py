@@ -7,6 +7,7 @@ It imports nothing of jaxspec. After its imports, it gives up what it does not n
 processes, the network and further imports. WATCH is 1 if the parent limits the memory, else 0.
 """
 
+import gc
 import importlib
 import json
 import marshal
@@ -26,6 +27,7 @@ KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokeniz
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQQ"), struct.Struct("<Q")
+MAX_LEFT = 32 << 20  # bytes that a call may leave behind; the process ends then, since the next limit is added to them
 UNUSED = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
 HARMLESS = {
     "builtins.id",
@@ -50,15 +52,15 @@ class Limiter:
     """Limits the processor time and the memory of requests, where the platform can."""
 
     def __init__(self, watched):
-        self.sizes = None
+        self.sizes, self._before = None, 0
         if resource is not None and not watched:
             self.sizes = os.open("/proc/self/statm", os.O_RDONLY)  # opened now: later, files cannot be opened
 
     def begin(self, seconds, memory):
         """Sets the limits. At the end of the time, the kernel ends the process, whatever it is doing."""
+        self._before = self._used()
         if self.sizes is not None:
-            used = int(os.pread(self.sizes, 64, 0).split()[0]) * resource.getpagesize()
-            self._limit(used + memory)
+            self._limit(self._before + memory)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -68,6 +70,13 @@ class Limiter:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if self.sizes is not None:
             self._limit(resource.RLIM_INFINITY)
+
+    def left_behind(self):
+        """Returns by how many bytes the process has grown since `begin`."""
+        return self._used() - self._before
+
+    def _used(self):
+        return 0 if self.sizes is None else int(os.pread(self.sizes, 64, 0).split()[0]) * resource.getpagesize()
 
     def _limit(self, size):
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -96,7 +105,10 @@ def read(size):
 
 
 def write(pipe, kind, data):
-    """Writes an answer: `j` for JSON, `b` for bytes, `e` for an exception, `m` if memory ran out."""
+    """Writes an answer: `j` for JSON, `b` for bytes, `e` for an exception, `m` if memory ran out.
+
+    The letter is upper case if the process ends now.
+    """
     peak = 0
     if resource is not None:  # in bytes on macOS, in KiB elsewhere
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -157,7 +169,14 @@ def main():
     objects = {}
     while True:
         (size,) = LENGTH.unpack(read(LENGTH.size))
-        write(pipe, *answer(objects, classes, limiter, marshal.loads(read(size))))
+        known = len(objects)
+        kind, data = answer(objects, classes, limiter, marshal.loads(read(size)))
+        if limiter.left_behind() - len(data) > MAX_LEFT:
+            gc.collect()
+            if len(objects) <= known and limiter.left_behind() - len(data) > MAX_LEFT:
+                write(pipe, kind.upper(), data)
+                os._exit(0)
+        write(pipe, kind, data)
 
 
 if __name__ == "__main__":
