@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jaxspec.confined.process import Held, Limits, Refused
+from jaxspec.confined.process import CONFINED, Held, Limits, Refused
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
 from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import convert_tokenizer
@@ -96,6 +96,7 @@ class Tokenizer:
             CheckpointError: the file cannot be read, it takes too much time or memory, or an id in it is out of range.
         """
         path = check_path(path, "the path of tokenizer.json")
+        CONFINED.start()  # while this process parses the file
         text = read_text(path)
         content = parse_object(text, str(path))
         settings = path.parent / "tokenizer_config.json"
@@ -113,6 +114,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer described by the `tokenizer.*` metadata of a GGUF file."""
+        CONFINED.start()
         return cls(*convert_tokenizer(metadata))
 
     @classmethod
