@@ -27,7 +27,7 @@ KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokeniz
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQQ"), struct.Struct("<Q")
-MAX_LEFT = 32 << 20  # bytes that a call may leave behind; the process ends then, since the next limit is added to them
+LEFT_MEMORY = 0.5  # the part of a call's memory that calls may leave behind; otherwise the process ends
 UNUSED = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
 HARMLESS = {
     "builtins.id",
@@ -52,15 +52,14 @@ class Limiter:
     """Limits the processor time and the memory of requests, where the platform can."""
 
     def __init__(self, watched):
-        self.sizes, self._before = None, 0
+        self.sizes, self._settled = None, 0
         if resource is not None and not watched:
             self.sizes = os.open("/proc/self/statm", os.O_RDONLY)  # opened now: later, files cannot be opened
 
     def begin(self, seconds, memory):
         """Sets the limits. At the end of the time, the kernel ends the process, whatever it is doing."""
-        self._before = self._used()
         if self.sizes is not None:
-            self._limit(self._before + memory)
+            self._limit(self._used() + memory)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -71,9 +70,13 @@ class Limiter:
         if self.sizes is not None:
             self._limit(resource.RLIM_INFINITY)
 
+    def settle(self):
+        """Takes the current size for what the objects need."""
+        self._settled = self._used()
+
     def left_behind(self):
-        """Returns by how many bytes the process has grown since `begin`."""
-        return self._used() - self._before
+        """Returns by how many bytes the process has grown since `settle`."""
+        return self._used() - self._settled
 
     def _used(self):
         return 0 if self.sizes is None else int(os.pread(self.sizes, 64, 0).split()[0]) * resource.getpagesize()
@@ -161,6 +164,7 @@ def main():
     try:
         classes = {kind: getattr(importlib.import_module(module), name) for kind, (module, name) in KINDS.items()}
         limiter = Limiter(sys.argv[1] == "1")
+        limiter.settle()
         seal()
     except BaseException as error:
         write(pipe, b"e", f"{type(error).__name__}: {error}".encode())
@@ -169,14 +173,17 @@ def main():
     objects = {}
     while True:
         (size,) = LENGTH.unpack(read(LENGTH.size))
-        known = len(objects)
-        kind, data = answer(objects, classes, limiter, marshal.loads(read(size)))
-        if limiter.left_behind() - len(data) > MAX_LEFT:
+        request = marshal.loads(read(size))
+        is_new, most = request[1] not in objects, LEFT_MEMORY * request[-1]
+        kind, data = answer(objects, classes, limiter, request)
+        if limiter.left_behind() - len(data) > most:
             gc.collect()
-            if len(objects) <= known and limiter.left_behind() - len(data) > MAX_LEFT:
-                write(pipe, kind.upper(), data)
-                os._exit(0)
-        write(pipe, kind, data)
+        if is_new and request[1] in objects:
+            limiter.settle()
+        leaves = limiter.left_behind() - len(data) > most
+        write(pipe, kind.upper() if leaves else kind, data)
+        if leaves:
+            os._exit(0)
 
 
 if __name__ == "__main__":
