@@ -103,7 +103,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     assert main(["fingerprint", "run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("  log.jsonl")
-    assert lines[-1] == f"{fingerprint(heads.params)}  run/heads"
+    assert lines[-1] == f"{fingerprint(heads.params)}  heads"
     assert main(["fingerprint", str(target)]) == 1
     assert "holds no run and no heads" in capsys.readouterr().err
 
