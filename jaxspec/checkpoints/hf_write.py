@@ -14,6 +14,7 @@ from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
+from jaxspec.models.columns import file_order
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.model import Model
 from jaxspec.models.packed import has_blocks, is_quantized, unpack
@@ -46,7 +47,8 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     """Writes a model in the Hugging Face format, which `load` and other systems read; `save` writes jaxspec's own.
 
     Args:
-        model: a `Model` whose network is a `TransformerLM`, such as a draft model that was trained.
+        model: a `Model` whose network is a `TransformerLM`, on one device or several, such as a draft model that was
+            trained.
         directory: a path that does not exist yet.
         like: the directory or repository, in the Hugging Face format, of the model that it was trained from. Its
             config.json is written with the model's `pard_token` and dtype, and its tokenizer's files are copied.
@@ -55,12 +57,12 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
         The absolute path of the directory.
 
     Raises:
-        InvalidConfig: the network is not a `TransformerLM` on one device, its weights are quantized, or `like` is a
-            model of other sizes.
+        InvalidConfig: the network is not a `TransformerLM`, its weights are quantized, or `like` is a model of other
+            sizes.
         CheckpointError: the directory exists, or cannot be written, or `like` cannot be read.
     """
-    if not isinstance(model, Model) or not isinstance(model.lm, TransformerLM) or model.lm.shards > 1:
-        raise InvalidConfig(f"model must be a Model of a TransformerLM on one device, got {shown(model)}")
+    if not isinstance(model, Model) or not isinstance(model.lm, TransformerLM):
+        raise InvalidConfig(f"model must be a Model of a TransformerLM, got {shown(model)}")
     if has_blocks(model.params) or is_quantized(model.params):
         raise InvalidConfig(f"{model.name} has quantized weights, which cannot be written; load it in another dtype")
     place = check_path(directory, "the directory to export to").absolute()
@@ -73,7 +75,7 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     config, family = read_config(str(source / CONFIG), settings)
     if config.param_shapes() != model.lm.config.param_shapes():
         raise InvalidConfig(f"{model.name} has other sizes than {os.fspath(like)}; name the model that it came from")
-    params: Any = unpack(model.params)
+    params: Any = unpack(file_order(model.lm, model.params))
     name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
     own: dict[str, Any] = {name: str(params["embed"].dtype)}
     if model.pard_token is not None:

@@ -44,7 +44,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     """Saves a model to a directory, from which `load` reads it.
 
     Args:
-        model: a `Model` whose network is a `TransformerLM`.
+        model: a `Model` whose network is a `TransformerLM`, on one device or several.
         directory: a path that does not exist yet.
 
     Returns:
@@ -55,6 +55,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         CheckpointError: the directory exists, or cannot be written.
     """
     from jaxspec.checkpoints import orbax
+    from jaxspec.models.columns import file_order
     from jaxspec.models.model import Model
     from jaxspec.models.packed import has_blocks, is_quantized, unpack
     from jaxspec.models.transformer import TransformerLM
@@ -89,7 +90,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         try:
             if tokenizer is not None:
                 tokenizer.save(part)
-            orbax.write(part / PARAMS, _as_tree(unpack(model.params)))
+            orbax.write(part / PARAMS, _as_tree(unpack(file_order(model.lm, model.params))))
             manifest["sha256"] = {name: _sha256(file) for name, file in _files(part / PARAMS).items()}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             os.replace(part, place)

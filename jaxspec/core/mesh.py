@@ -65,7 +65,7 @@ def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    whole = np.asarray(leaf)
+    whole = to_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 

@@ -27,6 +27,7 @@ from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
 from jaxspec.kernels.library import token_cost
+from jaxspec.models.columns import gather
 from jaxspec.models.model import Model
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
@@ -109,13 +110,16 @@ class Drafting:
         heads = self.heads
         if isinstance(heads, (str, os.PathLike)):
             heads = load_heads(heads, target=target)
-        if self.draft is not None:
-            check_model("draft", self.draft)
+        draft = self.draft
+        if draft is not None:
+            check_model("draft", draft)
+            lm, params = gather(draft.lm, draft.params)  # every device holds the whole draft model
+            draft = draft if lm is draft.lm else dataclasses.replace(draft, lm=lm, params=params)
         if heads is not None:
             check_heads(heads)
         if clash := self.options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
             raise InvalidConfig(f"{min(clash)} is a separate argument; pass it outside of drafter_options")
-        inputs = DrafterInputs(target, self.draft, as_topology(self.tree), heads, dict(self.options))
+        inputs = DrafterInputs(target, draft, as_topology(self.tree), heads, dict(self.options))
         return inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
 
     def build_drafter(self, target: Model) -> tuple[Drafter, Params]:

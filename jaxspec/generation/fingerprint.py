@@ -23,6 +23,7 @@ from jax import lax
 from jaxspec.core import noise
 from jaxspec.core.draw import Noise
 from jaxspec.generation.job import Job
+from jaxspec.models.columns import file_order
 from jaxspec.models.packed import Packed, is_packed, unpack_param
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         "noise": noise.VERSION,
         "network": static(lm),
         "context": lm.context,
-        "weights": digest(weights(job.target.params)),
+        "weights": digest(weights(file_order(lm, job.target.params))),
         "tokenizer": None if job.target.tokenizer is None else _tokens(job.target.tokenizer),
         "prompts": digest(job.ids),
         "key": digest(np.asarray(jax.random.key_data(job.keys)).tolist()),
@@ -83,7 +84,7 @@ def static(value: Any, depth: int = 0) -> Any:
         return _name(type(value))
     if isinstance(value, TransformerLM):
         # `known` of None means the whole vocabulary.
-        value = dataclasses.replace(value, known=value.vocab, kernels=False)
+        value = dataclasses.replace(value, known=value.vocab, kernels=False, shards=1)
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):

@@ -7,6 +7,7 @@ import jax
 
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
+from jaxspec.models.columns import gather
 from jaxspec.models.packed import has_blocks, is_packed, pack, unpack
 from jaxspec.models.transformer import TransformerLM
 
@@ -21,18 +22,18 @@ def with_kernels(model: "Model") -> "Model":
     activations are rounded to int8, too.
 
     Args:
-        model: a model of a `TransformerLM` that is not split over devices.
+        model: a model of a `TransformerLM`; one that is split over devices is put together on the default device.
 
     Raises:
         InvalidConfig: the kernels are not available, or the network is another one.
     """
-    lm = model.lm
     use_kernels(True)
-    if not isinstance(lm, TransformerLM) or lm.shards > 1:
-        raise InvalidConfig(f"only a TransformerLM on one device can use the kernels, got {shown(lm)}")
-    if lm.kernels:
+    if not isinstance(model.lm, TransformerLM):
+        raise InvalidConfig(f"only a TransformerLM can use the kernels, got {shown(model.lm)}")
+    if model.lm.kernels:
         return model
-    params = jax.tree.map(jax.numpy.asarray, pack(model.params))
+    lm, params = gather(model.lm, model.params)
+    params = jax.tree.map(jax.numpy.asarray, pack(params))
     return dataclasses.replace(model, lm=dataclasses.replace(lm, kernels=True), params=params)
 
 

@@ -8,8 +8,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +15,7 @@ from jaxspec.core.mesh import DATA, MODEL, check, place, replicate
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import use_kernels
+from jaxspec.models.columns import FUSED, file_order, group_by_shard
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels, without_kernels
 from jaxspec.models.packed import is_packed
@@ -26,7 +25,6 @@ from jaxspec.models.transformer import TransformerLM
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
-_FUSED = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")  # split by columns
 _BY_ROW = ("out", "down", "embed", "head")
 
 
@@ -37,8 +35,8 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     other than `TransformerLM` are replicated. The CPU kernels are used on CPU devices that share no layer.
 
     Raises:
-        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or the model is already
-            split over another number of devices, or its attention is that of one device.
+        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its attention is that
+            of one device.
     """
     check(mesh)
     check_attention(getattr(model.lm, "attention", "xla"), mesh)
@@ -48,8 +46,8 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     if not isinstance(lm, TransformerLM) or lm.kernels:
         return dataclasses.replace(model, params=replicate(params, mesh))
     check_divisible(lm.config, mesh, model.name)
-    if lm.shards not in (1, size):
-        raise InvalidConfig(f"{model.name} is split over {lm.shards} devices; this mesh has {size} on its axis 'model'")
+    if lm.shards not in (1, size):  # split over another number of devices
+        lm, params = dataclasses.replace(lm, shards=1), file_order(lm, params)
 
     def put(path: tuple, leaf: Any) -> Any:
         return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.shards)
@@ -105,16 +103,13 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
         leaf: an array or a `Matrix`.
         config: the model's configuration.
         mesh: the devices.
-        shards: number of parts that the columns of a fused matrix are grouped in; see `group_by_shard`.
+        shards: number of parts in which the columns of a fused matrix are grouped already: 1, or those of the mesh.
     """
     size = mesh.shape[MODEL]
     if is_packed(leaf):
         return replicate(leaf, mesh)
-    if name in _FUSED and shards != size:
-        if isinstance(leaf, Quantized):
-            leaf = jax.tree.map(lambda array: group_by_shard(name, array.T, config, size).T, leaf)
-        else:
-            leaf = group_by_shard(name, leaf, config, size)
+    if name in FUSED and shards != size:
+        leaf = group_by_shard(name, leaf, config, size)
     return jax.tree.map(place, leaf, _shardings(name, leaf, mesh))
 
 
@@ -127,9 +122,9 @@ def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
 
     if isinstance(leaf, Quantized):
-        outputs = name in _FUSED or is_table(name)
+        outputs = name in FUSED or is_table(name)
         return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
-    return split(leaf, leaf.ndim - 1 if name in _FUSED else 0 if name in _BY_ROW else None)
+    return split(leaf, leaf.ndim - 1 if name in FUSED else 0 if name in _BY_ROW else None)
 
 
 def param_shardings(params: Params, mesh: Mesh) -> Params:
@@ -139,20 +134,6 @@ def param_shardings(params: Params, mesh: Mesh) -> Params:
         return _shardings(str(getattr(path[-1], "key", "")), leaf, mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=_is_quantized)
-
-
-def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
-    """Reorders the columns of a fused matrix (or bias) into `shards` parts, each with a share of every projection.
-
-    Each device of a layer thereby has whole heads, and both gate and up projections of its MLP units. NumPy arrays
-    stay NumPy arrays.
-    """
-    xp = np if isinstance(leaf, np.ndarray) else jnp
-    sizes = {"qkv": (config.num_heads, config.num_kv_heads, config.num_kv_heads), "gate_up": (1, 1)}
-    share = sizes[name.removesuffix("_bias")]
-    unit = leaf.shape[-1] // sum(share)
-    parts = xp.split(leaf, [unit * sum(share[:i]) for i in range(1, len(share))], axis=-1)
-    return xp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
 
 
 def _is_quantized(leaf: Any) -> bool:

@@ -92,7 +92,7 @@ class TransformerLM:
         layers: number of layers before the final norm and the head, for early exit; None for all.
         known: number of ids at the start of the vocabulary that stand for tokens, the rest being padding; None for all.
         shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
-            `jaxspec.models.sharding.group_by_shard`.
+            `jaxspec.models.columns.group_by_shard`.
         kernels: use the CPU kernels for attention and norms; packed matrices (`jaxspec.models.packed`) always do.
         taps: numbers of layers after which the residual stream is part of the features; see
             `jaxspec.core.networks.TappedTarget`.

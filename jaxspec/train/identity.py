@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from jaxspec.generation.fingerprint import static
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.columns import file_order
 from jaxspec.models.model import Model
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
@@ -37,7 +38,8 @@ class TargetIdentity(NamedTuple):
     def of(cls, target: Model) -> Self:
         """Describes a target."""
         tokenizer, template = _tokenizer_print(target.tokenizer), _template_print(target.chat_template)
-        return cls(fingerprint(target.params), static(target.lm), list(target.stop_ids), tokenizer, template)
+        weights = fingerprint(file_order(target.lm, target.params))
+        return cls(weights, static(target.lm), list(target.stop_ids), tokenizer, template)
 
     @property
     def of_features(self) -> dict[str, Any]:

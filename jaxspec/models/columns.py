@@ -1,0 +1,108 @@
+"""The columns of fused matrices: in the order of the file, or grouped by device.
+
+`qkv` holds the projections of queries, keys and values side by side, `gate_up` those of gates and units. A model that
+is split over devices has the columns of each device together (`jaxspec.models.sharding`). Whatever reads parameters as
+those of a file (saving, exports, checksums, other placements) reads them through `file_order`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.core.mesh import to_host
+from jaxspec.core.records import Params
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.packed import is_packed
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.transformer import TransformerLM
+
+FUSED = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")
+"""Parameters that hold several projections side by side."""
+
+
+def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
+    """Reorders the columns of a fused parameter into `shards` parts, each with a share of every projection.
+
+    Each device of a layer thereby has whole heads, and both gate and up projections of its MLP units. NumPy arrays
+    stay NumPy arrays.
+
+    Args:
+        name: the last part of the parameter's name, in `FUSED`.
+        leaf: the parameter in the order of the file: an array `[..., O]`, or a `Quantized` `[O, I]`.
+        config: the model's configuration.
+        shards: the number of parts.
+    """
+    return _regroup(leaf, _widths(name, config), shards, _group)
+
+
+def ungroup(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
+    """Reorders the columns of a fused parameter into the order of the file: the inverse of `group_by_shard`."""
+    return _regroup(leaf, _widths(name, config), shards, _ungroup)
+
+
+def file_order(lm: Any, params: Params) -> Params:
+    """Returns a model's parameters in the order of its file, on whatever devices they are placed.
+
+    Args:
+        lm: the network; only a `TransformerLM` that is split over devices has parameters in another order.
+        params: its parameters.
+    """
+    if not isinstance(lm, TransformerLM) or lm.shards == 1:
+        return params
+    config, shards = lm.config, lm.shards
+
+    def restore(path: tuple, leaf: Any) -> Any:
+        name = str(getattr(path[-1], "key", ""))
+        return ungroup(name, leaf, config, shards) if name in FUSED and not is_packed(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(restore, params, is_leaf=_is_matrix)
+
+
+def gather(lm: Any, params: Params) -> tuple[Any, Params]:
+    """Returns a network that is split over devices, and its parameters, as those of the default device.
+
+    A network that is not split is returned unchanged.
+    """
+    if not isinstance(lm, TransformerLM) or lm.shards == 1:
+        return lm, params
+    whole = jax.tree.map(lambda leaf: jnp.asarray(to_host(leaf)), file_order(lm, params))
+    return dataclasses.replace(lm, shards=1), whole
+
+
+def _widths(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Returns the widths of a fused parameter's projections, in units that a device has whole."""
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    return heads if name.startswith("qkv") else (1, 1)
+
+
+def _regroup(leaf: Any, widths: tuple[int, ...], shards: int, reorder: Any) -> Any:
+    reorder = functools.partial(reorder, widths=widths, shards=shards)
+    if isinstance(leaf, Quantized):  # values [O, I] and scales [O]
+        return jax.tree.map(lambda array: reorder(array.T).T, leaf)
+    return reorder(leaf)
+
+
+def _group(leaf: Any, widths: tuple[int, ...], shards: int) -> Any:
+    xp = np if isinstance(leaf, np.ndarray) else jnp
+    parts = xp.split(leaf, _borders(leaf.shape[-1], widths), axis=-1)
+    return xp.concatenate([a.reshape(*leaf.shape[:-1], shards, -1) for a in parts], axis=-1).reshape(leaf.shape)
+
+
+def _ungroup(leaf: Any, widths: tuple[int, ...], shards: int) -> Any:
+    xp = np if isinstance(leaf, np.ndarray) else jnp
+    grouped = leaf.reshape(*leaf.shape[:-1], shards, -1)
+    parts = xp.split(grouped, _borders(grouped.shape[-1], widths), axis=-1)
+    return xp.concatenate([a.reshape(*leaf.shape[:-1], -1) for a in parts], axis=-1)
+
+
+def _borders(size: int, widths: tuple[int, ...]) -> list[int]:
+    unit = size // sum(widths)
+    return [unit * sum(widths[:i]) for i in range(1, len(widths))]
+
+
+def _is_matrix(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized) or is_packed(leaf)

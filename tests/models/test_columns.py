@@ -1,0 +1,44 @@
+"""Tests that a model is the same on whatever devices it is placed, for everything that reads its parameters."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from helpers import placed
+from helpers.checkpoints import tiny_config
+from helpers.compiling import simulated
+from helpers.paths import TESTS
+from jaxspec.models.columns import FUSED, group_by_shard, ungroup
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from helpers import placed
+print(json.dumps(placed.run(bool(int(sys.argv[2])))))
+"""
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("every", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_placed_model_is_read_as_on_one_device(every):
+    """Every reader, on meshes of 2 to 8 devices, in each dtype: `save`, exports, checksums, drafts, heads, kernels."""
+    assert len(placed.cases(bool(every))) > (120 if every else 50)
+    words = [sys.executable, "-c", PROGRAM, str(TESTS), str(every)]
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("name", FUSED)
+def test_grouping_is_undone(name, shards):
+    config = tiny_config(num_heads=8, num_kv_heads=4)
+    shapes = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True).block_shapes()
+    leaf = np.arange(np.prod(shapes[name])).reshape(shapes[name])
+    grouped = group_by_shard(name, leaf, config, shards)
+    assert np.array_equal(ungroup(name, grouped, config, shards), leaf)
+    assert np.array_equal(grouped, leaf) == (shards == 1)
