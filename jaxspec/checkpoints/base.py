@@ -93,6 +93,7 @@ class Checkpoint:
         stored: the file's tensors, by their names in the file.
         pard_token: the mask token of a draft model trained by PARD, or None.
         pard2: what a PARD-2 draft model reads of the target, or None.
+        left_out: the file's tensors that belong to other parts than the text model, such as encoders of images.
     """
 
     config: ModelConfig
@@ -109,6 +110,7 @@ class Checkpoint:
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
     pard_token: int | None = None
     pard2: Pard2 | None = None
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self):
         ids = [("special token id", token) for token in self.stop_ids]
@@ -124,6 +126,17 @@ class Checkpoint:
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
                 raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
+
+
+def describe_left_out(checkpoint: Checkpoint) -> str | None:
+    """Returns a sentence about the tensors that are not read, or None."""
+    if not (names := checkpoint.left_out):
+        return None
+    more = " ..." if len(names) > 3 else ""
+    return (
+        f"{checkpoint.source}: the text model is loaded, and {len(names)} tensors of its other parts are left out: "
+        f"{', '.join(names[:3])}{more}"
+    )
 
 
 def check_own(checkpoint: Checkpoint) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
 from jaxspec.checkpoints.gguf_blocks import join, read_own, rotation_halves
-from jaxspec.checkpoints.gguf_header import Tensor, decode, map_file, parse_header, parse_tables, stored
+from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, stored
+from jaxspec.checkpoints.gguf_parts import Held, open_parts, read_part_headers
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
 from jaxspec.models.config import ModelConfig
@@ -36,6 +37,8 @@ _NAMES = {
     "norm": ("output_norm.weight",),
     "head": ("output.weight",),
 }
+_OTHER_PARTS = ("v.", "mm.", "a.")
+"""Prefixes of the tensors of encoders of images and sound, which some files hold beside the text model."""
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -90,18 +93,19 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     """Opens a GGUF file; weights are read lazily from its memory map.
 
     Args:
-        path: the file.
+        path: the file, or any part of a split one.
         context: length of the longest text to decode; see `open_source`.
 
     Raises:
         CheckpointError: the file is malformed, or its model is not supported.
     """
     where = os.fspath(path)
-    data = map_file(where)
-    metadata, tensors = parse_header(data, where)
+    metadata, tensors = open_parts(where)
+    left_out = tuple(name for name in tensors if name.startswith(_OTHER_PARTS))
 
     def read_file(name: str) -> np.ndarray:
-        return check_finite(where, name, decode(data, tensors[name]))
+        held = tensors[name]
+        return check_finite(held.where, name, decode(held.data, held.tensor))
 
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
@@ -110,9 +114,13 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         rotates = kind.interleaved and re.search(r"attn_[qk]\.(weight|bias)$", name)
         return rotation_halves(rows, config.head_dim) if rotates else rows
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in _ROTARY}
+    def read_blocks(name: str) -> Any:
+        held = tensors[name]
+        return read_own(held.where, name, held.data, held.tensor, functools.partial(order, name))
+
+    shapes = {name: held.tensor.shape for name, held in tensors.items() if name not in _ROTARY and name not in left_out}
     canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
-    text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    text = _tokenizer_entries(where, metadata)
     tokens = text.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
         raise CheckpointError(f"{where}: metadata tokenizer.ggml.tokens is not an array of strings")
@@ -128,9 +136,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         config=config,
         source=where,
         tensors=canonical(lambda name: order(name, read_file(name))),
-        own=canonical(
-            lambda name: read_own(where, name, data, tensors[name], functools.partial(order, name)), join=join
-        ),
+        own=canonical(read_blocks, join=join),
         stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
         bos_id=ids["bos"],
         add_bos=adds_bos(text) and ids["bos"] is not None,
@@ -142,7 +148,8 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
             if isinstance(token, int) and 0 <= token < len(tokens)
         },
         architecture=str(metadata["general.architecture"]),
-        stored={name: stored(tensor.kind, tensor.shape) for name, tensor in tensors.items()},
+        stored={name: stored(held.tensor.kind, held.tensor.shape) for name, held in tensors.items()},
+        left_out=left_out,
     )
 
 
@@ -153,8 +160,30 @@ def read_headers(path: str | os.PathLike) -> Headers:
         CheckpointError: the header is malformed.
     """
     where = os.fspath(path)
-    metadata, entries, _ = parse_tables(map_file(where), where)
+    metadata, entries = read_part_headers(where)
+    metadata = {key: _as_list(value) for key, value in metadata.items()}
     return Headers(metadata, {name: stored(kind, shape) for name, (kind, shape, _) in entries.items()})
+
+
+def _tokenizer_entries(where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of the tokenizer; their arrays are lists, of at most as many items as a header has strings.
+
+    Raises:
+        CheckpointError: an array has more items.
+    """
+    text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    if (total := sum(len(value) for value in text.values() if isinstance(value, memoryview))) > 2 * MAX_STRINGS:
+        raise CheckpointError(
+            f"{where}: the arrays of the tokenizer have {total} numbers, expected at most {2 * MAX_STRINGS}"
+        )
+    return {key: value.tolist() if isinstance(value, memoryview) else value for key, value in text.items()}
+
+
+def _as_list(value: Any) -> Any:
+    """Returns a metadata value for display: a short array of numbers as a list, a long one as its length."""
+    if not isinstance(value, memoryview):
+        return value
+    return value.tolist() if len(value) <= 64 else f"{len(value)} items"
 
 
 class _ConfigReader:
@@ -164,7 +193,7 @@ class _ConfigReader:
         self,
         where: str,
         metadata: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Held],
         read: Callable[[str], np.ndarray],
         context: int | None,
     ):
@@ -182,7 +211,7 @@ class _ConfigReader:
     def _get(self, key: str, default=None) -> Any:
         value = self._metadata.get(f"{self._name}.{key}", default)
         if type(value) not in (int, float):
-            problem = "is missing" if value is None else f"is {str(value)[:80]!r}, expected one number"
+            problem = "is missing" if value is None else f"is {str(_as_list(value))[:80]!r}, expected one number"
             raise CheckpointError(f"{self._where}: metadata {self._name}.{key} {problem}")
         with np.errstate(over="ignore"):  # the shortest decimal: 1e-05, not 9.999999747378752e-06
             return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -195,7 +224,7 @@ class _ConfigReader:
     def config(self) -> ModelConfig:
         """Makes the model's config."""
         kind, tensors = self.architecture, self._tensors
-        rows = tensors["token_embd.weight"].shape[0]
+        rows = tensors["token_embd.weight"].tensor.shape[0]
         hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
         layers = self._whole("block_count")
         if layers > len(tensors):  # before anything is allocated per layer

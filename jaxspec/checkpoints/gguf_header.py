@@ -20,7 +20,12 @@ from jaxspec.errors import CheckpointError
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
 _STRING, _ARRAY = 8, 9
-_MAX_ITEMS = 1 << 24  # of one metadata array
+MAX_STRINGS, MAX_TEXT, MAX_ENTRIES = 1 << 20, 1 << 25, 1 << 16
+"""Most strings of a header, most bytes of all its strings, and most metadata entries or tensors.
+
+Published files have up to 0.8 million strings of 9 MB (a vocabulary of 262,144 tokens and its merges) and a few
+thousand tensors. A string takes several times as much memory as in the file, and an array of numbers takes none.
+"""
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 
 
@@ -39,6 +44,7 @@ class _Cursor:
 
     def __init__(self, data, where: str):
         self.data, self.where, self.at = data, where, 0
+        self.strings, self.text = 0, 0
 
     def fail(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {problem} (at byte {self.at})")
@@ -55,16 +61,24 @@ class _Cursor:
         reader = _SCALARS[kind]
         return reader.unpack_from(self.data, self.skip(reader.size, what))[0]
 
-    def count(self, smallest: int, what: str) -> int:
+    def count(self, smallest: int, what: str, most: int | None = None) -> int:
         """Reads a number of items of at least `smallest` bytes each, which must fit in the rest of the file."""
         count, left = self.scalar(10, what), len(self.data) - self.at
         if count > left // smallest:
             raise self.fail(f"{what} is {count}, {left} bytes are left: truncated or malformed")
+        if most is not None and count > most:
+            raise self.fail(f"{what} is {count}, expected at most {most}")
         return count
 
     def string(self, what: str) -> str:
         size = self.count(1, f"the length of {what}")
         start = self.skip(size, what)
+        self.strings, self.text = self.strings + 1, self.text + size
+        if self.strings > MAX_STRINGS or self.text > MAX_TEXT:
+            raise self.fail(
+                f"{what} is string {self.strings} of {self.text} bytes together, expected at most {MAX_STRINGS} "
+                f"strings of {MAX_TEXT} bytes"
+            )
         try:
             return self.data[start : start + size].decode("utf-8")
         except UnicodeDecodeError:
@@ -86,18 +100,18 @@ class _Cursor:
             raise self.fail(f"{key} has type {kind}, expected 0 .. 12")
         return self.scalar(kind, key)
 
-    def array(self, key: str) -> list:
+    def array(self, key: str) -> list[str] | memoryview:
         kind = self.scalar(4, f"the item type of {key}")
         if kind not in _SCALARS and kind != _STRING:
             raise self.fail(f"{key} is an array of type {kind}, expected an array of numbers or of strings")
         size = 8 if kind == _STRING else _SCALARS[kind].size
         count = self.count(size, f"the number of items of {key}")
-        if count > _MAX_ITEMS:
-            raise self.fail(f"{key} has {count} items, expected at most {_MAX_ITEMS}")
         if kind == _STRING:
+            if self.strings + count > MAX_STRINGS:
+                raise self.fail(f"{key} has {count} strings, expected at most {MAX_STRINGS} in all")
             return [self.string(key) for _ in range(count)]
         start = self.skip(count * size, key)
-        return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self.data, start))
+        return memoryview(self.data)[start : start + count * size].cast(_FORMATS[kind])
 
     def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
         """Reads one entry of the tensor table: type, NumPy shape and offset."""
@@ -125,8 +139,8 @@ def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int,
         raise CheckpointError(f"{where}: a big-endian GGUF file; only little-endian files are supported")
     if version not in (2, 3):
         raise CheckpointError(f"{where}: GGUF version {version}, expected 2 or 3; convert the model again")
-    num_tensors = cursor.count(_SMALLEST_TENSOR, "the number of tensors")
-    num_entries = cursor.count(_SMALLEST_ENTRY, "the number of metadata entries")
+    num_tensors = cursor.count(_SMALLEST_TENSOR, "the number of tensors", MAX_ENTRIES)
+    num_entries = cursor.count(_SMALLEST_ENTRY, "the number of metadata entries", MAX_ENTRIES)
     metadata: dict[str, Any] = {}
     for _ in range(num_entries):
         key = cursor.name("a metadata key", metadata)
@@ -146,7 +160,7 @@ def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         where: its name, for messages.
 
     Returns:
-        The metadata (arrays as lists) and the tensors by name.
+        The metadata (arrays of strings as lists, arrays of numbers as views of the file) and the tensors by name.
 
     Raises:
         CheckpointError: an entry is malformed, truncated, overlapping, duplicated, or of an unsupported type.

@@ -15,6 +15,7 @@ from jaxspec.checkpoints import base as common
 from jaxspec.checkpoints import folder, pard2
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
 from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.checkpoints.hf_wrappers import text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
 
@@ -32,9 +33,8 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     directory = pathlib.Path(path)
     settings = folder.read_json(directory, "config.json")
     if settings is None:
-        files = sorted(directory.glob("*.gguf"))
-        hint = f"; to open its GGUF file, give its path: {files[0]}" if files else ""
-        raise CheckpointError(f"{directory}: has no config.json{hint}")
+        raise CheckpointError(f"{directory}: has no config.json")
+    settings = text_settings(settings)
     config, family = read_config(str(directory / "config.json"), settings, context)
     generation = folder.read_json(directory, "generation_config.json") or {}
     text = folder.read_json(directory, "tokenizer_config.json") or {}
@@ -46,7 +46,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         adds_bos = _begins_with_special((folder.read_json(directory, "tokenizer.json") or {}).get("post_processor"))
     named = {key: value for key, value in text.items() if key.endswith("_token")}
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    readers, stored = _tensors(directory, config, family)
+    readers, stored, left_out = _tensors(directory, config, family)
     return Checkpoint(
         config=config,
         source=str(directory),
@@ -61,6 +61,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         stored=stored,
         pard_token=settings.get("pard_token"),
         pard2=pard2.parse(str(directory / "config.json"), settings),
+        left_out=left_out,
     )
 
 
@@ -76,9 +77,14 @@ def read_headers(path: str | os.PathLike) -> Headers:
     return Headers(settings, stored)
 
 
-def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tuple[dict, dict[str, StoredTensor]]:
-    """Returns the readers of the canonical parameters, and the stored tensors."""
+def _tensors(
+    directory: pathlib.Path, config: ModelConfig, family: Family
+) -> tuple[dict, dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns the readers of the canonical parameters, the stored tensors, and the names of those of other parts."""
     tensors = folder.open_tensors(directory)
+    stored = {key: tensor.stored for key, tensor in tensors.items()}
+    named, left_out = text_names(tensors)
+    tensors = {name: tensors[held] for name, held in named.items()}
     folder.check_types(tensors)
 
     def read(name: str) -> np.ndarray:
@@ -88,12 +94,12 @@ def _tensors(directory: pathlib.Path, config: ModelConfig, family: Family) -> tu
 
     # Ignore the rotary frequencies in some old files, which follow from rope_theta, Medusa heads (`jaxspec.heads`), and
     # the projection of a PARD-2 model (`pard2`), which drafts as a PARD model without it.
-    stored = {key: tensor.stored for key, tensor in tensors.items()}
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
-    shapes = {key: one.shape for key, one in stored.items() if not ignored.fullmatch(key)}
+    shapes = {key: one.stored.shape for key, one in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
     readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
-    return (readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers), stored
+    readers = readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers
+    return readers, stored, left_out
 
 
 def _read_tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:

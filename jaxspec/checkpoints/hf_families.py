@@ -132,8 +132,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     """
     family = FAMILIES.get(str(settings.get("model_type")))
     if family is None:
+        inner = settings.get("text_config")
+        inner = f" with a text model {inner.get('model_type')!r:.80}" if isinstance(inner, dict) else ""
         raise CheckpointError(
-            f"{where}: model_type {settings.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{where}: model_type {settings.get('model_type')!r:.80}{inner} is not supported; supported: "
+            f"{', '.join(FAMILIES)}, alone or as the text model of a larger one"
         )
     entries = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspec.checkpoints import base, folder
 from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
@@ -72,6 +73,7 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     settings = folder.read_json(source, CONFIG) if source.is_dir() else None
     if settings is None or not is_hf(like):
         raise CheckpointError(f"{os.fspath(like)}: has no {CONFIG}, expected a model in the Hugging Face format")
+    settings = dict(text_settings(settings))
     config, family = read_config(str(source / CONFIG), settings)
     if config.param_shapes() != model.lm.config.param_shapes():
         raise InvalidConfig(f"{model.name} has other sizes than {os.fspath(like)}; name the model that it came from")

@@ -6,8 +6,10 @@ repositories, `HF_HUB_OFFLINE=1` to use only the cache, `HF_HOME` for the cache'
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Sequence
 
+from jaxspec.checkpoints.gguf_parts import part_names
 from jaxspec.errors import FetchError
 from jaxspec.storage import scratch, writing
 
@@ -38,10 +40,34 @@ def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[s
     Raises:
         FetchError: the download failed, or the disk is full.
     """
+    return _fetch(repo_id, revision, [*_PATTERNS, *more])
+
+
+def fetch_gguf(repo_id: str, file: str, revision: str | None = None) -> pathlib.Path:
+    """Returns the path of a GGUF file of a Hub repository, after downloading it; of a split file, with all parts.
+
+    Args:
+        repo_id: `organization/name`.
+        file: path of the file, or of any part, in the repository.
+        revision: branch, tag or commit; None for the default branch.
+
+    Raises:
+        FetchError: the download failed, the repository has no such file, or the disk is full.
+    """
+    folder, _, name = file.rpartition("/")
+    names = [f"{folder}/{part}" if folder else part for part in part_names(name)]
+    place = _fetch(repo_id, revision, names) / file
+    if not place.is_file():
+        raise FetchError(f"{repo_id} has no file {file}")
+    return place
+
+
+def _fetch(repo_id: str, revision: str | None, patterns: list[str]) -> pathlib.Path:
+    """Downloads the files of these patterns."""
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    cache, settings = pathlib.Path(HF_HUB_CACHE), {"revision": revision, "allow_patterns": [*_PATTERNS, *more]}
+    cache, settings = pathlib.Path(HF_HUB_CACHE), {"revision": revision, "allow_patterns": patterns}
     try:
         _remove_abandoned(cache, repo_id)
         return pathlib.Path(huggingface_hub.snapshot_download(repo_id, **settings))
@@ -53,8 +79,39 @@ def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[s
             ) from error
         raise FetchError(
             f"{repo_id}: neither a preset nor an existing path, and the download from the Hugging Face Hub failed: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+            f"{_reason(error)}"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Returns why a download failed, in words."""
+    import huggingface_hub.errors as errors
+
+    seen: set[int] = set()
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    kinds = (
+        (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE is set, and the files are not in the cache"),
+        (errors.GatedRepoError, "access must be requested on the repository's page; then set HF_TOKEN"),
+        (errors.RevisionNotFoundError, "there is no such branch, tag or commit"),
+        (errors.RepositoryNotFoundError, "there is no such repository, or it is private (set HF_TOKEN)"),
+        (errors.HFValidationError, "it is not a valid name of a repository"),
+    )
+    for kind, why in kinds:
+        if any(isinstance(one, kind) for one in chain):
+            return why
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = re.sub(r"^(\w+(\.\w+)*(Error|Exception|Timeout)\b:? *|Got: *)+", "", text.strip())
+    names = {type(one).__name__ for one in chain}
+    if isinstance(error, errors.LocalEntryNotFoundError) or any(
+        "Connect" in name or "Timeout" in name for name in names
+    ):
+        return f"no connection to it, and the files are not in the cache{f' ({text})' if text else ''}"
+    return text or "no reason given"
 
 
 def _missing(repo_id: str, settings: dict) -> int | None:

@@ -1,6 +1,7 @@
 """Loading of models: reads the parameters of a checkpoint one at a time and places them on devices."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxspec.checkpoints.base import (
     check_names,
     check_own,
     check_shape,
+    describe_left_out,
 )
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
@@ -68,7 +70,8 @@ def load(
             CPU devices that share no layer.
         attention: "xla" for XLA's own operations, or "pallas" for a kernel on one TPU or GPU that has not been timed
             yet, see docs/gpu.md.
-        report: called with a line of text on each step of a download.
+        report: called with a line of text on each step of a download, and if parts of the file are left out (encoders
+            of images, for example); None for a warning.
         progress: called with (parameters read, total parameters, name of the parameter).
 
     Returns:
@@ -98,6 +101,8 @@ def load(
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
         attention_pallas.check(jax.default_backend(), activation_dtype(dtype), checkpoint.config.head_dim)
+    if (note := describe_left_out(checkpoint)) is not None:
+        (report or _warn)(note)
     size = checkpoint.config.vocab_size
     written = checkpoint.chat_template
     with in_source(checkpoint.source):
@@ -136,6 +141,10 @@ def load(
         pard_token=checkpoint.pard_token,
         pard2=checkpoint.pard2,
     )
+
+
+def _warn(note: str) -> None:
+    warnings.warn(note, stacklevel=4)
 
 
 def read_params(

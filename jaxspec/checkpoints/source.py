@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
+import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-from jaxspec.checkpoints import gguf, hf, hub, presets, saved
+from jaxspec.checkpoints import gguf, gguf_parts, hf, hub, presets, saved
 from jaxspec.checkpoints.base import Checkpoint, Headers
 from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName
 from jaxspec.storage.reading import check_path
@@ -20,7 +21,8 @@ def open_source(
     """Opens the checkpoint of a preset, a path, or a repository of the Hugging Face Hub, `organization/name`.
 
     Args:
-        source: the preset, path or repository. A preset takes precedence over a path of the same name (write `./name`
+        source: the preset, path or repository, or a GGUF file in a repository, `organization/name/file.gguf` (of a
+            split file, any part). A preset takes precedence over a path of the same name (write `./name`
             for the path).
         revision: branch, tag or commit of a Hub repository; equivalent to `organization/name@revision`.
         report: called with one line of text per step of a download.
@@ -59,7 +61,11 @@ def find_source(
         return str(presets.fetch(name, report=report))
     if os.path.exists(path):
         return name
-    if name.endswith(".gguf") or name.startswith((".", "~", "/")):
+    if name.startswith((".", "~", "/")):
+        raise CheckpointError(f"{name}: no such file or directory")
+    if named := re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)(?:@([\w./-]+))?", name, re.ASCII):
+        return str(hub.fetch_gguf(named[1], named[2], revision or named[3]))
+    if name.endswith(".gguf"):
         raise CheckpointError(f"{name}: no such file or directory")
     if named := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
         return str(hub.fetch_repository(named[1], revision or named[2], more=more))
@@ -70,7 +76,7 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
     """Opens a GGUF file, a Hugging Face directory, or a directory that `jaxspec.save` wrote.
 
     Args:
-        path: the file or directory.
+        path: the file or directory; any part of a split GGUF file, or a directory with one GGUF model.
         context: length of the longest text to decode; see `open_source`.
 
     Raises:
@@ -82,6 +88,8 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
     if os.path.isfile(place / saved.MANIFEST):
         return _with_context(saved.open_saved(place), context)
     if os.path.isdir(place):
+        if not (place / "config.json").exists() and (file := gguf_parts.find_model(place)) is not None:
+            return _with_context(gguf.open_gguf(file, context), context)
         return _with_context(hf.open_hf(place, context), context)
     if place.suffix.lower() == ".gguf" and os.path.isfile(place):
         return _with_context(gguf.open_gguf(place, context), context)
@@ -100,7 +108,19 @@ def read_headers(path: str | os.PathLike) -> Headers:
         CheckpointError: the header of the file cannot be read.
     """
     place = check_path(path, "the checkpoint's path", CheckpointError)
-    return hf.read_headers(place) if place.is_dir() else gguf.read_headers(place)
+    if not place.is_dir():
+        return gguf.read_headers(place)
+    file = None if (place / "config.json").exists() else gguf_parts.find_model(place)
+    return hf.read_headers(place) if file is None else gguf.read_headers(file)
+
+
+def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of weights of a checkpoint that exist: those of a directory, or the parts of a GGUF file."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    file = gguf_parts.find_model(path) if not files else files[0]
+    if file is None or file.suffix.lower() != ".gguf":
+        return files
+    return [part for name in gguf_parts.part_names(file.name) if (part := file.with_name(name)).is_file()]
 
 
 def _with_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:

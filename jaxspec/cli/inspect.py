@@ -34,7 +34,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report, then raises the first error that would prevent loading, if any."""
-    from jaxspec.checkpoints.source import find_source
+    from jaxspec.checkpoints.source import find_source, weight_files
     from jaxspec.cli import show
     from jaxspec.heads.find import find_layout, hub_files
     from jaxspec.heads.layouts import FILES, LAYOUTS
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")
     if layout is not None and args.draft_model:
         raise UsageError("--draft-model is for a model, and these are draft heads")
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    files = files or [place / name for name in FILES if (place / name).is_file()]
+    files = weight_files(place) or [place / name for name in FILES if (place / name).is_file()]
     report: dict[str, Any] = {"source": args.source, "path": str(place)}
     report |= {"files": len(files), "file_size_bytes": sum(file.stat().st_size for file in files)}
     refused: list[JaxspecError] = []
