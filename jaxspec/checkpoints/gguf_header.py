@@ -111,7 +111,8 @@ class _Cursor:
                 raise self.fail(f"{key} has {count} strings, expected at most {MAX_STRINGS} in all")
             return [self.string(key) for _ in range(count)]
         start = self.skip(count * size, key)
-        return memoryview(self.data)[start : start + count * size].cast(_FORMATS[kind])
+        code: Any = _FORMATS[kind]
+        return memoryview(self.data)[start : start + count * size].cast(code)
 
     def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
         """Reads one entry of the tensor table: type, NumPy shape and offset."""

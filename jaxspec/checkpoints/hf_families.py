@@ -130,14 +130,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     Raises:
         CheckpointError: the model type or a setting is not supported, or a value is invalid.
     """
-    family = FAMILIES.get(str(settings.get("model_type")))
-    if family is None:
-        inner = settings.get("text_config")
-        inner = f" with a text model {inner.get('model_type')!r:.80}" if isinstance(inner, dict) else ""
-        raise CheckpointError(
-            f"{where}: model_type {settings.get('model_type')!r:.80}{inner} is not supported; supported: "
-            f"{', '.join(FAMILIES)}, alone or as the text model of a larger one"
-        )
+    family = _family(where, settings)
     entries = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
         entries["sliding_window"] = None
@@ -191,6 +184,18 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if "query_pre_attn_scalar" in entries and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
+
+
+def _family(where: str, settings: Mapping) -> Family:
+    family = FAMILIES.get(str(settings.get("model_type")))
+    if family is None:
+        inner = settings.get("text_config")
+        inner = f" with a text model {inner.get('model_type')!r:.80}" if isinstance(inner, dict) else ""
+        raise CheckpointError(
+            f"{where}: model_type {settings.get('model_type')!r:.80}{inner} is not supported; supported: "
+            f"{', '.join(FAMILIES)}, alone or as the text model of a larger one"
+        )
+    return family
 
 
 def read_activation(where: str, entries: Mapping) -> str:

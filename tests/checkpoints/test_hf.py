@@ -376,7 +376,7 @@ def test_other_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(CheckpointError, match="x.gguf: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"x.gguf: cannot be read"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be used: File name too long"):
         open_checkpoint("x" * 5000)

@@ -173,7 +173,7 @@ def test_other_text_models_are_named(tmp_path):
         open_checkpoint(place)
     for odd in ([], "x", 3, {"model_type": {}}, {"model_type": None}):
         (place / "config.json").write_text(json.dumps({"model_type": "x", "text_config": odd}))
-        with pytest.raises(CheckpointError, match="model_type 'x'.* is not supported"):
+        with pytest.raises(CheckpointError, match=r"model_type 'x'.* is not supported"):
             open_checkpoint(place)
 
 

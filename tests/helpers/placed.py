@@ -119,7 +119,7 @@ def packed(model: Any) -> list[np.ndarray]:
 
 def moved(model: Any) -> list[np.ndarray]:
     """The parameters after the model was placed on another mesh."""
-    other = jaxspec.shard(model, jaxspec.make_mesh(1, 4 if model.lm.shards == 2 else 2))
+    other: Any = jaxspec.shard(model, jaxspec.make_mesh(1, 4 if model.lm.shards == 2 else 2))
     assert other.lm.shards != model.lm.shards
     return leaves(file_order(other.lm, other.params))
 
