@@ -90,9 +90,7 @@ class Side:
         """Returns the ids of texts in the middle of others: as the tokenizer splits each, if that keeps its bytes."""
         tokenizer = self.tokenizer
         whole = [text.decode(errors="replace") for text in texts]
-        split = tokenizer.encode_all(
-            [text[tokenizer.strips_space and text[:1] == " " :] for text in whole], special=False
-        )
+        split = tokenizer.encode_all(whole, begins=False)
         return [ids if self._spells(ids, text) else self.longest_matches(text) for ids, text in zip(split, texts)]
 
     def _spells(self, ids: Sequence[int], text: bytes) -> bool:

@@ -135,7 +135,7 @@ class Tokenizer:
             config["add_bos_token"] = self.add_bos
         (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True, begins: bool = True) -> list[int]:
         """Returns the token ids of a text.
 
         Special tokens spelled out in the text, as by chat templates, are always encoded as such.
@@ -143,23 +143,36 @@ class Tokenizer:
         Args:
             text: the text.
             special: whether to add BOS if the model expects one and the text has none.
+            begins: whether this is the beginning of a text. What continues another text gets no BOS, and no space of
+                the tokenizer's own before it.
 
         Raises:
             InvalidConfig: the text is not a string, or contains a lone surrogate.
             CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
-        return self.encode_all([text], special)[0]
+        return self.encode_all([text], special, begins)[0]
 
-    def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+    def encode_all(self, texts: Sequence[str], special: bool = True, begins: bool = True) -> list[list[int]]:
         """Returns the token ids of several texts, faster than one at a time; see `encode`."""
-        size = 0
         for text in texts:
             if not isinstance(text, str):
                 raise InvalidConfig(f"text to encode must be a str, got {type(text).__name__}")
-            try:
-                size += len(text.encode())
-            except UnicodeEncodeError:
-                raise InvalidConfig("text to encode contains a lone surrogate, which is not a character") from None
+        if begins or not self.strips_space:
+            return self._encode(texts, special and begins)
+        # After a line break, with whose tokens no others merge, the encoder is in the middle of a text.
+        head, *found = self._encode(["\n", *("\n" + text for text in texts)], False)
+        merged = [i for i, ids in enumerate(found) if ids[: len(head)] != head]
+        instead = dict(zip(merged, self._encode([texts[i].removeprefix(" ") for i in merged], False)))
+        return [instead.get(i, ids[len(head) :]) for i, ids in enumerate(found)]
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Returns the ids of texts as the library encodes them, with BOS if `special`."""
+        if not texts:
+            return []
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError:
+            raise InvalidConfig("text to encode contains a lone surrogate, which is not a character") from None
         limits = Limits(ENCODE_SECONDS + ENCODE_SECONDS_PER_BYTE * size, ENCODE_MEMORY + ENCODE_MEMORY_PER_BYTE * size)
         try:
             data = self._encoder.call("encode", list(map(str, texts)), special and self.add_bos is None, limits=limits)

@@ -96,25 +96,26 @@ def _known(model: Model, ids: Sequence[int]) -> list[int]:
 
 
 def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
-    """Encodes messages; each answer separately, as if it was decoded after its prompt."""
+    """Encodes messages; each answer as if it was decoded after its prompt, whose tokens it does not change."""
     template, tokenizer = model.chat_template, model.tokenizer
     if template is None or tokenizer is None:
         raise InvalidConfig(f"{model.name} has no chat template; use .txt files")
-    ids: list[int] = []
-    mask: list[bool] = []
-    written = ""
+    texts = [""]  # up to each prompt and each answer
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = template.render(messages[:i])
         after = template.render(messages[: i + 1], add_generation_prompt=False)
-        if not (before.startswith(written) and after.startswith(before)):
+        if not (before.startswith(texts[-1]) and after.startswith(before)):
             raise InvalidConfig("the chat template rewrites earlier messages; use single turns")
-        for part, own in ((before[len(written) :], False), (after[len(before) :], True)):
-            new = tokenizer.encode(part, special=not ids)
-            ids += new
-            mask += [own] * len(new)
-        written = after
+        texts += [before, after]
+    ids: list[int] = []
+    mask: list[bool] = []
+    for i, whole in enumerate(tokenizer.encode_all(texts[1:])):
+        held = whole[: len(ids)] == ids
+        new = whole[len(ids) :] if held else tokenizer.encode(texts[i + 1][len(texts[i]) :], begins=False)
+        ids += new
+        mask += [i % 2 == 1] * len(new)
     return Text(np.asarray(ids, np.int32), np.asarray(mask, bool))
 
 

@@ -13,7 +13,10 @@ import jaxspec
 from helpers.narrow import not_none
 from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TEMPLATE, TOKENIZER, go
 from jaxspec import Model
-from jaxspec.text import IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
+from jaxspec.errors import InvalidConfig
+from jaxspec.text import ChatTemplate, IncrementalDecoder, StopStrings, Tokenizer, cut_tokens
+from jaxspec.text.conversations import Conversation
+from jaxspec.train import tokenized
 
 pytestmark = pytest.mark.quick
 
@@ -149,3 +152,43 @@ def test_a_stop_string_begins_with_the_first_space(kind):
     first = not_none(row.text)[:2]
     stopped = go([[i] for i in range(2, 8)], target=target, stop=[first])[row.prompt]
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(kinds, st.text("ab \né", max_size=8), st.text("ab \né", max_size=8))
+def test_parts_of_a_text_are_encoded_as_the_whole(tokenizer, first, second):
+    """A part that continues another gets neither BOS nor a space of the tokenizer's own."""
+    ids = tokenizer.encode(first)
+    parts = ids + tokenizer.encode(second, begins=not ids)
+    assert tokenizer.decode(parts) == tokenizer.decode(tokenizer.encode(first + second))
+    assert tokenizer.encode_all([second, first], begins=False) == [
+        tokenizer.encode(text, begins=False) for text in (second, first)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_adds_no_space(kind):
+    tokenizer = KINDS[kind]
+    for text in ("a", " a", "ab", "  a", "\n", "é", "", "a b"):
+        pieces = tokenizer.pieces(tokenizer.encode(text, begins=False))
+        assert b"".join(pieces) == text.encode()
+    with pytest.raises(InvalidConfig, match="must be a str"):
+        tokenizer.encode(None, begins=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_a_conversation_as_it_is_decoded(kind):
+    """The tokens are those of the whole text, also where the encoder puts a space before a part of its own."""
+    tokenizer = KINDS[kind]
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos }}{% endif %}{% endfor %}",
+        {"eos": "<eos>"},
+    )
+    target = Model(LM, {"table": TABLE}, tokenizer, template, stop_ids=(EOS,), name=kind)
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ["a", " b", "ab", " a"])]
+    (found,), bad = tokenized.texts_of(target, [Conversation(tuple(messages), None, "here")])
+    assert not bad
+    assert found.ids.tolist() == tokenizer.encode(template.render(messages))
+    learnt = [tokenizer.token_bytes(i) for i, own in zip(found.ids.tolist(), found.mask) if own]
+    assert b"".join(learnt) == b" b<eos> a<eos>"
