@@ -7,7 +7,7 @@ parameter of `ModelConfig.param_shapes`, a function that reads it. Weights are r
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,10 @@ import numpy as np
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import ModelConfig, Pard2, is_table
 from jaxspec.models.rope import Rope
+
+if TYPE_CHECKING:
+    from jaxspec.text.chat import ChatTemplate
+    from jaxspec.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FILE = "file"
@@ -83,7 +87,9 @@ class Checkpoint:
         tensors: maps each canonical parameter name to a function that reads it, in float32 and in the canonical layout.
         own: the same with the numbers of the file: matrices in blocks as `Blocks`, others in the file's float type
             (float16 as float32). Empty for formats without blocks.
-        stop_ids: ids that end a text (end of sequence, end of turn).
+        stop_ids: ids that it lists as ends of a text (end of sequence, end of turn); see `end_ids`.
+        other_stop_ids: ids of a list that `stop_ids` replaces.
+        has_all_stop_ids: whether `stop_ids` are all end tokens, as of a model that jaxspec saved.
         bos_id: id of the beginning-of-sequence token; None if there is none.
         add_bos: whether the model expects `bos_id` at the beginning of a text.
         tokenizer: location of the tokenizer, or None.
@@ -101,6 +107,8 @@ class Checkpoint:
     tensors: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
     own: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict, repr=False)
     stop_ids: tuple[int, ...] = ()
+    other_stop_ids: tuple[int, ...] = ()
+    has_all_stop_ids: bool = False
     bos_id: int | None = None
     add_bos: bool = False
     tokenizer: TokenizerSource | None = None
@@ -126,6 +134,14 @@ class Checkpoint:
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
                 raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
+
+    def end_ids(self, tokenizer: "Tokenizer | None", template: "ChatTemplate | None") -> tuple[int, ...]:
+        """Returns the ids of all tokens that end an answer or a text; see `jaxspec.text.ends`."""
+        from jaxspec.text.ends import end_ids  # imports Jinja
+
+        if self.has_all_stop_ids:
+            return self.stop_ids
+        return end_ids(tokenizer, template, self.stop_ids, self.other_stop_ids, self.config.vocab_size)
 
 
 def describe_left_out(checkpoint: Checkpoint) -> str | None:

@@ -40,7 +40,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     text = folder.read_json(directory, "tokenizer_config.json") or {}
     tokenizer = folder.inside(directory, "tokenizer.json")
     bos_id = settings.get("bos_token_id", generation.get("bos_token_id"))
-    stop_ids = generation.get("eos_token_id", settings.get("eos_token_id"))
+    stop_ids, other_stop_ids = _stop_ids(generation, settings)
     adds_bos = text.get("add_bos_token")
     if adds_bos is None and tokenizer:
         adds_bos = _begins_with_special((folder.read_json(directory, "tokenizer.json") or {}).get("post_processor"))
@@ -51,7 +51,8 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         config=config,
         source=str(directory),
         tensors=readers,
-        stop_ids=tuple(stop_ids) if isinstance(stop_ids, list) else () if stop_ids is None else (stop_ids,),
+        stop_ids=stop_ids,
+        other_stop_ids=other_stop_ids,
         bos_id=bos_id,
         add_bos=bool(adds_bos) and bos_id is not None,
         tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer else None,
@@ -119,6 +120,21 @@ def _chat_template(directory: pathlib.Path, text: Mapping) -> str | None:
         entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = entries[0].get("template") if entries else None
     return template if isinstance(template, str) else None
+
+
+def _stop_ids(*files: Mapping) -> tuple[tuple, tuple]:
+    """Returns the end tokens of the first file that lists any, and those of the others.
+
+    A config may list them for the text model inside it. Null and an empty list are no list.
+    """
+    found = []
+    for file in files:
+        inner = file.get("text_config")
+        for place in (file, inner if isinstance(inner, Mapping) else {}):
+            ids = place.get("eos_token_id")
+            found.append(tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,))
+    listed = [ids for ids in found if ids]
+    return (listed[0], tuple(i for ids in listed[1:] for i in ids)) if listed else ((), ())
 
 
 def _begins_with_special(processor: object) -> bool:

@@ -135,7 +135,7 @@ def load(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
-        stop_ids=checkpoint.stop_ids,
+        stop_ids=checkpoint.end_ids(tokenizer, template),
         name=name,
         preset=source if isinstance(source, str) and source in PRESETS else None,
         pard_token=checkpoint.pard_token,

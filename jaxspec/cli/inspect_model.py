@@ -83,16 +83,17 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
         section |= {"padding_of_the_vocabulary": max(rows - tokenizer.vocab_size, 0)}
         section |= {"tokens_without_a_row": max(tokenizer.vocab_size - rows, 0)}
         section |= {"special": [token_text(tokenizer, token) for token in sorted(tokenizer.special_ids)]}
-        section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.stop_ids]}
         section |= {"begins_with": token_text(tokenizer, checkpoint.bos_id) if checkpoint.add_bos else None}
-    template = checkpoint.chat_template
-    if template is not None:
+    source, template = checkpoint.chat_template, None
+    if source is not None:
         try:
-            ChatTemplate(template, checkpoint.special_tokens)
+            template = ChatTemplate(source, checkpoint.special_tokens)
         except JaxspecError as error:
             refused.append(error)
-    lines = [line.strip() for line in (template or "").splitlines() if line.strip()]
-    return section | {"chat_template": None if template is None else next(iter(lines), "")}
+    if tokenizer is not None:
+        section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.end_ids(tokenizer, template)]}
+    lines = [line.strip() for line in (source or "").splitlines() if line.strip()]
+    return section | {"chat_template": None if source is None else next(iter(lines), "")}
 
 
 def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
             raise MissingTokenizer(f"{place} has no tokenizer, so its tokens cannot be compared with others")
         template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size)
-        sides.append(Side(tokenizer, template, tuple(checkpoint.stop_ids), size, place.name))
+        sides.append(Side(tokenizer, template, checkpoint.end_ids(tokenizer, template), size, place.name))
     ours, theirs = sides
     section: dict[str, Any] = {"draft_path": str(draft)}
     if ours.vocab == theirs.vocab and same_vocab(ours.tokenizer, theirs.tokenizer):

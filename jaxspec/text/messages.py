@@ -106,7 +106,7 @@ class MessageForms:
             kept["tool_calls"] = _with_arguments(calls, as_text)
             content = empty if content is ABSENT else content
         content = empty if content is None else content
-        role, parts = kept["role"], _as_parts(content)
+        role, parts = str(kept["role"]), _as_parts(content)
         if parts is not None:
             content = self._content(parts, role, where)
         elif isinstance(content, str) and self._may_read_parts and self._reads(role) == (False, True):
@@ -186,7 +186,9 @@ def _as_parts(content: Any) -> list[Mapping[str, Any]] | None:
     """Returns content as a list of parts with a type or a text; None for other content."""
     if isinstance(content, str) or not isinstance(content, Sequence) or not content:
         return None
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    parts: list[Mapping[str, Any]] = [
+        {"type": "text", "text": part} if isinstance(part, str) else part for part in content
+    ]
     good = all(isinstance(part, Mapping) and ("type" in part or "text" in part) for part in parts)
     return parts if good else None
 

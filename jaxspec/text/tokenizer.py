@@ -8,7 +8,7 @@ UTF-8, with U+FFFD for invalid bytes. That makes streaming exact; see `increment
 import array
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the control tokens, which decoding skips."""
         return frozenset(i for i, (_, special) in self._added.items() if special)
+
+    @property
+    def added_ids(self) -> Set[int]:
+        """Ids of the tokens that were added to what was learned from text; the control tokens are among them."""
+        return self._added.keys()
 
     @cached_property
     def vocab_size(self) -> int:
