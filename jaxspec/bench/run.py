@@ -172,7 +172,7 @@ def _prompts(
             asked = question.turns[:turns]
             for turn, text in enumerate(asked, start=1):
                 said.append(text)
-                ids = _encode(setup.target, said, chat)
+                ids = _encode(setup.target, said, chat, question.tools)
                 name = f"{task.name}, prompt {question.id}" + (f", turn {turn}" if turns > 1 else "")
                 if reason := too_long(name, ids, count, context):
                     left_out.append(reason)
@@ -186,15 +186,23 @@ def _prompts(
             first += len(asked)
 
 
-def _encode(target: Model, said: list[Turn], chat: bool) -> list[int]:
+def _encode(target: Model, said: list[Turn], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """Returns the token ids of a conversation: by the chat template, or of its parts concatenated."""
-    if chat:
-        prompt: Any = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    if chat or any(_are_messages(part) for part in said):
+        messages: list[Any] = []
+        for i, part in enumerate(said):
+            role = ("user", "assistant")[i % 2]
+            messages += part if _are_messages(part) else [{"role": role, "content": part}]
+        prompt: Any = {"messages": messages, "tools": list(tools)}
     elif target.tokenizer is None:
         prompt = [token for part in said for token in part]
     else:
         prompt = "\n\n".join(map(str, said))
     return inputs.encode_prompts(target, [prompt], chat)[0]
+
+
+def _are_messages(turn: Turn) -> bool:
+    return not isinstance(turn, str) and isinstance(turn[0], Mapping)
 
 
 def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:

@@ -1,27 +1,27 @@
 """Loads the questions of benchmark tasks from packages, a generator, built-in texts or files.
 
-A `.jsonl` file holds one JSON object per line: in the format of MT-bench and Spec-Bench,
-`{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, or `{"prompt": "..."}`. A `.txt` file holds one
-prompt per line, or is split as `jaxspec.storage.prompt_files` describes.
+Files of prompts and conversations are those that `generate` and `train` read, see `jaxspec.text.conversations`. A row
+may also have a `question_id` or `task_id`, and a `category`, as in MT-bench and Spec-Bench.
 """
 
-import codecs
 import collections
 import dataclasses
 import gzip
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxspec.bench.extra import need
 from jaxspec.bench.texts import COPIES
-from jaxspec.errors import InvalidConfig, TaskError, UnknownName
+from jaxspec.errors import TaskError, TrainingError, UnknownName
 from jaxspec.storage import download
-from jaxspec.storage.prompt_files import split_text
-from jaxspec.storage.reading import check_path, parse_object, read_bytes
+from jaxspec.storage.reading import check_path
+from jaxspec.text import conversations
+from jaxspec.text.conversations import Conversation
 
-Turn = str | tuple[int, ...]
-"""A user's turn: text, or token ids for a model without a tokenizer."""
+Turn = str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
+"""A user's turn: text, token ids for a model without a tokenizer, or messages up to the assistant's next."""
 
 GENERATED = 80
 """The default number of questions of a generated task, which is that of each task of Spec-Bench."""
@@ -35,11 +35,22 @@ class Question:
         id: an identifier, unique within the task.
         category: the group for which figures are summarised.
         turns: the user's turns, in order.
+        tools: the tools that the assistant may call.
     """
 
     id: str
     category: str
     turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def prompt(self) -> Any:
+        """The first turn as `generate` takes it."""
+        first = self.turns[0]
+        if self.tools:
+            messages = [{"role": "user", "content": first}] if isinstance(first, str) else list(first)
+            return {"messages": messages, "tools": list(self.tools)}
+        return first if isinstance(first, str) else list(first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +66,7 @@ class TaskFile(download.WheelFile):
     """A file of questions inside a wheel."""
 
     kind: ClassVar[str] = "task"
-    instead: ClassVar[str] = "use a .jsonl or .txt file of your own instead of the task"
+    instead: ClassVar[str] = "use a .jsonl, .json or .txt file of your own instead of the task"
 
 
 FILES = {
@@ -80,6 +91,8 @@ FILES = {
     )
 }
 NAMES = (*FILES, "gsm", "copy")
+KINDS = (".jsonl", ".json", ".txt")
+"""Kinds of files that hold prompts."""
 
 
 def load(
@@ -89,7 +102,7 @@ def load(
     report: Callable[[str], object] | None = None,
     split: str | None = None,
 ) -> Task:
-    """Loads a task by name, or from a `.jsonl` or `.txt` file.
+    """Loads a task by name, or from a `.jsonl`, `.json` or `.txt` file.
 
     Args:
         source: one of `NAMES`, or a path.
@@ -107,7 +120,7 @@ def load(
     path = check_path(source, "the task's name or path", TaskError)
     source = os.fspath(source)
     kind = path.suffix.lower()
-    name = path.stem if kind in (".jsonl", ".txt") else source
+    name = path.stem if kind in KINDS else source
     if source in FILES:
         path = download.fetch(FILES[source], report=report)
         data = path.read_bytes()
@@ -116,13 +129,16 @@ def load(
         questions = _generated(limit or GENERATED, seed)
     elif source == "copy":
         questions = tuple(Question(id, category, (text,)) for id, (category, text) in COPIES.items())
-    elif kind in (".jsonl", ".txt"):
-        data = read_bytes(path, TaskError)
-        questions = parse(data, name, source) if kind == ".jsonl" else _texts(data, name, source, split or "line")
+    elif kind in KINDS:
+        try:
+            found = conversations.read([path], strict=True, split=split or "line")[0]
+        except TrainingError as error:
+            raise TaskError(str(error)) from None
+        questions = from_conversations(found, name)
         if report is not None:
             report(f"{source}: {len(questions)} prompt{'s' * (len(questions) > 1)}")
     else:
-        raise UnknownName("task (a name, or the path of a .jsonl or .txt file)", source, NAMES)
+        raise UnknownName("task (a name, or the path of a .jsonl, .json or .txt file)", source, NAMES)
     return Task(name, spread(questions, limit))
 
 
@@ -132,44 +148,56 @@ def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
     Raises:
         TaskError: a line is not a question; the message names it.
     """
+    try:
+        return from_conversations(conversations.read_lines(data.splitlines(), str(where)), task)
+    except TrainingError as error:
+        raise TaskError(str(error)) from None
+
+
+def from_conversations(found: Iterable[Conversation], task: str) -> tuple[Question, ...]:
+    """Returns conversations as questions; `task` is the category of those without one.
+
+    Raises:
+        TaskError: an id or a category is not valid, or two questions have one id.
+    """
     questions: dict[str, Question] = {}
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
-        if not line.strip():
-            continue
-        question = _question(line, number, task, f"{where}, line {number}")
-        if question.id in questions:
-            raise TaskError(f"{where}, line {number}: a second question {question.id!r}; expected distinct ids")
-        questions[question.id] = question
-    if not questions:
-        raise TaskError(f"{where}: holds no question; expected one JSON object per line")
+    for one in found:
+        number = re.findall(r"\d+", one.where)[-1]  # of the line, or of the object in a list
+        id = one.about.get("question_id", one.about.get("task_id", number))
+        category = one.about.get("category", task)
+        if isinstance(id, bool) or not isinstance(id, int | str) or not isinstance(category, str):
+            raise TaskError(
+                f"{one.where}: question {_shown(id)} of category {_shown(category)}; expected a number or text, and a "
+                "text; correct or remove the row"
+            )
+        if str(id) in questions:
+            raise TaskError(f"{one.where}: a second question {str(id)!r}; expected distinct ids")
+        questions[str(id)] = Question(str(id), category, _turns(one), one.tools)
     return tuple(questions.values())
 
 
-def _texts(data: bytes, task: str, where: str, split: str) -> tuple[Question, ...]:
-    try:
-        questions = tuple(Question(str(line), task, (text,)) for line, text in split_text(data, split))
-    except InvalidConfig as error:
-        raise TaskError(f"{where}: {error}") from None
-    if not questions:
-        raise TaskError(f"{where}: holds no prompt; expected one per line, or as --split says")
-    return questions
+def _turns(one: Conversation) -> tuple[Turn, ...]:
+    """Returns what the user says before each answer: a text, or messages if there are several or others than text."""
+    if one.ids:
+        return (one.ids[0],)
+    if one.text is not None:
+        return (one.text,)
+    if one.turns:
+        return one.turns
+    prompt = one.prompt["messages"] if one.tools else one.prompt
+    turns: list[list[Any]] = [prompt]
+    for message in one.messages[len(prompt) :]:
+        if message["role"] == "assistant":
+            turns.append([])
+        else:
+            turns[-1].append(message)
+    return tuple(_turn(messages) for messages in turns if messages)
 
 
-def _question(line: bytes, number: int, task: str, where: str) -> Question:
-    record = parse_object(line, where, TaskError)
-    if "turns" not in record and "prompt" not in record:
-        raise TaskError(f'{where}: got the keys {_shown(list(record))}, expected "turns" or "prompt" among them')
-    turns = record["turns"] if "turns" in record else [record["prompt"]]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        key, wanted = ("turns", "a list of texts") if "turns" in record else ("prompt", "a text")
-        raise TaskError(f'{where}: "{key}" is {_shown(record[key])}, expected {wanted}, none of them empty')
-    id = record.get("question_id", record.get("task_id", number))
-    category = record.get("category", task)
-    if isinstance(id, bool) or not isinstance(id, int | str) or not isinstance(category, str):
-        raise TaskError(
-            f"{where}: question {_shown(id)} of category {_shown(category)}; expected a number or text, and a text"
-        )
-    return Question(str(id), category, tuple(turns))
+def _turn(messages: list[Any]) -> Turn:
+    first = messages[0]
+    plain = len(messages) == 1 and first.keys() == {"role", "content"} and first["role"] == "user"
+    return first["content"] if plain and isinstance(first["content"], str) else tuple(messages)
 
 
 def _shown(value: Any) -> str:

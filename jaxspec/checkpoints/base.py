@@ -94,6 +94,7 @@ class Checkpoint:
         add_bos: whether the model expects `bos_id` at the beginning of a text.
         tokenizer: location of the tokenizer, or None.
         chat_template: Jinja source of the chat template, or None.
+        named_templates: sources of further chat templates, by name.
         special_tokens: spelling of `bos_token`, `eos_token`, ..., as used by chat templates.
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
@@ -113,6 +114,7 @@ class Checkpoint:
     add_bos: bool = False
     tokenizer: TokenizerSource | None = None
     chat_template: str | None = dataclasses.field(default=None, repr=False)
+    named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
@@ -128,16 +130,28 @@ class Checkpoint:
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
                 last = self.config.vocab_size - 1
                 raise CheckpointError(f"{self.source}: {name} {token!r:.80}, expected 0 .. {last}")
-        template = self.chat_template
-        if template is not None and not isinstance(template, str):
-            raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a string")
+        for template in (self.chat_template, *self.named_templates.values()):
+            if template is not None and not isinstance(template, str):
+                raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a string")
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
                 raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
 
+    def open_template(self) -> "ChatTemplate | None":
+        """Compiles the chat template; returns None if there is none.
+
+        Raises:
+            CheckpointError: it cannot be compiled.
+        """
+        from jaxspec.text.chat import ChatTemplate
+
+        if self.chat_template or self.named_templates:
+            return ChatTemplate(self.chat_template or None, self.special_tokens, self.named_templates)
+        return None
+
     def end_ids(self, tokenizer: "Tokenizer | None", template: "ChatTemplate | None") -> tuple[int, ...]:
         """Returns the ids of all tokens that end an answer or a text; see `jaxspec.text.ends`."""
-        from jaxspec.text.ends import end_ids  # imports Jinja
+        from jaxspec.text.ends import end_ids
 
         if self.has_all_stop_ids:
             return self.stop_ids

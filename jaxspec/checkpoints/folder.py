@@ -122,7 +122,8 @@ def inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
     if not os.path.exists(file):
         return None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if (real := file.resolve()).parent not in (home, blobs) or not real.is_file():
+    homes = (home, blobs, home / pathlib.PurePosixPath(name).parent)
+    if (real := file.resolve()).parent not in homes or not real.is_file():
         raise CheckpointError(f"{file}: leads to {real}, expected a file in {home}")
     return file
 

@@ -86,6 +86,7 @@ _PLAIN = {
     "final_logit_softcapping": 0.0,
     "rope.scale_linear": 1.0,
 }
+NAMED_TEMPLATE = "tokenizer.chat_template."
 _SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 
 
@@ -142,6 +143,11 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         add_bos=adds_bos(text) and ids["bos"] is not None,
         tokenizer=TokenizerSource(gguf=text) if tokens else None,
         chat_template=template if isinstance(template, str) else None,
+        named_templates={
+            key.removeprefix(NAMED_TEMPLATE): source
+            for key, source in text.items()
+            if key.startswith(NAMED_TEMPLATE) and isinstance(source, str)
+        },
         special_tokens={
             f"{name}_token": tokens[token]
             for name, token in ids.items()

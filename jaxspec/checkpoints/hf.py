@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.checkpoints.hf_wrappers import text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
+
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates with names, as transformers writes it."""
 
 
 def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
@@ -40,6 +44,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     text = folder.read_json(directory, "tokenizer_config.json") or {}
     tokenizer = folder.inside(directory, "tokenizer.json")
     bos_id = settings.get("bos_token_id", generation.get("bos_token_id"))
+    default_template, named_templates = _chat_templates(directory, text)
     stop_ids, other_stop_ids = _stop_ids(generation, settings)
     adds_bos = text.get("add_bos_token")
     if adds_bos is None and tokenizer:
@@ -56,7 +61,8 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         bos_id=bos_id,
         add_bos=bool(adds_bos) and bos_id is not None,
         tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer else None,
-        chat_template=_chat_template(directory, text),
+        chat_template=default_template,
+        named_templates=named_templates,
         special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
         architecture=str(settings["model_type"]),
         stored=stored,
@@ -114,12 +120,24 @@ def _read_tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np
     return embed
 
 
-def _chat_template(directory: pathlib.Path, text: Mapping) -> str | None:
+def _chat_templates(directory: pathlib.Path, text: Mapping) -> tuple[str | None, dict[str, str]]:
+    """Returns the default chat template and those with other names, from where transformers reads them.
+
+    These are chat_template.jinja, tokenizer_config.json, and chat_template.json of processors, of which the first
+    counts, and the files of additional_chat_templates, each with the name of its template.
+    """
     template = folder.read_text(directory, "chat_template.jinja") or text.get("chat_template")
-    if isinstance(template, list):  # several templates, by name
-        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = entries[0].get("template") if entries else None
-    return template if isinstance(template, str) else None
+    if template is None:
+        template = (folder.read_json(directory, "chat_template.json") or {}).get("chat_template")
+    named: dict[str, Any] = dict(template) if isinstance(template, dict) else {}
+    if isinstance(template, list):
+        entries = [one for one in template if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        named = {one["name"]: one.get("template") for one in entries}
+    for file in sorted((directory / MORE_TEMPLATES).glob("*.jinja")):
+        named[file.stem] = folder.read_text(directory, f"{MORE_TEMPLATES}/{file.name}")
+    named = {name: source for name, source in named.items() if isinstance(source, str)}
+    default = named.pop("default", None)
+    return template if isinstance(template, str) else default, named
 
 
 def _stop_ids(*files: Mapping) -> tuple[tuple, tuple]:

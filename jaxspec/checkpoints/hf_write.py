@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import base, folder
+from jaxspec.checkpoints.hf import MORE_TEMPLATES
 from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.checkpoints.saved import MANIFEST
@@ -34,6 +35,7 @@ COPIED = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
 )
 """The files that are copied if they are there."""
 
@@ -110,8 +112,10 @@ def _write(place: pathlib.Path, source: pathlib.Path, tensors: dict[str, np.ndar
         place.parent.mkdir(parents=True, exist_ok=True)
         part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
         try:
-            for name in COPIED:
+            templates = (f"{MORE_TEMPLATES}/{file.name}" for file in (source / MORE_TEMPLATES).glob("*.jinja"))
+            for name in (*COPIED, *templates):
                 if (file := folder.inside(source, name)) is not None:
+                    (part / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, part / name)
             save_file(tensors, part / folder.WHOLE, metadata={"format": "pt"})
             (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")

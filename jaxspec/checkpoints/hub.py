@@ -20,6 +20,8 @@ _PATTERNS = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
 ]

@@ -36,7 +36,6 @@ from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import ATTENTION, TransformerLM
-from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -104,10 +103,9 @@ def load(
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
     size = checkpoint.config.vocab_size
-    written = checkpoint.chat_template
     with in_source(checkpoint.source):
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
-        template = ChatTemplate(written, checkpoint.special_tokens) if written else None
+        template = checkpoint.open_template()
     # Checkpoints pad the vocabulary; a padded id has no text and is never proposed or emitted.
     known = None if tokenizer is None else min(tokenizer.vocab_size, size)
     name = os.path.basename(os.path.normpath(checkpoint.source))

@@ -81,6 +81,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         "stop_ids": list(model.stop_ids),
         "has_all_stop_ids": True,
         "chat_template": None if template is None else template.source,
+        "named_templates": {} if template is None else template.named,
         "special_tokens": {} if template is None else template.special_tokens,
         "pard_token": model.pard_token,
         "pard2": None if model.pard2 is None else dataclasses.asdict(model.pard2),
@@ -115,7 +116,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
             raise CheckpointError(f"{where}: expected format jaxspec, version {VERSION}")
         config = parse_config(where, manifest["config"])
         stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
-        special = dict(manifest["special_tokens"])
+        special, named = dict(manifest["special_tokens"]), dict(manifest.get("named_templates", {}))
         reads = manifest.get("pard2")
         reads = reads and Pard2(tuple(map(int, reads["layers"])), float(reads["scale"]))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
@@ -132,6 +133,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         has_all_stop_ids=manifest.get("has_all_stop_ids") is True,
         tokenizer=TokenizerSource(json_path=str(tokenizer)) if tokenizer.is_file() else None,
         chat_template=template,
+        named_templates=named,
         special_tokens=special,
         architecture="jaxspec",
         stored=stored,

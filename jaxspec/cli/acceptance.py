@@ -60,7 +60,7 @@ def add_options(parser: Parser) -> None:
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
-        help=f"of {'|'.join(NAMES)}, or .jsonl or .txt files; the first turn of each question (default, without "
+        help=f"of {'|'.join(NAMES)}, or .jsonl, .json or .txt files; the first turn of each question (default, without "
         "--prompt: mt-bench)",
     )
     add_split(add)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     drafting = Drafting(args.drafter, draft=draft, heads=heads, options=dict(args.drafter_option))
     model, params = acceptance.drafting_model(target, drafting)
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
-    said += [(f"{task.name} {question.id}", question.turns[0]) for task in tasks for question in task.questions]
+    said += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
     prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in said]
     prompts = fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)

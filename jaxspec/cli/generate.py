@@ -148,10 +148,7 @@ def _prompts(path: str, split: str | None) -> list:
     from jaxspec.storage.prompt_files import SPLITS
     from jaxspec.text.conversations import read
 
-    found = []
-    for one in read([path], strict=True, split=split or SPLITS[0])[0]:
-        asked = itertools.takewhile(lambda message: message["role"] != "assistant", one.messages)
-        found.append(list(asked) if one.text is None else one.text)
+    found = [one.prompt for one in read([path], strict=True, split=split or SPLITS[0])[0]]
     show.say(f"{path}: {len(found)} prompt{'s' * (len(found) > 1)}")
     return found
 

@@ -67,7 +67,6 @@ def model_section(config: "ModelConfig") -> dict[str, Any]:
 
 def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[str, Any] | None:
     """Returns the section about tokenizer and chat template; their errors are appended to `refused`."""
-    from jaxspec.text.chat import ChatTemplate
     from jaxspec.text.tokenizer import Tokenizer
 
     section: dict[str, Any] = {}
@@ -85,14 +84,14 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
         section |= {"special": [token_text(tokenizer, token) for token in sorted(tokenizer.special_ids)]}
         section |= {"begins_with": token_text(tokenizer, checkpoint.bos_id) if checkpoint.add_bos else None}
     source, template = checkpoint.chat_template, None
-    if source is not None:
-        try:
-            template = ChatTemplate(source, checkpoint.special_tokens)
-        except JaxspecError as error:
-            refused.append(error)
+    try:
+        template = checkpoint.open_template()
+    except JaxspecError as error:
+        refused.append(error)
     if tokenizer is not None:
         section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.end_ids(tokenizer, template)]}
     lines = [line.strip() for line in (source or "").splitlines() if line.strip()]
+    section |= {"named_chat_templates": ", ".join(checkpoint.named_templates)} if checkpoint.named_templates else {}
     return section | {"chat_template": None if source is None else next(iter(lines), "")}
 
 
@@ -104,16 +103,15 @@ def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
     """
     from jaxspec.checkpoints.source import open_checkpoint
     from jaxspec.text.bridge import Side, build_bridge
-    from jaxspec.text.chat import ChatTemplate
     from jaxspec.text.tokenizer import Tokenizer, same_vocab
 
     sides = []
     for place in (target, draft):
         checkpoint = open_checkpoint(place)
-        size, source = checkpoint.config.vocab_size, checkpoint.chat_template
+        size = checkpoint.config.vocab_size
         if checkpoint.tokenizer is None:
             raise MissingTokenizer(f"{place} has no tokenizer, so its tokens cannot be compared with others")
-        template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
+        template = checkpoint.open_template()
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size)
         sides.append(Side(tokenizer, template, checkpoint.end_ids(tokenizer, template), size, place.name))
     ours, theirs = sides

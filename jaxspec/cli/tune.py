@@ -28,7 +28,11 @@ def add_options(parser: Parser) -> None:
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {drafting.TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
     add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
-    add("--tasks", metavar="NAME_OR_PATH,...", help=f"tasks {'|'.join(NAMES)}, or .jsonl or .txt files of prompts")
+    add(
+        "--tasks",
+        metavar="NAME_OR_PATH,...",
+        help=f"tasks {'|'.join(NAMES)}, or .jsonl, .json or .txt files of prompts",
+    )
     options.add_split(add)
     add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
     add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
         task = load(source, args.limit, args.seed, show.say, args.split)
-        texts += [(f"{task.name} {question.id}", question.turns[0]) for question in task.questions]
+        texts += [(f"{task.name} {question.id}", question.prompt) for question in task.questions]
     target, draft = drafting.load_models(args)
     heads = drafting.load_heads(args, target)
     chat = target.chat_template is not None if args.chat is None else args.chat

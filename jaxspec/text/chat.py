@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.confined.process import Held, Limits, Refused
-from jaxspec.errors import CheckpointError, InvalidConfig, shown
+from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName, shown
 from jaxspec.text.messages import MessageForms
 
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools, as in transformers
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
 MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
 MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
@@ -27,17 +28,30 @@ class ChatTemplate:
     The text is a function of the source and the variables, with one exception: a template that calls `strftime_now`
     writes today's date. The variable `strftime_now="2026-11-27"` sets another one.
 
+    Some checkpoints have several templates. Conversations with tools are formatted by the one named "tool_use", others
+    by the default; `choose` returns any of them.
+
     Attributes:
-        source: the Jinja source.
+        source: the Jinja source of the default; None if the checkpoint has named templates only.
         special_tokens: the template's variables, such as `bos_token`.
+        named: the sources of further templates, by name.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """Compiles a template.
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        named: Mapping[str, str] | None = None,
+    ):
+        """Compiles the default template.
 
         Raises:
             CheckpointError: the source is too long, it cannot be compiled, or compiling exceeds its limits.
         """
+        self.named, self._chosen = dict(named or {}), dict[str, ChatTemplate]()
+        if source is None and self.named:
+            self.source, self.special_tokens = None, dict(special_tokens or {})
+            return
         if not isinstance(source, str) or len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template: must be a str of at most {MAX_SOURCE} characters")
         self.source, self.special_tokens = source, dict(special_tokens or {})
@@ -47,6 +61,19 @@ class ChatTemplate:
             self._template = Held("chat template", "template", (source,), Limits(SECONDS, MEMORY))
         except Refused as error:
             raise _typed(error) from None
+
+    def choose(self, name: str) -> "ChatTemplate":
+        """Returns a template by its name.
+
+        Raises:
+            UnknownName: there is no template of this name.
+            CheckpointError: see `__init__`.
+        """
+        if name not in self.named:
+            raise UnknownName("chat template", name, self.named)
+        if name not in self._chosen:
+            self._chosen[name] = ChatTemplate(self.named[name], self.special_tokens)
+        return self._chosen[name]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -85,6 +112,14 @@ class ChatTemplate:
             InvalidConfig: messages are malformed, or the template rejects them.
             CheckpointError: the template fails, or exceeds its limits of time and memory.
         """
+        if variables.get("tools") and TOOL_USE in self.named:
+            return self.choose(TOOL_USE).render_all(conversations, add_generation_prompt, **variables)
+        if self.source is None:
+            names = ", ".join(map(repr, self.named))
+            raise InvalidConfig(
+                f"the checkpoint has no default chat template, only {names}; take one of them by "
+                "dataclasses.replace(model, chat_template=model.chat_template.choose(name)), or pass chat=False"
+            )
         alike = isinstance(add_generation_prompt, bool)
         ends = [add_generation_prompt] * len(conversations) if alike else list(add_generation_prompt)
         if len(ends) != len(conversations):

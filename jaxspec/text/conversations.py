@@ -1,9 +1,19 @@
 """Reads files of prompts and conversations, and reports the rows that cannot be read.
 
-A `.jsonl` file has one object per line, a `.json` file a list of them: `{"messages": [{"role": ..., "content": ...}]}`,
-ShareGPT's `{"conversations": [{"from": "human", "value": ...}]}`, Spec-Bench's `{"turns": ["...", ...]}`, or
-`{"prompt": "..."}`, optionally with an `"answer"` or `"response"`. Prompt and answer may be lists of token ids, which
-need no tokenizer. A `.txt` file has one text per line, or is split as described in `jaxspec.storage.prompt_files`.
+A `.jsonl` file has one object per line, a `.json` file a list of them. A row has one of these layouts; columns that are
+null count as absent:
+
+- `{"messages": [{"role": "user", "content": "..."}, ...]}`, with `tool_calls`, results of tools and `"tools"` if any
+- ShareGPT's `{"conversations": [{"from": "human", "value": "..."}, ...]}`
+- Spec-Bench's `{"turns": ["...", ...]}`, the messages of the user
+- a prompt, perhaps with its answer: `{"prompt": ...}` with `"completion"`, `"answer"` or `"response"`, each a text or a
+  list of messages; `{"question": ...}` with `"answer"`; `{"instruction": ..., "input": ...}` with `"output"` (Alpaca);
+  all of them perhaps with `"system"`
+- preferences, whose `"chosen"` answer is read: `{"prompt": ..., "chosen": ..., "rejected": ...}`
+- `{"text": "..."}`, a plain text
+
+Prompt and answer may also be lists of token ids, which need no tokenizer. A `.txt` file has one text per line, or is
+split as described in `jaxspec.storage.prompt_files`.
 """
 
 import codecs
@@ -11,14 +21,34 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import TrainingError
+from jaxspec.errors import JaxspecError, TrainingError
 from jaxspec.storage.prompt_files import split_text
+from jaxspec.text.messages import check_tools
 
 MAX_LINE = 1 << 22  # bytes of a line
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "system": "system", "developer": "developer",
+    "tool": "tool", "observation": "tool", "tool_response": "tool", "function_response": "tool",
+    "function": "function", "ipython": "ipython", "function_call": "function_call", "tool_call": "function_call",
+}  # fmt: skip
+"""The roles of messages by the names that data sets use; a "function_call" becomes a message that calls a tool."""
+LISTS = ("messages", "conversations", "conversation", "dialogue")
+"""Columns that hold a list of messages."""
+PAIRS = {
+    "prompt": ("completion", "answer", "response", "chosen"),
+    "question": ("answer", "response", "output", "chosen"),
+    "query": ("answer", "response", "output", "chosen"),
+    "instruction": ("output", "response", "answer", "completion", "chosen"),
+    "input": ("output", "response", "answer"),
+    "inputs": ("targets", "outputs"),
+}
+"""Columns that hold a prompt, and those that may hold its answer."""
+Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +60,31 @@ class Conversation:
         text: the plain text, or None.
         where: file and line.
         ids: token ids of a prompt and, if there is one, of its answer; () for text.
+        tools: JSON schemas of the tools that the assistant may call; () for none.
+        asked: number of messages before the answer; None for those before the first message of the assistant.
+        turns: texts that the user says one after another, of which `messages` has the first; () in other layouts.
+        about: the row's other columns, such as `question_id` and `category`.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     text: str | None
     where: str
     ids: tuple[tuple[int, ...], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    asked: int | None = None
+    turns: tuple[str, ...] = ()
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt as `generate` takes it: a text, token ids, messages up to the answer, or these with tools."""
+        if self.ids:
+            return list(self.ids[0])
+        if self.text is not None:
+            return self.text
+        first = next((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), len(self.messages))
+        messages = list(self.messages[: first if self.asked is None else self.asked])
+        return {"messages": messages, "tools": list(self.tools)} if self.tools else messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +124,37 @@ def read(
                 bad.append(BadRow(where, str(error)))
         if len(good) == before:
             why = f"; the first row: {bad[-1].why}" if bad else ""
-            raise TrainingError(f"{path}: contains no conversation{why}")
+            raise TrainingError(f"{path}: contains no prompt{why}")
     return good, bad
 
 
 class _Bad(Exception):
     """The reason why a row cannot be read."""
+
+
+def read_lines(lines: Iterable[bytes], name: str) -> list[Conversation]:
+    """Reads the lines of a `.jsonl` file that is in memory; `name` is its name in messages.
+
+    Raises:
+        TrainingError: a row is bad, or there is none.
+    """
+    found = []
+    for where, line in _lines(lines, name):
+        try:
+            found.append(_conversation(line, where))
+        except _Bad as error:
+            raise TrainingError(f"{where}: {error}; correct or remove the row") from None
+    if not found:
+        raise TrainingError(f"{name}: contains no prompt")
+    return found
+
+
+def _lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, bytes]]:
+    """Yields each line that is not blank, with its location."""
+    for number, line in enumerate(lines, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield f"{name}:{number}", line
 
 
 def _rows(path: pathlib.Path, split: str) -> Iterator[tuple[str, Any]]:
@@ -89,10 +163,7 @@ def _rows(path: pathlib.Path, split: str) -> Iterator[tuple[str, Any]]:
     try:
         if kind == ".jsonl":
             with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                    if line.strip():
-                        yield f"{path}:{number}", line
+                yield from _lines(file, str(path))
         elif kind == ".json":
             rows = json.loads(path.read_bytes())
             if not isinstance(rows, list):
@@ -124,11 +195,54 @@ def _conversation(row: Any, where: str) -> Conversation:
             raise _Bad(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise _Bad(f"expected an object, got {type(row).__name__}")
-    if isinstance(row.get("prompt"), list):
-        answer = row.get("answer", row.get("response"))
-        parts = {"prompt": row["prompt"]} | ({} if answer is None else {"answer": answer})
-        return Conversation((), None, where, tuple(_ids(name, value) for name, value in parts.items()))
-    return Conversation(tuple(_messages(row)), None, where)
+    row = {name: value for name, value in row.items() if value is not None}
+    about = {name: row[name] for name in ("question_id", "task_id", "category") if name in row}
+    tools = _tools(row.get("tools"))
+    for name in (*LISTS, "turns"):
+        if name in row and (name != "turns" or _are_objects(row[name])):
+            messages = _started(_messages(name, row[name]))
+            return Conversation(tuple(messages), None, where, tools=tools, about=about)
+    if "turns" in row:
+        turns = _turns(row["turns"])
+        return Conversation(({"role": "user", "content": turns[0]},), None, where, (), tools, 1, turns, about)
+    asked = next((name for name in PAIRS if name in row), None)
+    if asked is not None:
+        return dataclasses.replace(_pair(row, asked, where), tools=tools, about=about)
+    if "chosen" in row:
+        messages = _started(_messages("chosen", row["chosen"]))
+        last = len(messages) - (messages[-1]["role"] == "assistant")
+        return Conversation(tuple(messages), None, where, (), tools, last, (), about)
+    if "text" in row:
+        return Conversation((), _text("text", row["text"]), where, about=about)
+    raise _Bad(
+        "expected messages, conversations, turns, prompt, question, instruction or text, got "
+        f"{', '.join(map(ascii, row))[:80] or 'nothing'}"
+    )
+
+
+def _pair(row: Mapping[str, Any], asked: str, where: str) -> Conversation:
+    """Reads a prompt, and its answer if there is one: both texts, lists of messages, or lists of token ids."""
+    prompt, name = row[asked], next((name for name in PAIRS[asked] if name in row), None)
+    answer = None if name is None else row[name]
+    if isinstance(prompt, list) and not _are_objects(prompt):
+        parts = {asked: prompt} | ({} if name is None else {name: answer})
+        return Conversation((), None, where, tuple(_ids(key, value) for key, value in parts.items()))
+    if isinstance(prompt, list):
+        messages = _started(_messages(asked, prompt))
+    else:
+        messages = [{"role": "user", "content": _text(asked, prompt)}]
+        if asked == "instruction" and (context := row.get("input") or row.get("context")):
+            messages[0]["content"] += "\n\n" + _text("input", context)
+    system = row.get("system", row.get("system_prompt"))
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": _text("system", system)}, *messages]
+    count = len(messages)
+    if isinstance(answer, list):
+        answered = _messages(str(name), answer)
+        messages = answered if answered[: len(messages)] == messages else [*messages, *answered]
+    elif answer is not None:
+        messages = [*messages, {"role": "assistant", "content": _text(str(name), answer)}]
+    return Conversation(tuple(messages), None, where, asked=count)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -139,35 +253,84 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _messages(row: dict) -> list[dict[str, str]]:
-    if "messages" in row or "conversations" in row:
-        turns = row.get("messages", row.get("conversations"))
-        if not isinstance(turns, list):
-            raise _Bad(f"messages must be a list, got {type(turns).__name__}")
-        messages = []
-        for turn in turns:
-            if not isinstance(turn, dict):
-                raise _Bad(f"a message must be an object, got {type(turn).__name__}")
-            role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-            if not isinstance(role, str) or role not in _ROLES:
-                got = f"{role!r:.40}" if isinstance(role, str) else type(role).__name__
-                raise _Bad(f"a message's role must be one of {', '.join(_ROLES)}, got {got}")
-            messages.append({"role": _ROLES[role], "content": _text("content", content)})
-    elif "turns" in row:
-        if not isinstance(row["turns"], list):
-            raise _Bad(f"turns must be a list, got {type(row['turns']).__name__}")
-        messages = [{"role": "user", "content": _text("a turn", turn)} for turn in row["turns"][:1]]
-    elif "prompt" in row:
-        messages = [{"role": "user", "content": _text("prompt", row["prompt"])}]
-        answer = row.get("answer", row.get("response"))
-        if answer is not None:
-            messages.append({"role": "assistant", "content": _text("answer", answer)})
+def _turns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise _Bad(f"turns must be a list, got {type(value).__name__}")
+    if not value:
+        raise _Bad("turns is empty")
+    return tuple(_text("a turn", turn) for turn in value)
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Reads the tools of a row: a list of dicts, or the JSON text of one."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _Bad(f"tools is not JSON: {error}") from None
+    try:
+        return tuple(check_tools(value or None) or ())
+    except JaxspecError as error:
+        raise _Bad(str(error)) from None
+
+
+def _messages(name: str, turns: Any) -> list[Message]:
+    """Reads a list of messages, each with `role` and `content`, or with `from` and `value`."""
+    if not isinstance(turns, list):
+        raise _Bad(f"{name} must be a list, got {type(turns).__name__}")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise _Bad(f"a message must be an object, got {type(turn).__name__}")
+        role = turn.get("role", turn.get("from"))
+        if not isinstance(role, str) or role.lower() not in ROLES:
+            got = f"{role!r:.40}" if isinstance(role, str) else type(role).__name__
+            raise _Bad(f"a message's role must be one of {', '.join(ROLES)}, got {got}")
+        if ROLES[role.lower()] != "system" or (turn.get("content") or turn.get("value")):  # many are empty
+            messages.append(_message(turn, ROLES[role.lower()]))
+    return messages
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _message(turn: Mapping[str, Any], role: str) -> Message:
+    """Reads a message; its further keys are for chat templates."""
+    content = turn.get("content", turn.get("value"))
+    if role == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": [_call(content)]}
+    known = ("role", "from", "content", "value")
+    more = {key: value for key, value in turn.items() if key not in known and value is not None}
+    if role == "assistant" and more.get("tool_calls") and not content:
+        return {"role": role, "content": None} | more
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        for part in content:
+            if part.get("type", "text") != "text":
+                raise _Bad(f"content has a part of type {part.get('type')!r:.40}; only text can be read")
+            _text("content", part.get("text"))
+    elif role in ("tool", "function", "ipython") and isinstance(content, (dict, list)):
+        content = json.dumps(content, ensure_ascii=False)
     else:
-        raise _Bad(
-            f"expected messages, conversations, turns or prompt, got {', '.join(map(ascii, row))[:80] or 'nothing'}"
-        )
+        _text("content", content)
+    return {"role": role, "content": content} | more
+
+
+def _call(content: Any) -> dict[str, Any]:
+    """Reads the call of a tool, `{"name": ..., "arguments": {...}}` as JSON text."""
+    try:
+        call = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError) as error:
+        raise _Bad(f"the call of a tool is not JSON: {error}") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise _Bad(f'the call of a tool must be {{"name": ..., "arguments": ...}}, got {content!r:.40}')
+    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
+
+
+def _started(messages: list[Message]) -> list[Message]:
+    """Returns a conversation from the first message that is not the assistant's; ShareGPT splits them anywhere."""
     if messages and messages[0]["role"] == "assistant":
-        messages = messages[1:]  # ShareGPT splits conversations anywhere
+        messages = messages[1:]
     if not any(message["role"] == "user" for message in messages):
         raise _Bad("there is no message of a user")
     return messages

@@ -46,7 +46,9 @@ def end_ids(
         found += [i for i in others if type(i) is int and i in tokenizer.special_ids]
         found += [tokenizer.eos_id]
         if template is not None:
-            found += [turn_end(tokenizer, template), *_named(tokenizer)]
+            with contextlib.suppress(JaxspecError):  # the template or the tokenizer may refuse the conversation
+                found.append(turn_end(tokenizer, template))
+            found += _named(tokenizer)
     return tuple(dict.fromkeys(i for i in found if i is not None and (vocab is None or i < vocab)))
 
 
@@ -54,17 +56,21 @@ def turn_end(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
     """Returns the token that a chat template writes behind an answer; None if that is not one token.
 
     If the template writes nothing behind the last answer, it is the token that begins the user's next message.
+
+    Raises:
+        JaxspecError: the template or the tokenizer refuses a short conversation.
     """
+    if template.source is None:
+        template = template.choose(next(iter(template.named)))
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
     for messages in (talk, [*talk, {"role": "user", "content": "b"}]):
-        with contextlib.suppress(JaxspecError):  # the template or the tokenizer may refuse it
-            _, answer, after = template.render(messages, add_generation_prompt=False).rpartition(MARK)
-            for token in tokenizer.encode(after, special=False) if answer else ():
-                written = tokenizer.token_bytes(token).strip(b" \n\r\t")
-                if written and token in tokenizer.added_ids:
-                    return token
-                if written:
-                    break
+        _, answer, after = template.render(messages, add_generation_prompt=False).rpartition(MARK)
+        for token in tokenizer.encode(after, special=False) if answer else ():
+            written = tokenizer.token_bytes(token).strip(b" \n\r\t")
+            if written and token in tokenizer.added_ids:
+                return token
+            if written:
+                break
     return None
 
 

@@ -223,7 +223,9 @@ def _prepare(
 ) -> Data:
     """Lets the target answer the prompts, and writes or compares the manifest of the run."""
     read, unread = rows
-    about = identity.of_features | {"prompts": digest_of([(one.messages, one.text, one.ids) for one in read])}
+    about = identity.of_features | {
+        "prompts": digest_of([(one.messages, one.text, one.ids, *one.tools) for one in read])
+    }
     about |= manifest.of_run(settings, kind) | describe_start(begun)
     manifest.match_run(*place, about, identity.of_encoding, lambda line: None)
     used = prepare(target, identity, read, unread, place.shelf, settings, drafted, watch)

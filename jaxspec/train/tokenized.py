@@ -1,5 +1,6 @@
 """Encodes conversations as token ids with a mask of the assistant's tokens."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -28,16 +29,7 @@ def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -
     found, bad = [], []
     for one in conversations:
         try:
-            if one.ids:
-                ids = _known(model, one.ids[0])
-            elif one.text is not None:
-                said = {"role": "user", "content": one.text}
-                ids = model.encode(one.text) if model.chat_template is None else model.encode_chat([said])
-            else:
-                first = next((i for i, m in enumerate(one.messages) if m["role"] == "assistant"), len(one.messages))
-                asked = one.messages[:first]
-                plain = model.chat_template is None and len(asked) == 1  # as `generate` reads a prompt
-                ids = model.encode(asked[0]["content"]) if plain else model.encode_chat(asked)
+            ids = _prompt_ids(model, one)
         except (InvalidConfig, CheckpointError) as error:
             bad.append(BadRow(one.where, str(error)))
             continue
@@ -46,6 +38,19 @@ def prompts_of(model: Model, conversations: Sequence[Conversation], most: int) -
             continue
         found.append(ids)
     return found, bad
+
+
+def _prompt_ids(model: Model, one: Conversation) -> list[int]:
+    """Encodes a prompt as `generate` does; without a chat template the only message of a user is raw text."""
+    if one.ids:
+        return _known(model, one.ids[0])
+    prompt = one.prompt
+    messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, dict) else (prompt, None)
+    if one.text is not None:
+        messages = [{"role": "user", "content": one.text}]
+    if model.chat_template is None and len(messages) == 1:
+        return model.encode(messages[0]["content"])
+    return model.encode_chat(messages, tools)
 
 
 def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[Text], list[BadRow]]:
@@ -69,7 +74,7 @@ def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[
                 ids = np.asarray(model.encode(one.text), np.int32)
                 text = Text(ids, np.ones(ids.size, bool))
             else:
-                text = _masked(model, one.messages)
+                text = _masked(model, one)
         except (InvalidConfig, CheckpointError) as error:
             bad.append(BadRow(one.where, str(error)))
             continue
@@ -95,27 +100,24 @@ def _known(model: Model, ids: Sequence[int]) -> list[int]:
     return list(ids)
 
 
-def _masked(model: Model, messages: Sequence[dict[str, str]]) -> Text:
+def _masked(model: Model, one: Conversation) -> Text:
     """Encodes messages; each answer as if it was decoded after its prompt, whose tokens it does not change."""
-    template, tokenizer = model.chat_template, model.tokenizer
+    template, tokenizer, messages = model.chat_template, model.tokenizer, one.messages
     if template is None or tokenizer is None:
         raise InvalidConfig(f"{model.name} has no chat template; use .txt files")
-    texts = [""]  # up to each prompt and each answer
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = template.render(messages[:i])
-        after = template.render(messages[: i + 1], add_generation_prompt=False)
-        if not (before.startswith(texts[-1]) and after.startswith(before)):
-            raise InvalidConfig("the chat template rewrites earlier messages; use single turns")
-        texts += [before, after]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    parts = [messages[:end] for i in answers for end in (i, i + 1)]  # up to each prompt and each answer
+    texts = ["", *template.render_all(parts, [True, False] * len(answers), tools=list(one.tools) or None)]
+    if not all(after.startswith(before) for before, after in itertools.pairwise(texts)):
+        raise InvalidConfig("the chat template rewrites earlier messages; use single turns")
+    learnt = [own and (one.asked is None or i >= one.asked) for i in answers for own in (False, True)]
     ids: list[int] = []
     mask: list[bool] = []
     for i, whole in enumerate(tokenizer.encode_all(texts[1:])):
         held = whole[: len(ids)] == ids
         new = whole[len(ids) :] if held else tokenizer.encode(texts[i + 1][len(texts[i]) :], begins=False)
         ids += new
-        mask += [i % 2 == 1] * len(new)
+        mask += [learnt[i]] * len(new)
     return Text(np.asarray(ids, np.int32), np.asarray(mask, bool))
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from helpers import trainees
 from helpers.narrow import not_none
-from jaxspec.errors import InvalidConfig, TrainingError
+from jaxspec.bench import tasks
+from jaxspec.errors import InvalidConfig, TaskError, TrainingError
 from jaxspec.text import ChatTemplate
-from jaxspec.text.conversations import Conversation, _Bad, _conversation, read
+from jaxspec.text.conversations import ROLES, Conversation, _Bad, _conversation, read
 from jaxspec.train import tokenized
 from jaxspec.train.settings import Settings, check_together
 
@@ -34,11 +35,12 @@ TURNS = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd
 BAD = {
     b"{": "not JSON",
     b"[1]": "expected an object, got list",
-    b'{"x": 1}': "expected messages, conversations, turns or prompt, got 'x'",
+    b'{"x": 1}': "expected messages, conversations, turns, prompt, question, instruction or text, got 'x'",
     b'{"\\ud800": 1}': r"got '\\ud800'",
     b'{"messages": 3}': "messages must be a list, got int",
     b'{"messages": [3]}': "a message must be an object, got int",
-    b'{"messages": [{"role": "tool", "content": "a"}]}': "role must be one of .* got 'tool'",
+    b'{"messages": [{"role": "tool", "content": "a"}]}': "there is no message of a user",
+    b'{"messages": [{"role": "critic", "content": "a"}]}': "role must be one of .* got 'critic'",
     b'{"messages": [{"role": "user", "content": 5}]}': "content must be text, got int",
     b'{"messages": [{"role": ["user"], "content": "a"}]}': "role must be one of .* got list",
     b'{"messages": [{"role": {"user": 1}, "content": "a"}]}': "role must be one of .* got dict",
@@ -126,7 +128,7 @@ def test_bad_rows_are_counted_by_line_or_refused(tmp_path, row):
     with pytest.raises(TrainingError, match=f"a.jsonl:2: .*{BAD[row]}.*; correct or remove the row"):
         read([path], strict=True)
     path.write_bytes(row)
-    with pytest.raises(TrainingError, match="contains no conversation; the first row"):
+    with pytest.raises(TrainingError, match="contains no prompt; the first row"):
         read([path])
 
 
@@ -153,7 +155,8 @@ def test_rows_of_any_values_are_read_or_bad():
             reasons.add(str(error))
             continue
         read_at_all += 1
-        assert found.text is not None or all(m["role"] in ("user", "assistant", "system") for m in found.messages)
+        assert found.text is not None or found.ids or any(m["role"] == "user" for m in found.messages)
+        assert {m["role"] for m in found.messages} <= {*ROLES.values()}
         assert all(text.strip() for text in ([found.text] if found.text else [m["content"] for m in found.messages]))
     assert 100 < read_at_all < 500
     assert all(why.isprintable() for why in reasons)
@@ -205,6 +208,207 @@ def test_what_cannot_be_learnt_from_is_reported():
     plain = Conversation((), "abcdef", "here")
     (found,), _ = tokenized.texts_of(target, [plain])
     assert found.mask.all()
+
+
+SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+SYSTEM = {"role": "system", "content": "be"}
+MORE = [*SAID, {"role": "user", "content": "e"}, {"role": "assistant", "content": "fg"}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+USED = [
+    SAID[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    SAID[1],
+]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def shared(*said: str) -> list[dict]:
+    """Messages in ShareGPT's layout."""
+    return [{"from": part.partition(":")[0], "value": part.partition(":")[2]} for part in said]
+
+
+# Rows as data sets publish them: the messages that are read, and how many of them are the prompt.
+PUBLISHED: dict[str, tuple[dict, list[dict], int]] = {
+    "OpenAI": ({"messages": SAID}, SAID, 1),
+    "OpenAI, system": ({"messages": [SYSTEM, *SAID]}, [SYSTEM, *SAID], 2),
+    "OpenAI, several turns": ({"messages": MORE}, MORE, 1),
+    "OpenAI, nulls": ({"messages": [{**m, "name": None, "tool_calls": None} for m in SAID]}, SAID, 1),
+    "OpenAI, tools": ({"messages": USED, "tools": TOOLS}, USED, 1),
+    "OpenAI, tools as text": ({"messages": USED, "tools": json.dumps(TOOLS)}, USED, 1),
+    "OpenAI, no tools": ({"messages": SAID, "tools": []}, SAID, 1),
+    "OpenAI, tools null": ({"messages": SAID, "tools": None}, SAID, 1),
+    "OpenAI, parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}, SAID[1]]},
+        [{"role": "user", "content": [{"type": "text", "text": "ab"}]}, SAID[1]],
+        1,
+    ),
+    "OpenAI, a call without content": (
+        {"messages": [SAID[0], {"role": "assistant", "tool_calls": [CALL]}, *USED[2:]]},
+        USED,
+        1,
+    ),
+    "OpenAI, a result as an object": (
+        {"messages": [*USED[:2], {"role": "tool", "content": {"sum": 3}}]},
+        [*USED[:2], {"role": "tool", "content": '{"sum": 3}'}],
+        1,
+    ),
+    "OpenAI, developer": (
+        {"messages": [{"role": "developer", "content": "be"}, *SAID]},
+        [{"role": "developer", "content": "be"}, *SAID],
+        2,
+    ),
+    "OpenAI, an empty system message": ({"messages": [{"role": "system", "content": ""}, *SAID]}, SAID, 1),
+    "UltraChat": ({"prompt": "ab", "prompt_id": "x", "messages": SAID}, SAID, 1),
+    "ShareGPT": ({"id": "x", "conversations": shared("human:ab", "gpt:cd")}, SAID, 1),
+    "ShareGPT, system": ({"conversations": shared("system:be", "human:ab", "gpt:cd")}, [SYSTEM, *SAID], 2),
+    "ShareGPT, several turns": ({"conversations": shared("human:ab", "gpt:cd", "human:e", "gpt:fg")}, MORE, 1),
+    "ShareGPT, split": ({"conversations": shared("gpt:x", "human:ab", "gpt:cd")}, SAID, 1),
+    "ShareGPT, bots": ({"conversations": shared("user:ab", "chatgpt:cd", "human:e", "bot:fg")}, MORE, 1),
+    "ShareGPT, capitals": ({"conversations": shared("Human:ab", "GPT:cd")}, SAID, 1),
+    "ShareGPT, a call": (
+        {
+            "conversations": shared(
+                "human:ab", 'function_call:{"name": "add", "arguments": {"a": 1}}', "observation:3", "gpt:cd"
+            ),
+            "tools": json.dumps(TOOLS),
+        },
+        USED,
+        1,
+    ),
+    "ShareGPT, Hermes": (
+        {"conversations": shared("human:ab", "gpt:<tool_call>{}</tool_call>", "tool:3", "gpt:cd")},
+        [SAID[0], {"role": "assistant", "content": "<tool_call>{}</tool_call>"}, *USED[2:]],
+        1,
+    ),
+    "LMSYS": ({"conversation_id": "x", "model": "m", "conversation": SAID, "turn": 1}, SAID, 1),
+    "null columns": ({"messages": None, "conversations": shared("human:ab", "gpt:cd"), "prompt": None}, SAID, 1),
+    "null columns, the other way": ({"messages": SAID, "conversations": None, "turns": None}, SAID, 1),
+    "Spec-Bench": ({"question_id": 81, "category": "writing", "turns": ["ab", "e"]}, SAID[:1], 1),
+    "turns of messages": ({"turns": SAID}, SAID, 1),
+    "prompt": ({"prompt": "ab"}, SAID[:1], 1),
+    "prompt, answer": ({"prompt": "ab", "answer": "cd"}, SAID, 1),
+    "prompt, response": ({"prompt": "ab", "response": "cd"}, SAID, 1),
+    "prompt, completion": ({"prompt": "ab", "completion": "cd"}, SAID, 1),
+    "prompt, null completion": ({"prompt": "ab", "completion": None}, SAID[:1], 1),
+    "prompt, completion, messages": ({"prompt": SAID[:1], "completion": SAID[1:]}, SAID, 1),
+    "prompt of several turns": ({"prompt": MORE[:3], "completion": MORE[3:]}, MORE, 3),
+    "prompt of several turns alone": ({"prompt": MORE[:3]}, MORE[:3], 3),
+    "prompt with a system message": ({"prompt": [SYSTEM, SAID[0]], "completion": SAID[1:]}, [SYSTEM, *SAID], 2),
+    "prompt with tools": ({"prompt": USED[:1], "completion": USED[1:], "tools": TOOLS}, USED, 1),
+    "prompt with a system text": ({"system": "be", "prompt": "ab", "response": "cd"}, [SYSTEM, *SAID], 2),
+    "HumanEval": ({"task_id": "HumanEval/0", "prompt": "ab", "canonical_solution": "x", "test": "y"}, SAID[:1], 1),
+    "GSM8K": ({"question": "ab", "answer": "cd"}, SAID, 1),
+    "OpenOrca": ({"id": "x", "system_prompt": "be", "question": "ab", "response": "cd"}, [SYSTEM, *SAID], 2),
+    "OpenOrca, no system prompt": ({"system_prompt": "", "question": "ab", "response": "cd"}, SAID, 1),
+    "query": ({"query": "ab", "response": "cd", "type": "x"}, SAID, 1),
+    "Alpaca": ({"instruction": "ab", "input": "", "output": "cd"}, SAID, 1),
+    "Alpaca, input": (
+        {"instruction": "a", "input": "b", "output": "cd"},
+        [{"role": "user", "content": "a\n\nb"}, SAID[1]],
+        1,
+    ),
+    "Alpaca, text": ({"instruction": "ab", "input": "", "output": "cd", "text": "Below is ..."}, SAID, 1),
+    "Dolly": (
+        {"instruction": "a", "context": "b", "response": "cd", "category": "x"},
+        [{"role": "user", "content": "a\n\nb"}, SAID[1]],
+        1,
+    ),
+    "input, output": ({"input": "ab", "output": "cd"}, SAID, 1),
+    "FLAN": ({"inputs": "ab", "targets": "cd", "task_name": "x"}, SAID, 1),
+    "preferences": ({"prompt": "ab", "chosen": "cd", "rejected": "x"}, SAID, 1),
+    "preferences, messages": ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID[1:]}, SAID, 1),
+    "preferences, whole": ({"chosen": SAID, "rejected": SAID}, SAID, 1),
+    "preferences, whole, several turns": ({"chosen": MORE, "rejected": SAID}, MORE, 3),
+    "UltraFeedback": ({"prompt": "ab", "chosen": SAID, "rejected": SAID, "score_chosen": 1.0}, SAID, 1),
+}
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_rows_as_they_are_published(tmp_path, layout):
+    """Read with their answers, and as prompts; the same by `generate`, `train` and `bench`."""
+    row, messages, asked = PUBLISHED[layout]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (one,), bad = read([tmp_path / "a.jsonl"], strict=True)
+    assert not bad
+    assert list(one.messages) == messages
+    with_tools = bool(row.get("tools"))
+    assert list(one.tools) == (TOOLS if with_tools else [])
+    assert one.prompt == ({"messages": messages[:asked], "tools": TOOLS} if with_tools else messages[:asked])
+    (question,) = tasks.load(tmp_path / "a.jsonl").questions
+    content = messages[0]["content"]
+    plain = asked == 1 and isinstance(content, str)
+    assert question.turns[0] == (content if plain else tuple(messages[:asked]))
+    assert len(question.turns) == {"Spec-Bench": 2}.get(
+        layout, sum(m["role"] == "user" for m in messages[asked:]) + 1 + with_tool_turn(messages, asked)
+    )
+
+
+def with_tool_turn(messages: list[dict], asked: int) -> int:
+    """The number of turns after the first that are results of tools alone."""
+    return sum(m["role"] == "tool" for m in messages[asked:])
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "a part of type 'image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content must be text, got NoneType"),
+        ({"messages": SAID, "tools": "add"}, "tools is not JSON"),
+        ({"messages": SAID, "tools": [3]}, r"tools\[0\] must be a dict"),
+        ({"messages": SAID, "tools": {"a": 1}}, "tools must be a list of dicts"),
+        ({"conversations": shared("human:a", "function_call:add(1)")}, "the call of a tool is not JSON"),
+        ({"conversations": shared("human:a", "function_call:[1]")}, "the call of a tool must be"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "chosen must be a list, got str"),
+        ({"prompt": "ab", "completion": 3}, "completion must be text, got int"),
+        ({"prompt": "ab", "completion": [3]}, "a message must be an object, got int"),
+        ({"prompt": SAID[:1], "completion": []}, None),
+        ({"messages": [SAID[0], {"role": "assistant", "content": ""}]}, "content is empty"),
+        ({"messages": None, "prompt": None}, "expected messages, .* got nothing"),
+        ({"turns": []}, "turns is empty"),
+        ({"instruction": "", "output": "b"}, "instruction is empty"),
+        ({"passage": "x"}, "expected messages, .* got 'passage'"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named_alike(tmp_path, row, why):
+    """One reader for files of prompts: the same line of the same file has one message everywhere."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    if why is None:
+        assert read([path])[0]
+        return
+    messages = []
+    for reader in (lambda: read([path], strict=True), lambda: tasks.load(path)):
+        with pytest.raises(
+            (TrainingError, TaskError), match=f"a.jsonl:1: .*{why}.*; correct or remove the row"
+        ) as error:
+            reader()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_tools_and_their_results_are_learnt_around():
+    """The calls of the assistant are learnt, the results of tools are not; answers in a prompt are not either."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}"
+        "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    target = dataclasses.replace(trainees.target(), chat_template=ChatTemplate(source))
+    call = {"type": "function", "function": {"name": "de", "arguments": {}}}
+    messages = (
+        TURNS[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "f"},
+        TURNS[1],
+    )
+    tokenizer = not_none(target.tokenizer)
+    for asked, learnt in ((None, "de<|end|>cd<|end|>"), (3, "cd<|end|>")):
+        (found,), bad = tokenized.texts_of(target, [Conversation(messages, None, "here", asked=asked)])
+        assert not bad
+        assert tokenizer.decode(found.ids[found.mask], skip_special=False) == learnt
 
 
 def test_a_share_is_held_out_evenly():
