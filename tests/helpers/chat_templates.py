@@ -214,7 +214,7 @@ FAMILIES = {
         "",
     ),
     "falcon": Family(
-        _each("{{ '\n' if not loop.first }}{{ m.role | capitalize }}: {{ m.content | trim }}", "\nAssistant:"),
+        _each("{{ '\n' if not loop.first }}{{ m.role | capitalize }}: {{ m.content | trim }}", "{{ '\n' }}Assistant:"),
         "",
         (),
         "<|endoftext|>",
@@ -261,7 +261,7 @@ FAMILIES = {
         "<|endoftext|>",
     ),
     "stablelm": Family(
-        _each("<|{{ m.role }}|>\n{{ m.content }}<|endoftext|>{{ '\n' if not loop.last }}", "\n<|assistant|>\n"),
+        _each("<|{{ m.role }}|>\n{{ m.content }}<|endoftext|>{{ '\n' if not loop.last }}", "{{ '\n' }}<|assistant|>\n"),
         "<|endoftext|>",
         ("<|user|>", "<|assistant|>", "<|system|>"),
         "<|endoftext|>",
