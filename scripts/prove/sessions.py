@@ -3,8 +3,8 @@
     python scripts/prove/sessions.py FOLDER
 
 FOLDER contains `.jinja` files. For each template there is a tokenizer of bytes with the special tokens that the
-template names. Several conversations get answers of several kinds (ended, cut by their length, with reasoning, with white
-space) and another message. The tokens of the session must then be those of the template's text of the whole
+template names. Several conversations get answers of several kinds (ended, cut by their length, with reasoning, with
+white space) and another message. The tokens of the session must then be those of the template's text of the whole
 conversation. No model is decoded.
 """
 

@@ -358,3 +358,54 @@ def test_a_checkpoint(tmp_path, capsys, monkeypatch):
         (row,) = jaxspec.generate(target, [messages], **settings)
         messages.append({"role": "assistant", "content": row.text})
     assert out == "".join(f"{m['content']}\n" for m in messages[1::2])
+
+
+# --- tools and variables of the template --------------------------------------------------------------------
+
+THINKING = SOURCE.replace("<|assistant|>{% endif", "<|assistant|>{{ 'a' if mode is defined else '' }}{% endif")
+WITH_TOOLS = "{% if tools %}<|system|>{{ tools[0].name }}<|end|>{% endif %}" + SOURCE
+
+
+def test_variables_and_tools_reach_every_turn(tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": "fed"}]))
+    for source, words, known in (
+        (THINKING, ["--template-variable", "mode=3"], {"template_variables": {"mode": 3}}),
+        (WITH_TOOLS, ["--tools", str(tmp_path / "tools.json")], {"tools": [{"name": "fed"}]}),
+    ):
+        target = toy(law(), source)
+        chat = begin(*HOT, *words, target=target)
+        for line in LINES:
+            prompt = target.encode_chat([*chat.messages, {"role": "user", "content": line}], **known)
+            row = ask(chat, line)
+            assert chat.ids == prompt + row.tokens
+        assert prompt != target.encode_chat([*chat.messages[:-1]])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("a=false", False), ("a=1", 1), ('a=[1, "x"]', [1, "x"]), ("a=null", None), ("a=high", "high"), ("a=", "")],
+)
+def test_a_variable_is_json_or_text(text, value):
+    assert options.variable(text) == ("a", value)
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        (["--template-variable", "thinking"], None, "expected NAME=VALUE, as in enable_thinking=false, got 'thinking'"),
+        (["--template-variable", "tools=[]"], None, "template_variables must not contain 'tools'"),
+        (["--tools", "FILE"], None, "cannot be read: No such file"),
+        (["--tools", "FILE"], "{", "not JSON"),
+        (["--tools", "FILE"], "[]", "expected a list of tools, got []"),
+        (["--tools", "FILE"], '{"name": "a"}', "tools must be a list of dicts"),
+        (["--tools", "FILE"], "[1]", "tools[0] must be a dict"),
+    ],
+)
+def test_wrong_tools_and_variables(tmp_path, talk, words, content, message):
+    path = tmp_path / "tools.json"
+    if content is not None:
+        path.write_text(content)
+    status, out, err = talk(["abc"], *(str(path) if word == "FILE" else word for word in words))
+    assert (status in (1, 2), out) == (True, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
