@@ -11,6 +11,7 @@ conversation. No model is decoded.
 import argparse
 import collections
 import itertools
+import json
 import pathlib
 import re
 import sys
@@ -59,7 +60,7 @@ def model_of(source: str) -> tuple[Model, int | None]:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
-    tokenizer = Tokenizer(inner, eos_id=1)
+    tokenizer = Tokenizer(json.loads(inner.to_str()), eos_id=1)
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     model = Model(TableLM(tokenizer.vocab_size, order=0), {}, tokenizer, template, name="published")
     try:
@@ -90,7 +91,7 @@ def compare(path: pathlib.Path, counts: collections.Counter[str]) -> Iterator[st
         tokens = tokenizer.encode(text, special=False)
         if kind == "with half a character":
             tokens += tokenizer.encode("é", special=False)[:1]
-        tokens += [tokenizer.eos_id if end is None else end] if ends else []
+        tokens += [1 if end is None else end] if ends else []  # 1: </s>
         answer = Generation(0, 0, turn.ids, tokens, tokenizer.decode(tokens), "stop")
         new = {"role": "user", "content": "Why?"}
         whole = [*asked, {"role": "assistant", "content": answer.text}, new]

@@ -68,7 +68,7 @@ def directory(path, files: dict[str, Any]):
     """A checkpoint with these files."""
     (path / "model" / "additional_chat_templates").mkdir(parents=True)
     settings = {"eos_token_id": None}
-    files = {"tokenizer.json": byte_tokenizer(["<s>", "</s>"]).to_str()} | files
+    files = {"tokenizer.json": byte_tokenizer(["<s>", "</s>"])} | files
     return write_hf(path / "model", CONFIG, PARAMS, settings=settings, files=files)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -368,17 +369,19 @@ WITH_TOOLS = "{% if tools %}<|system|>{{ tools[0].name }}<|end|>{% endif %}" + S
 
 def test_variables_and_tools_reach_every_turn(tmp_path):
     (tmp_path / "tools.json").write_text(json.dumps([{"name": "fed"}]))
-    for source, words, known in (
-        (THINKING, ["--template-variable", "mode=3"], {"template_variables": {"mode": 3}}),
-        (WITH_TOOLS, ["--tools", str(tmp_path / "tools.json")], {"tools": [{"name": "fed"}]}),
-    ):
+    cases: list[tuple[str, list[str], Any, Any]] = [
+        (THINKING, ["--template-variable", "mode=3"], None, {"mode": 3}),
+        (WITH_TOOLS, ["--tools", str(tmp_path / "tools.json")], [{"name": "fed"}], None),
+    ]
+    for source, words, tools, variables in cases:
         target = toy(law(), source)
         chat = begin(*HOT, *words, target=target)
         for line in LINES:
-            prompt = target.encode_chat([*chat.messages, {"role": "user", "content": line}], **known)
+            messages = [*chat.messages, {"role": "user", "content": line}]
+            prompt = target.encode_chat(messages, tools, variables)
             row = ask(chat, line)
             assert chat.ids == prompt + row.tokens
-        assert prompt != target.encode_chat([*chat.messages[:-1]])
+            assert prompt != target.encode_chat(messages)
 
 
 @pytest.mark.parametrize(

@@ -223,8 +223,9 @@ class TestTools:
         say(self.TARGET, "Hello", tools=[TOOL])
         seconds = jaxspec.precompile(self.TARGET, {"messages": [QUESTION], "tools": [TOOL]}, **options)
         assert seconds == 0
+        options["tools"] = "add"
         with pytest.raises(InvalidConfig, match="tools must be a list of dicts"):
-            jaxspec.precompile(self.TARGET, "Hello", tools="add", **options)
+            jaxspec.precompile(self.TARGET, "Hello", **options)
 
 
 def test_another_template_is_another_conversation():

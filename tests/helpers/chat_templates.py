@@ -6,7 +6,9 @@ system prompt of its own, trimming, reasoning that is dropped from earlier answe
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import tokenizers
 
@@ -269,15 +271,15 @@ FAMILIES = {
 }
 
 
-def byte_tokenizer(special: Iterable[str], added: Iterable[str] = ()) -> tokenizers.Tokenizer:
-    """A tokenizer whose tokens are bytes, after its special tokens; `added` are tokens that are no control tokens."""
+def byte_tokenizer(special: Iterable[str], added: Iterable[str] = ()) -> dict[str, Any]:
+    """A tokenizer.json whose tokens are bytes, after its special tokens; `added` are not control tokens."""
     names = [*special, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *added]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
     inner.add_tokens([tokenizers.AddedToken(name, special=False, normalized=False) for name in added])
-    return inner
+    return json.loads(inner.to_str())
 
 
 @functools.cache
