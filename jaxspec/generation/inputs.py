@@ -1,6 +1,7 @@
 """Checks and converts user input before anything compiles: prompts, keys, sampling, stop tokens; makes a `Request`."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxspec.core import sizes
 from jaxspec.core.checks import flag, index
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.decode.state import Request
-from jaxspec.errors import EmptyPrompt, InvalidConfig, TokenOutOfRange, shown
+from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
 from jaxspec.generation.turns import RowRecord, Turn, continued
 from jaxspec.models.model import Model
 from jaxspec.text.messages import check_messages, check_tools, check_variables
@@ -100,14 +101,13 @@ def read_turns(
         raise InvalidConfig(
             f"{name} are for the chat template, and no prompt is a chat; pass messages, or text as chat"
         )
-    turns = []
+    turns: list[Turn] = []
     for i in range(len(prompts) if records is None else len(records)):
         record = None if records is None else records[i]
         index = i if records is None else i * len(prompts) // len(records)
         where, conversation = f"prompt {index}", conversations[index]
         if conversation is None:
-            held = [] if record is None else record.tokens
-            turns.append(Turn(_encode(target, prompts[index], where), held=held))
+            turns.append(Turn(_encode(target, prompts[index], where), held=[] if record is None else record.tokens))
             continue
         (messages, own), variables = conversation, given
         own = tools if own is None else own
@@ -115,10 +115,44 @@ def read_turns(
             messages = record.joined(messages, where)
             own = record.turn.tools if own is None else own
             variables = record.turn.variables if template_variables is None else given
-        text = target.render_chat(messages, own, variables)
-        turn = Turn(check_ids(target, target.encode(text), where), tuple(messages), text, own, variables)
-        turns.append(turn if record is None else continued(target, record, turn))
-    return turns
+        turns.append(Turn([], tuple(messages), tools=own, variables=variables))
+    turns = _rendered(target, turns)
+    for i, turn in enumerate(turns):
+        check_ids(target, turn.ids, f"prompt {i if records is None else i * len(prompts) // len(records)}")
+    return turns if records is None else [continued(target, *pair) for pair in zip(records, turns, strict=True)]
+
+
+def _rendered(target: Model, turns: list[Turn]) -> list[Turn]:
+    """Renders and encodes the conversations among the turns, all of those with the same tools and variables at once."""
+    found, at = list(turns), 0
+    for (chats, tools, variables), group in itertools.groupby(
+        turns, lambda one: (bool(one.messages), one.tools, one.variables)
+    ):
+        part = list(group)
+        if chats:
+            texts = _render(target, [one.messages or () for one in part], tools, variables, at, len(turns))
+            assert target.tokenizer is not None
+            with in_source(target.name):
+                ids = target.tokenizer.encode_all(texts)
+            for i, (one, text, tokens) in enumerate(zip(part, texts, ids), start=at):
+                found[i] = dataclasses.replace(one, text=text, ids=tokens)
+        at += len(part)
+    return found
+
+
+def _render(
+    target: Model, chats: list[Sequence[Mapping[str, Any]]], tools: Any, variables: Any, first: int, rows: int
+) -> list[str]:
+    """Renders conversations; if one of several is refused, the error names it."""
+    try:
+        return target.render_chats(chats, tools, variables)
+    except (InvalidConfig, CheckpointError):
+        for i, chat in enumerate(chats, start=first):
+            try:
+                target.render_chat(chat, tools, variables)
+            except (InvalidConfig, CheckpointError) as error:
+                raise error if rows == 1 else type(error)(f"prompt {i}: {error}") from None
+        raise
 
 
 def _has_messages(prompt: Any) -> bool:

@@ -180,7 +180,7 @@ class ResultsFile:
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, Mapping) and not isinstance(prompt[0], Mapping):
-            return self._job.ids[index]
+            return self._job.prompt(index * self._job.samples)
         messages = prompt["messages"] if isinstance(prompt, Mapping) else prompt
         plainer = [{name: message[name] for name in ("role", "content") if name in message} for message in messages]
         for form in (prompt, plainer):  # other keys may have values that JSON has no form for
@@ -207,9 +207,9 @@ class ResultsFile:
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
         index, job = typed(record["index"], int, "index"), self._job
         row = index * job.samples + values["sample"]
-        if not (0 <= index < len(job.ids) and 0 <= values["sample"] < job.samples):
+        if not (0 <= index < len(job.prompts) and 0 <= values["sample"] < job.samples):
             raise ValueError(
-                f"it belongs to prompt {index}, sample {values['sample']}; there are {len(job.ids)} prompts with "
+                f"it belongs to prompt {index}, sample {values['sample']}; there are {len(job.prompts)} prompts with "
                 f"{job.samples} samples each"
             )
         return row, Generation(prompt=index, prompt_tokens=job.prompt(row), **values)

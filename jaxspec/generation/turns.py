@@ -78,12 +78,14 @@ class RowRecord:
 
 
 def continued(target: Model, record: RowRecord, turn: Turn) -> Turn:
-    """Returns the turn of a session's row, given the turn of its whole conversation.
+    """Returns the turn of a session's row, given the turn of its whole conversation; raw text and ids stay as they are.
 
     The text that was read stays in the cache if the template's text continues it, and no token crosses its end; the
     answer then keeps its own tokens. Otherwise the row is cut where its tokens and those of the template's text first
     differ. Templates that drop or reformat what was said, such as earlier reasoning, lead to that.
     """
+    if turn.messages is None:
+        return turn
     before = record.turn.text + _spelled(target, record.answer.tokens)
     if turn.text.startswith(before):
         known = target.encode(before)

@@ -113,12 +113,21 @@ class Model:
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the text of a conversation that `encode_chat` encodes."""
+        return self.render_chats([messages], tools, template_variables)[0]
+
+    def render_chats(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Returns the texts of several conversations, faster than one at a time; see `encode_chat`."""
         self._need_tokenizer()
         if self.chat_template is None:
             raise MissingTokenizer(f"{self.name} has no chat template; pass plain text (chat=False, --no-chat) instead")
         variables: dict[str, Any] = check_variables(template_variables) | {"tools": check_tools(tools) or None}
         with in_source(self.name):
-            return self.chat_template.render(messages, **variables)
+            return self.chat_template.render_all(conversations, **variables)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

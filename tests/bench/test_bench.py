@@ -18,12 +18,14 @@ from rich.console import Console
 
 import jaxspec
 from helpers.bench_runs import DRAFT, METHODS, SAMPLING, SETTINGS, TARGET, TASKS, made_up
+from helpers.chat_templates import FAMILIES, shared_tokenizer
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import not_none
 from helpers.recorded import recorded
 from helpers.wheels import make_wheel
 from jaxspec.bench import environment, equality, plots, report, run, tasks
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row
+from jaxspec.bench.run import _encode
 from jaxspec.bench.setup import Decoded, Setup
 from jaxspec.bench.summary import Quartiles, difference, groups, interval, summarise
 from jaxspec.bench.tasks import Question, Task
@@ -108,6 +110,40 @@ def test_both_layouts_are_read():
 def test_bad_lines_are_named(line, said):
     with pytest.raises(TaskError, match=f"file:3: .*{said}"):
         tasks.parse(b'{"prompt": "fine"}\n\n' + line, "own", "file")
+
+
+def test_conversations_are_questions(tmp_path):
+    """The same files as those of `generate` and `train`: messages, several turns, tools."""
+    tool = {"type": "function", "function": {"name": "add"}}
+    system, first, more = ({"role": role, "content": role} for role in ("system", "user", "user"))
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [
+        {"messages": [system, first, answer, more, answer]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "category": "short"},
+        {"prompt": [3, 4]},
+        {"messages": [first], "tools": [tool]},
+    ]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(rows))
+    assert tasks.load(path).questions == (
+        Question("0", "mine", ((system, first), "user")),
+        Question("1", "short", ("a",)),
+        Question("2", "mine", ((3, 4),)),
+        Question("3", "mine", ("user",), (tool,)),
+    )
+    prompts = [question.prompt for question in tasks.load(path).questions]
+    assert prompts == [[system, first], "a", [3, 4], {"messages": [first], "tools": [tool]}]
+
+
+def test_turns_of_messages_are_rendered_as_one_conversation():
+    family, tokenizer = FAMILIES["hermes"], shared_tokenizer()
+    target = jaxspec.Model(TableLM(tokenizer.vocab_size, order=0), {}, tokenizer, family.template)
+    system, asked, more = ({"role": role, "content": role} for role in ("system", "user", "user"))
+    tool = {"type": "function", "function": {"name": "add"}}
+    talk = [system, asked, {"role": "assistant", "content": "yes"}, more]
+    for chat in (True, False):  # messages need the template, and text alone does not
+        assert _encode(target, [(system, asked), "yes", "user"], chat, [tool]) == target.encode_chat(talk, [tool])
+    assert _encode(target, ["a", "b", "c"], False) == target.encode("a\n\nb\n\nc")
 
 
 def test_files(tmp_path):
