@@ -107,7 +107,8 @@ def read_turns(
         index = i if records is None else i * len(prompts) // len(records)
         where, conversation = f"prompt {index}", conversations[index]
         if conversation is None:
-            turns.append(Turn(_encode(target, prompts[index], where), held=[] if record is None else record.tokens))
+            held = [] if record is None else record.tokens
+            turns.append(Turn(_encode(target, prompts[index], where, not held), held=held))
             continue
         (messages, own), variables = conversation, given
         own = tools if own is None else own
@@ -180,10 +181,10 @@ def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, An
     return None
 
 
-def _encode(target: Model, prompt: Any, where: str) -> list[int]:
-    """Returns the ids of raw text, or of token ids of any type."""
+def _encode(target: Model, prompt: Any, where: str, begins: bool) -> list[int]:
+    """Returns the ids of raw text, which may continue a session's, or of token ids of any type."""
     if isinstance(prompt, str):
-        return check_ids(target, target.encode(prompt), where)
+        return check_ids(target, target.encode(prompt, begins), where)
     try:
         array = np.asarray(prompt)
     except Exception:  # ragged lists, deleted arrays

@@ -69,13 +69,17 @@ class Model:
         """Memory of the parameters, in bytes."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, begins: bool = True) -> list[int]:
         """Returns the token ids of a text.
+
+        Args:
+            text: the text.
+            begins: whether it is the beginning of a text, and not what continues another; see `Tokenizer.encode`.
 
         Raises:
             MissingTokenizer: the model has no tokenizer.
         """
-        return self._need_tokenizer().encode(text)
+        return self._need_tokenizer().encode(text, begins=begins)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids.

@@ -65,7 +65,7 @@ def turn_end(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
     for messages in (talk, [*talk, {"role": "user", "content": "b"}]):
         _, answer, after = template.render(messages, add_generation_prompt=False).rpartition(MARK)
-        for token in tokenizer.encode(after, special=False) if answer else ():
+        for token in tokenizer.encode(after, begins=False) if answer else ():
             written = tokenizer.token_bytes(token).strip(b" \n\r\t")
             if written and token in tokenizer.added_ids:
                 return token
