@@ -1,11 +1,11 @@
-"""Renders the tables of drafters, rules and schedules into README.md and docs/*.md.
+"""Renders the tables of drafters, rules, schedules and presets into README.md and docs/*.md.
 
     python -m scripts.docs.members
 
 A block between `<!-- members: drafters -->` and `<!-- /members -->` is replaced by the table of the registry's members
 (`rules` and `schedules` likewise). A row comes from the member's class: the first paragraph of its docstring, and what
-it declares. `<!-- members: drafters-reference -->` lists the classes for the reference of the site.
-`tests/house/test_site.py` compares.
+it declares; a preset's row, from its entry. `<!-- members: drafters-reference -->` lists the classes for the reference
+of the site. `tests/house/test_site.py` compares.
 """
 
 import dataclasses
@@ -15,11 +15,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import Rule
 from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
+from jaxspec.heads.find import SHIPPED
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -97,7 +99,18 @@ def reference(name: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-BLOCKS = dict.fromkeys(TABLES, table) | {f"{name}-reference": reference for name in TABLES}
+def presets(name: str) -> str:
+    """Returns the table of presets, with their drafts and the heads that come with jaxspec."""
+    rows = [["preset", "parameters", "draft of `--drafter model`", "included heads", "license"], ["---"] * 5]
+    for preset in PRESETS.values():
+        size = preset.parameters / 1e6
+        heads = sorted(folder.name for folder in (SHIPPED / preset.name).glob("*/"))
+        rows.append([f"`{preset.name}`", f"{size:.0f} M" if size < 950 else f"{size / 1000:.1f} B",
+                     f"`{preset.draft}`" if preset.draft else "", listed(heads), preset.license])  # fmt: skip
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+BLOCKS = dict.fromkeys(TABLES, table) | {"presets": presets} | {f"{name}-reference": reference for name in TABLES}
 """What renders each block."""
 
 
