@@ -20,6 +20,9 @@ from jaxspec.errors import CheckpointError
 from jaxspec.storage import reading
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors", re.DOTALL | re.ASCII)
+"""The name of a shard."""
+MAX_SHARDS = 4096
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -39,18 +42,65 @@ class LazyTensor:
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, LazyTensor]:
-    """Opens the tensors of `model.safetensors`, or of the shards of its index, by name.
+    """Opens the tensors of `model.safetensors`, of the shards of its index, or of all shards without an index, by name.
 
     Raises:
         CheckpointError: a file is missing or malformed, or index and shards differ.
     """
     if inside(directory, WHOLE) is not None:
         return open_shard(directory, WHOLE)
+    if not os.path.lexists(directory / INDEX) and (shards := _shards(directory)):
+        return _open_all(directory, shards)
     index, tensors = _index(directory), {}
     for name in sorted(set(index.values())):
         shard = open_shard(directory, name)
         check_names(str(directory / name), {key for key, holder in index.items() if holder == name}, shard)
         tensors |= shard
+    return tensors
+
+
+def _shards(directory: pathlib.Path) -> list[str]:
+    """Returns the names of the safetensors files of a directory without an index: one file, or all shards of a set.
+
+    Raises:
+        CheckpointError: a shard is missing, or there are several files that are no set.
+    """
+    names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if len(names) < 2 and not (names and SHARD.fullmatch(names[0])):
+        return names
+    found = {(one["stem"], int(one["count"])) for name in names if (one := SHARD.fullmatch(name))}
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{directory}: has the safetensors files {', '.join(names[:4])}, and no {INDEX} that says which of them "
+            f"belong together; expected {WHOLE}, or shards such as model-00001-of-00002.safetensors"
+        )
+    [(stem, count)] = found
+    if not 0 < count <= MAX_SHARDS:
+        raise CheckpointError(f"{directory}: {names[0]} is one of {count} shards, expected 1 to {MAX_SHARDS}")
+    digits = len(next(one["count"] for name in names if (one := SHARD.fullmatch(name))))
+    every = [f"{stem}-{i:0{digits}d}-of-{count:0{digits}d}.safetensors" for i in range(1, count + 1)]
+    if missing := [name for name in every if not os.path.exists(directory / name)]:
+        raise CheckpointError(f"{directory / missing[0]}: is missing; {names[0]} is one of {count} shards")
+    return every
+
+
+def _open_all(directory: pathlib.Path, names: Iterable[str]) -> dict[str, LazyTensor]:
+    """Opens the tensors of all these files, by name.
+
+    Raises:
+        CheckpointError: two files hold the same tensor, or the tensors have the names of another format.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    for name in names:
+        shard = open_shard(directory, name)
+        if twice := sorted(set(shard) & set(tensors)):
+            raise CheckpointError(f"{directory / name}: tensor {twice[0]} is in {tensors[twice[0]].where}, too")
+        tensors |= shard
+    if "tok_embeddings.weight" in tensors:
+        raise CheckpointError(
+            f"{tensors['tok_embeddings.weight'].where}: has the tensor names of Mistral's and Meta's own code "
+            f"(tok_embeddings.weight); use the files in the Hugging Face format ({WHOLE}) of the same model"
+        )
     return tensors
 
 

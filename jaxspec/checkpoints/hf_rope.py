@@ -67,12 +67,14 @@ class RopeReader:
                 raise CheckpointError(f"{self._where}: high_freq_factor is {high}, expected more than {low}")
             return ropes.llama3(theta, width, number("factor"), low, high, self._original()), 1.0
         if kind == "yarn":
-            factor = number("factor")
-            turns = number("beta_fast", 32.0), number("beta_slow", 1.0)
+            original = self._original()
+            factor = number("factor", max(self.longest / original, 1.0))
+            turns = self._given("beta_fast") or 32.0, self._given("beta_slow") or 1.0
             truncate = self._settings.get("truncate") is not False
-            parts = (number(key, 0.0) or None for key in ("mscale", "mscale_all_dim"))
-            scale = number("attention_factor", ropes.yarn_scale(factor, *parts))
-            return ropes.yarn(theta, width, factor, self._original(), *turns, truncate), scale
+            scale = number(
+                "attention_factor", ropes.yarn_scale(factor, *map(self._given, ("mscale", "mscale_all_dim")))
+            )
+            return ropes.yarn(theta, width, factor, original, *turns, truncate), scale
         if kind == "longrope":
             return self._longrope(width)
         raise CheckpointError(
@@ -102,11 +104,18 @@ class RopeReader:
     def _original(self) -> int:
         value = self._entries.get("original_max_position_embeddings")
         value = self._settings.get("original_max_position_embeddings", self.longest) if value is None else value
+        if type(value) is float and value.is_integer():
+            value = int(value)  # as some published files have it
         if type(value) is not int or value < 2:
             raise CheckpointError(
                 f"{self._where}: original_max_position_embeddings is {value!r:.80}, expected a whole number from 2"
             )
         return value
+
+    def _given(self, key: str) -> float | None:
+        """Returns a number that transformers ignores if it is absent, null or 0."""
+        value: Any = self._settings.get(key)
+        return None if type(value) in (int, float) and value == 0 else self._number(key) if value is not None else None
 
     def _number(self, key: str, default: float | None = None) -> float:
         value: Any = self._settings.get(key)

@@ -20,7 +20,7 @@ from jaxspec.storage.reading import check_path
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     add = parser.add_argument
-    add("source", metavar="SOURCE", help=SOURCES)
+    add("source", nargs="?", metavar="SOURCE", help=f"{SOURCES}, or heads; without it, the presets are listed")
     add("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
     add("--batch", type=whole(1), default=1, metavar="N", help="rows decoded together (default: 1)")
     add("--length", type=whole(1), metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
@@ -32,14 +32,33 @@ def add_options(parser: Parser) -> None:
     add("--json", action="store_true", help="a JSON object; what ends in _bytes is in bytes")
 
 
+def preset_lines() -> list[str]:
+    """Returns a line for each preset: its name, parameters, draft model, heads and licence."""
+    from jaxspec.checkpoints.presets import PRESETS
+    from jaxspec.heads.find import every_shipped
+
+    heads = every_shipped()
+    rows = [("preset", "parameters", "draft model", "heads", "licence")]
+    for name, preset in PRESETS.items():
+        own = ", ".join(one.partition("/")[2] for one in heads if one.startswith(f"{name}/"))
+        rows.append((name, f"{preset.parameters / 1e6:,.0f} M", preset.draft or "-", own or "-", preset.license))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def run(args: argparse.Namespace) -> int:
     """Prints the report, then raises the first error that would prevent loading, if any."""
     from jaxspec.checkpoints.source import find_source, weight_files
     from jaxspec.cli import show
-    from jaxspec.heads.find import find_layout, hub_files
+    from jaxspec.heads.find import find_layout, hub_files, named_heads
     from jaxspec.heads.layouts import FILES, LAYOUTS
 
-    place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))
+    if args.source is None:
+        print("\n".join(preset_lines()))
+        return 0
+    place = named_heads(args.source)
+    if place is None:
+        place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
         raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")

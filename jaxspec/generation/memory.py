@@ -8,9 +8,11 @@ import jax
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import INT32, index
+from jaxspec.core.networks import LanguageModel
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import CapacityError, InvalidConfig, shown
+from jaxspec.models.transformer import TransformerLM
 
 
 def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, capacity: int | None) -> int:
@@ -34,7 +36,8 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     if longest > context:
         raise CapacityError(
             f"prompt and new tokens make {longest} tokens, the model's context is {context}; shorten the prompt or "
-            f"lower max_new_tokens (the cache would take {_memory(decoder, weights, batch, longest)})"
+            f"lower max_new_tokens{_longer(decoder.target, longest)} (the cache would take "
+            f"{_memory(decoder, weights, batch, longest)})"
         )
     need = decoder.slots(longest)
     if capacity is not None and capacity < need:
@@ -74,3 +77,13 @@ def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
     """Formats the memory of a cache."""
     size = cache_bytes(decoder, weights, batch, slots)
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def _longer(lm: LanguageModel, longest: int) -> str:
+    """Returns how a model whose rotary positions are scaled can be loaded for longer texts; empty for others."""
+    rope = lm.config.rope if isinstance(lm, TransformerLM) else None
+    if rope is None or rope.scale == 1 or len(set(rope.divisors)) < 2:
+        return ""
+    return (
+        f", or, if the model has LongRoPE, load it for longer texts: load(..., context={longest}) (--context {longest})"
+    )

@@ -79,7 +79,7 @@ class SizeReader(LayerReader):
 
     def _check_settings(self) -> None:
         kind = self._settings.get("speculators_model_type")
-        if self._layout.nested and kind not in KINDS:
+        if self._layout.nested and (not isinstance(kind, str) or kind not in KINDS):
             raise CheckpointError(f"{self._where}: speculators_model_type is {kind!r:.40}, expected dflash or dspark")
         for key, value in NEUTRAL.items():
             if (said := self._more.get(key, self._entries.get(key, value))) != value:

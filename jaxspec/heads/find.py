@@ -2,10 +2,14 @@
 
 import os
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.presets import PRESETS
-from jaxspec.errors import CheckpointError
+from jaxspec.checkpoints.source import find_source
+from jaxspec.errors import CheckpointError, UnknownName
+from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, TORCH, recognise
 
 OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
@@ -25,6 +29,55 @@ def shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
 def every_shipped() -> list[str]:
     """Returns the names PRESET/DRAFTER of all heads that come with this package."""
     return sorted(path.parent.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob(f"*/*/{MANIFEST}"))
+
+
+def named_heads(source: Any) -> pathlib.Path | None:
+    """Returns the directory of heads that come with this package, given their name PRESET/DRAFTER; None of other names.
+
+    Raises:
+        CheckpointError: the name is one of a preset, and no such heads come with this package.
+    """
+    preset, slash, drafter = source.partition("/") if isinstance(source, str) else ("", "", "")
+    if not slash or preset not in PRESETS or os.path.exists(source):
+        return None
+    if (found := shipped_heads(preset, drafter)) is None:
+        raise _none_come(source)
+    return found
+
+
+def find_heads(
+    source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
+) -> str | os.PathLike:
+    """Returns the path of heads, after downloading them if necessary; every command finds heads by it.
+
+    Args:
+        source: the name of heads that come with this package, PRESET/DRAFTER, or of a preset for its Medusa heads; a
+            path, or a Hub repository.
+        allow_pickle: whether files of torch are downloaded, too.
+        report: called with one line of text per step of a download.
+
+    Raises:
+        UnknownName: there are no such heads; the message lists those that come with this package.
+        CheckpointError: no such heads of a preset come with this package, or the path does not exist.
+        FetchError: the download failed.
+    """
+    if (found := named_heads(source)) is not None:
+        return found
+    if isinstance(source, str) and source in PRESETS:
+        if (found := shipped_heads(source, HeadsConfig.drafter)) is None:
+            raise _none_come(source)
+        return found
+    try:
+        return find_source(source, report=report, more=hub_files(allow_pickle))
+    except UnknownName:
+        raise UnknownName("heads (a name, a path or a Hub repository)", source, every_shipped()) from None
+
+
+def _none_come(name: str) -> CheckpointError:
+    """Makes the error for heads of a preset that do not come with this package."""
+    return CheckpointError(
+        f"no heads for the preset {name} come with jaxspec, only {', '.join(every_shipped())}; train some"
+    )
 
 
 def find_layout(path: pathlib.Path) -> str | None:

@@ -11,8 +11,6 @@ import numpy as np
 from jaxspec.checkpoints import folder, torch_file
 from jaxspec.checkpoints.base import check_names, check_shape
 from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.checkpoints.presets import PRESETS
-from jaxspec.checkpoints.source import find_source
 from jaxspec.core.tree import read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.config import HeadsConfig
@@ -22,7 +20,7 @@ from jaxspec.heads.dflash_layouts import DFlashLayout
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.eagle_files import open_eagle, parse_eagle
 from jaxspec.heads.eagle_layouts import EagleLayout
-from jaxspec.heads.find import MANIFEST, OURS, TENSORS, every_shipped, hub_files, shipped_heads
+from jaxspec.heads.find import MANIFEST, OURS, TENSORS, find_heads
 from jaxspec.heads.head_file import HeadFile, finite_reader
 from jaxspec.heads.layouts import CONFIG, FILES, PICKLES, TORCH, Layout, is_transposed, recognise
 from jaxspec.heads.sizes import IDS, find_rows, infer_sizes, read_tokens
@@ -40,9 +38,7 @@ def open_heads(
     source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
 ) -> HeadFile:
     """Finds heads and checks their headers; arguments and errors are those of `load_heads`."""
-    if isinstance(source, str):
-        source = _shipped(source) or source
-    path = check_path(find_source(source, report=report, more=hub_files(allow_pickle)))
+    path = check_path(find_heads(source, allow_pickle=allow_pickle, report=report))
     if (path / MANIFEST).exists():
         return _open_ours(path)
     directory, name = (path, _file(path)) if path.is_dir() else (path.parent, path.name)
@@ -58,16 +54,6 @@ def open_heads(
     if isinstance(layout, DFlashLayout):
         return open_dflash(path, where, layout, tensors, settings)
     return _open_theirs(path, where, layout, tensors, settings)
-
-
-def _shipped(source: str) -> pathlib.Path | None:
-    """Returns the directory of a preset's heads: PRESET/DRAFTER, or the preset alone for those of "medusa"."""
-    preset, _, drafter = source.partition("/")
-    found = shipped_heads(preset, drafter or HeadsConfig.drafter)
-    if found is None and source in PRESETS:
-        some = ", ".join(every_shipped())
-        raise CheckpointError(f"no heads for the preset {source} come with jaxspec, only {some}; train some")
-    return found
 
 
 def _file(directory: pathlib.Path) -> str:
