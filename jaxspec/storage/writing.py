@@ -89,4 +89,7 @@ def full(folder: pathlib.Path, needed: int | None = None) -> str:
 
 def size_text(count: int) -> str:
     """Formats a number of bytes."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"
