@@ -78,7 +78,13 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 
 def add_record(add: Callable) -> None:
     """Adds `--record` to a parser's or a group's `add_argument`."""
-    add("--record", metavar="ID", type=_id, help=f"write the figures to {FOLDER}/ID@MACHINE.json, see 'make figures'")
+    add(
+        "--record",
+        metavar="ID",
+        type=_id,
+        help=f"for maintainers: write the figures to {FOLDER}/ID@MACHINE.json, from which "
+        "'make figures' makes the tables of the documentation",
+    )
 
 
 def _id(text: str) -> str:

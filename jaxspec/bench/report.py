@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxspec.amounts import plural
 from jaxspec.bench.measurements import significant
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.bench.summary import groups, paired, summarise
@@ -30,7 +31,15 @@ def title(run: Run) -> str:
 def overall(run: Run) -> Table:
     """Returns a table with a row per method, plain decoding first."""
     prompts = len(run.rows) // len(run.methods)
-    headings = ("drafter", "speedup", "per prompt (quartiles)", "tokens/s", "#MAT", "acceptance", "predicted")
+    headings = (
+        "drafter",
+        "speedup",
+        "per prompt (quartiles)",
+        "tokens/s",
+        "tokens per round",
+        "acceptance",
+        "predicted",
+    )
     rows = []
     for method in run.methods:
         summary = summarise(run, method)
@@ -46,7 +55,7 @@ def overall(run: Run) -> Table:
             "-" if predicted is None or method == PLAIN else f"{predicted:.2f}x",
             f"{summary.same}/{summary.prompts}" + (f", {summary.certified} certified" if summary.certified else ""),
         ))  # fmt: skip
-    return Table(f"{title(run)}, {prompts} prompts", (*headings, "same text"), rows)
+    return Table(f"{title(run)}, {plural(prompts, 'prompt')}", (*headings, "same text"), rows)
 
 
 def other_times(run: Run) -> str:
@@ -61,7 +70,7 @@ def other_times(run: Run) -> str:
 
 
 def by_group(run: Run) -> Table:
-    """Returns a table of the speedup and mean accepted tokens of every method, by task and category."""
+    """Returns a table of the speedup and tokens per round of every method, by task and category."""
     methods = [method for method in run.methods if method != PLAIN]
     rows = []
     for task, category in groups(run):
@@ -76,7 +85,7 @@ def by_group(run: Run) -> Table:
                 for cell in cells
             ),
         ))  # fmt: skip
-    return Table(f"{title(run)}: speedup (#MAT)", ("task", "prompts", "plain tokens/s", *methods), rows)
+    return Table(f"{title(run)}: speedup (tokens per round)", ("task", "prompts", "plain tokens/s", *methods), rows)
 
 
 def against_peers(run: Run) -> Table:

@@ -102,7 +102,10 @@ class Summary:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Returns Spec-Bench's #MAT: emitted tokens per target call, including the target's own token."""
+        """Returns the tokens per round, Spec-Bench's mean accepted tokens (#MAT).
+
+        These are the emitted tokens per target call, including the target's own token.
+        """
         return self.stats.tokens_per_round
 
     def as_dict(self) -> dict:

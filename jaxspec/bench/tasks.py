@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxspec.amounts import plural
 from jaxspec.bench.extra import need
 from jaxspec.bench.texts import COPIES
 from jaxspec.errors import TaskError, TrainingError, UnknownName
@@ -136,7 +137,7 @@ def load(
             raise TaskError(str(error)) from None
         questions = from_conversations(found, name)
         if report is not None:
-            report(f"{source}: {len(questions)} prompt{'s' * (len(questions) > 1)}")
+            report(f"{source}: {plural(len(questions), 'prompt')}")
     else:
         raise UnknownName("task (a name, or the path of a .jsonl, .json or .txt file)", source, NAMES)
     return Task(name, spread(questions, limit))

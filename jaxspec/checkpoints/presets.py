@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import ClassVar
 
+from jaxspec.amounts import size
 from jaxspec.errors import UnknownName
 from jaxspec.storage import download
 
@@ -146,6 +147,6 @@ def fetch(
     from jaxspec.checkpoints import hub
 
     if report is not None:
-        size = f"{preset.parameters * 2 / 1e9:.1f} GB"
-        report(f"fetching {name} (some {size}, licence {preset.license}) from {preset.repository}")
+        taken = size(preset.parameters * 2)
+        report(f"fetching {name} (some {taken}, licence {preset.license}) from {preset.repository}")
     return hub.fetch_repository(preset.repository)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jaxspec
 from jaxspec.cli.ctrl_c import is_interrupt, repeated
+from jaxspec.cli.flags import as_flags
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
 
@@ -26,9 +27,9 @@ COMMANDS = {
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how deep to draft with a pair of models, and write it to a file",
-    "train": "train Medusa or EAGLE heads for a target, and fit a tree to them",
+    "train": "train draft heads (Medusa, EAGLE, DFlash, DSpark) or a PARD draft model for a target",
     "fingerprint": "print the sha256 of everything in a training run",
-    "acceptance": "compute what each rule keeps of the laws of a draft model or heads, and the optimum",
+    "acceptance": "compute what share of a draft's tokens each rule accepts, and the optimum",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE
@@ -116,7 +117,9 @@ def _run(words: list[str]) -> int:
     try:
         with contextlib.nullcontext() if not args.quiet else _silenced():
             return command.run(args)
-    except (UsageError, BrokenPipeError):
+    except UsageError as error:
+        raise UsageError(as_flags(str(error), parser)) if error.of_python else error from None
+    except BrokenPipeError:
         raise
     except Exception as error:
         if is_interrupt(error):
@@ -124,8 +127,9 @@ def _run(words: list[str]) -> int:
         if args.debug:
             traceback.print_exc()
             return 1
-        kind = "" if isinstance(error, JaxspecError) else f"{type(error).__name__}: "
-        return _fail(f"{kind}{error}", 1)
+        if isinstance(error, JaxspecError):
+            return _fail(as_flags(str(error), parser), 1)
+        return _fail(f"{type(error).__name__}: {error}", 1)
 
 
 def _silenced() -> contextlib.AbstractContextManager[None]:

@@ -1,10 +1,10 @@
-"""Computes the acceptance of every rule from the laws of a target and a draft, and an upper bound.
+"""Computes the acceptance of the rules from the distributions of a target and a draft, and an upper bound.
 
-The target writes a text per prompt; then both read it, and their laws are compared after every token. Those of heads
-and PARD models are compared for each drafted token by itself, where all before it are the text's own. The optimum is an
-upper bound for any lossless rule with the same candidates. For "rejection" these are sampled without replacement from
-the draft's law after top-k, top-p and min-p, for "coupled" from its tempered law; for "deterministic" they are the
-draft's likeliest tokens.
+The target writes a text per prompt. Then both models read it, and their distributions are compared after every token.
+Heads and PARD models have a distribution for each drafted token: these are compared one by one, where all tokens before
+are the text's own. The optimum is an upper bound for any lossless rule with the same candidates. For "rejection" the
+candidates are sampled without replacement from the draft's distribution after top-k, top-p and min-p, for "coupled"
+from its distribution at the given temperature alone; for "deterministic" they are the draft's likeliest tokens.
 """
 
 import argparse
@@ -14,24 +14,26 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from jaxspec.amounts import fixed, plural
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli.bench import NO_ARGUMENTS, temperatures
 from jaxspec.cli.drafting import add_drafter_options, add_heads, check_drafting, load_heads, load_models
 from jaxspec.cli.options import (
+    COUNT,
     Parser,
-    UsageError,
     add_chat,
     add_limits,
     add_models,
     add_split,
+    check_output,
     check_split,
+    filled,
     one_of,
-    whole,
 )
 
 if TYPE_CHECKING:
-    from jaxspec.bench.acceptance import Figure
+    from jaxspec.bench.acceptance import Figure, Positions
     from jaxspec.bench.table import Table
 
 FORMAT = 1
@@ -53,10 +55,10 @@ def add_options(parser: Parser) -> None:
     add_drafter_options(add)
     add_heads(add)
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
-    add("--draws", type=whole(1), default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
+    add("--draws", type=COUNT, default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
     add = parser.add_argument_group("prompts").add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    add("--prompt", action="append", type=filled("prompt"), default=[], metavar="TEXT", help="a prompt; repeatable")
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
@@ -64,8 +66,8 @@ def add_options(parser: Parser) -> None:
         "--prompt: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=whole(1), metavar="N", help="questions per task, from its categories in turn (default: all)")
-    add("--max-new-tokens", type=whole(1), default=64, metavar="N", help="default: 64")
+    add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
+    add("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
     add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
 
     add = parser.add_argument_group("sampling").add_argument
@@ -74,7 +76,7 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
-    parser.set_defaults(tuned=None, tree=None, draft_length=None, schedule=None)
+    parser.set_defaults(tuned=None, tree=None, draft_length=None, schedule=None, rule="coupled")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         positions = sum(prompt.count for prompt in found)
         settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         shown = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in settings.items())
-        Console().print(as_table(made, f"{shown}: {positions} positions of {len(found)} texts"), "", highlight=False)
+        Console().print(as_table(made, f"{shown}: {counted(found)}"), "", highlight=False)
         runs.append(
             {"sampling": settings, "positions": positions, "by_rank": acceptance.by_rank(found)}
             | {"figures": [dataclasses.asdict(figure) | {"gap": figure.gap} for figure in made]}
@@ -140,6 +142,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def counted(positions: Iterable["Positions"]) -> str:
+    """Returns how many positions of how many texts were compared.
+
+    With heads, later drafted tokens are compared on fewer positions; those of the first are counted.
+    """
+    first = [one for one in positions if one.token == 1]
+    return f"{plural(sum(one.count for one in first), 'position')} of {plural(len(first), 'text')}"
+
+
 def as_table(figures: Iterable["Figure"], title: str) -> "Table":
     """Returns a table with a row per drafted token, number of children and rule."""
     from jaxspec.bench.table import Table
@@ -149,7 +160,7 @@ def as_table(figures: Iterable["Figure"], title: str) -> "Table":
     several, rows = any(figure.token > 1 for figure in figures), []
     for figure in figures:
         spread = "-" if figure.low is None else f"{figure.low:.4f} to {figure.high:.4f}"
-        shares = f"{figure.acceptance:.4f}", spread, f"{figure.optimum:.4f}", f"{figure.gap:.4f}"
+        shares = f"{figure.acceptance:.4f}", spread, f"{figure.optimum:.4f}", fixed(figure.gap, 4)
         rows.append((str(figure.token), figure.rule, str(figure.children), *shares)[not several :])
     return Table(title, headings[not several :], rows, labels=2 + several)
 
@@ -167,6 +178,5 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: options exclude or require one another, or a directory does not exist.
     """
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no directory {args.json.absolute().parent}; create it first")
+    check_output("--json", args.json)
     check_drafting(args)

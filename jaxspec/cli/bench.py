@@ -6,7 +6,6 @@ The exit status is 1 if a text differs and no certificate attributes the differe
 import argparse
 import dataclasses
 import json
-import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -20,14 +19,19 @@ from jaxspec.cli.drafting import (
     TREE_GRAMMAR,
     add_drafter_options,
     add_heads,
+    add_rule,
+    check_draft_dtype,
+    check_members,
     load_all_heads,
     load_models,
     missing,
+    note_costs,
     own_draft,
     parse_tree,
     takers,
 )
 from jaxspec.cli.options import (
+    COUNT,
     MAX_NODES,
     Parser,
     UsageError,
@@ -35,12 +39,12 @@ from jaxspec.cli.options import (
     add_limits,
     add_models,
     add_split,
+    check_output,
     check_split,
-    one_of,
-    whole,
+    setting,
 )
 from jaxspec.errors import JaxspecError, UnknownName
-from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
+from jaxspec.registry import DRAFTERS, SCHEDULES, find
 from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
@@ -67,15 +71,14 @@ def add_options(parser: Parser) -> None:
     add("--tuned", metavar="FILE", help="also measure the result of 'jaxspec tune'")
     add_drafter_options(add)
     add_heads(add, several=True)
-    add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
-
     add(
         "--peers",
         metavar="PEER,...",
         help=f"also measure other systems: of {'|'.join(PEERS)}, each optionally with one of its methods, as in "
         "transformers:plain; each is installed into a virtual environment of its own the first time",
     )
-    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="directory of these environments")
+    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="folder of these environments")
+    add_rule(parser)
 
     add = parser.add_argument_group("prompts").add_argument
     add(
@@ -86,11 +89,11 @@ def add_options(parser: Parser) -> None:
         "prompts (default: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=whole(1), metavar="N", help="questions per task, from its categories in turn (default: all)")
-    add("--turns", type=whole(1), default=1, metavar="N", help="most turns of a conversation (default: 1)")
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
+    add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
+    add("--turns", type=COUNT, default=1, metavar="N", help="most turns of a conversation (default: 1)")
+    add("--max-new-tokens", type=COUNT, default=128, metavar="N", help="default: 128")
     add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
-    add("--repeats", type=whole(1), default=3, metavar="R", help="how often every prompt is decoded (default: 3)")
+    add("--repeats", type=COUNT, default=3, metavar="R", help="how often every prompt is decoded (default: 3)")
 
     add = parser.add_argument_group("sampling").add_argument
     add(
@@ -197,13 +200,7 @@ def show_tables(runs: list["Run"]) -> None:
 
 def temperatures(text: str) -> tuple[float, ...]:
     """Parses an option's value: one or more temperatures."""
-    try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        values = ()
-    if not values or not all(math.isfinite(value) and value >= 0 for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers from 0, separated by commas, got {text!r}")
-    return values
+    return tuple(map(setting("temperature"), text.split(",")))
 
 
 def parse_drafters(text: str) -> list["Method"]:
@@ -248,8 +245,10 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     Raises:
         UsageError: options exclude or require one another, or a directory does not exist.
     """
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no directory {args.json.absolute().parent}; create it first")
+    check_output("--json", args.json)
+    check_output("--plots", args.plots, folder=True)
+    check_output("--peers-folder", args.peers_folder, folder=True)
+    check_draft_dtype(args)
     if args.peers is not None:
         if any(args.temperature):
             raise UsageError("--peers decode greedily; use --temperature 0")
@@ -278,6 +277,13 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     for name in names:
         if (option := missing(name, args)) is not None:
             raise UsageError(f"the drafter {name} needs {option} SOURCE")
+    labels = [method.label for method in methods]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise UsageError(f"--drafters: {twice[0]} is named twice; leave one out")
+    for method in methods:
+        own = method.drafting
+        check_members(str(own.drafter), args.rule, own.tree, f"--drafters {method.label}")
+    note_costs({method.drafting.schedule for method in methods if isinstance(method.drafting.schedule, str)})
     return methods
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import drafting, options
-from jaxspec.cli.options import Parser, whole
+from jaxspec.cli.options import COUNT, Parser
 from jaxspec.errors import CapacityError, MissingTokenizer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_options(parser: Parser) -> None:
     add("--system", metavar="TEXT", help="the system message, before the first message of the chat")
     options.add_template(add)
     length = f"tokens a conversation may have (default: {LENGTH}, or the target's context if less)"
-    add("--length", type=whole(1), metavar="N", help=length)
+    add("--length", type=COUNT, metavar="N", help=length)
     add("--colour", "--color", action="store_true", help=f"show in {DRAFTED} what was drafted and accepted")
 
 
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         ArithmeticError: if an answer ended because logits were not finite.
     """
     tree = drafting.check_drafting(args)
+    args.chat = True
 
     from jaxspec.cli import show
 

@@ -2,23 +2,27 @@
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import DRAFTER, MAX_NODES, Parser, UsageError, one_of, whole
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import CapacityError, InvalidConfig, MissingTokenizer, nearest
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
+    from jaxspec.checkpoints.base import Checkpoint
     from jaxspec.core.tree import Dynamic, Topology
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
 MODELS = {"draft_model": "draft", "heads": "heads"}
 """The options that load what some drafters are built from, and its name among what a drafter takes."""
+VOCAB = 256
+"""A vocabulary for rules that are tried before the target's is known; no rule depends on its size."""
 TREE_GRAMMAR = (
     "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
     "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
@@ -81,10 +85,22 @@ def option(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def add_drafting(parser: Parser) -> Callable:
-    """Adds the options of drafter, tree and rule, which `check_drafting` checks; returns the group's `add_argument`."""
+def add_rule(parser: Parser) -> None:
+    """Adds `--rule`, in a group of its own."""
+    parser.add_argument_group("verification, which decides whether the text stays the same").add_argument(
+        "--rule",
+        default="coupled",
+        type=one_of("rule", RULES),
+        metavar="|".join(RULES),
+        help="coupled: the text is that of plain decoding with the same seed; the other rules draw another text, from "
+        "the same distribution unless their name has 'lossy' in it (default: coupled)",
+    )
+
+
+def add_drafting(parser: Parser) -> None:
+    """Adds the options of drafter, tree and rule, which `check_drafting` checks."""
     add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
-    drafters, rules = "|".join(DRAFTERS), "|".join(RULES)
+    drafters = "|".join(DRAFTERS)
     add(
         "--drafter",
         default=DRAFTER,
@@ -96,7 +112,6 @@ def add_drafting(parser: Parser) -> Callable:
     add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
     add_drafter_options(add)
     add_heads(add)
-    add("--rule", default="coupled", type=one_of("rule", RULES), metavar=rules, help="default: coupled")
     schedules = "|".join(SCHEDULES)
     add(
         "--schedule",
@@ -104,8 +119,8 @@ def add_drafting(parser: Parser) -> Callable:
         metavar=schedules,
         help="how deep each round may draft; default: as the tree is deep, for prompt-lookup while that pays",
     )
-    add("--tuned", metavar="FILE", help="draft as 'jaxspec tune' found best; instead of the other options but --rule")
-    return add
+    add("--tuned", metavar="FILE", help="draft as 'jaxspec tune' found best, in place of the other options")
+    add_rule(parser)
 
 
 def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None":
@@ -124,14 +139,82 @@ def check_drafting(args: argparse.Namespace) -> "Topology | Dynamic | int | None
         if getattr(args, option) is not None and field not in takes:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is for --drafter {takers(field)}, not {args.drafter}")
+    check_draft_dtype(args)
     check_drafter_options(args)
     if (option := missing(args.drafter, args)) is not None:
         raise UsageError(f"--drafter {args.drafter} needs {option} SOURCE")
     if "heads" in takes:
         args.heads = args.heads or own_heads(args.target, args.drafter)
-    if tuned is not None:
-        return tuned
-    return args.draft_length if args.tree is None else parse_tree(args.tree)
+    tree = tuned if tuned is not None else args.draft_length if args.tree is None else parse_tree(args.tree)
+    check_members(args.drafter, args.rule, tree, _tree_option(args))
+    note_costs([None if args.tuned is not None else args.schedule])
+    return tree
+
+
+def _tree_option(args: argparse.Namespace) -> str:
+    """Returns the option that gives the tree, as it was written, or an empty text."""
+    if args.tree is not None:
+        return f"--tree {args.tree}"
+    return "" if args.draft_length is None else f"--draft-length {args.draft_length}"
+
+
+def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | None", written: str) -> None:
+    """Checks rule, tree and drafter against one another, as far as that needs no model.
+
+    Args:
+        drafter: the drafter's name.
+        rule: the rule's name.
+        tree: the tree; None for the drafter's own.
+        written: the option that gives the tree, for the message.
+
+    Raises:
+        UsageError: the drafter takes no such tree, or the rule takes no such tree or drafter.
+    """
+    from jaxspec.core.tree import as_topology, chain
+    from jaxspec.generation.members import check_law
+
+    member, topology = find("drafter", drafter), as_topology(tree)
+    if topology is not None and "tree" not in member.takes:
+        raise UsageError(f"{written}: the drafter {drafter} takes no tree; leave it out")
+    if topology is not None and not topology.shape.depth and drafter != "none" and DRAFTERS.own(drafter):
+        raise UsageError(f"{written}: {drafter} drafts at least one token; for plain decoding, give --drafter none")
+    made = find("rule", rule)()
+    if not all(field.default is not dataclasses.MISSING for field in dataclasses.fields(member)):
+        if topology is not None:  # the drafter is made when its model or heads are there
+            with UsageError.instead(f"--rule {rule} with {written}: "):
+                made.check(topology.shape)
+        return
+    with UsageError.instead(f"--drafter {drafter} with {written}: " if written else f"--drafter {drafter}: "):
+        built = member() if topology is None else member(tree=topology)
+    if topology is None:
+        try:
+            made.check(built.shape)
+        except InvalidConfig:  # a rule of chains gets a chain
+            built = member(tree=chain(built.shape.depth))
+    with UsageError.instead(f"--rule {rule} with {written or f'--drafter {drafter}'}: "):
+        made.check(built.shape)
+        check_law(made, built, VOCAB)
+
+
+def note_costs(schedules: Iterable[str | None]) -> None:
+    """Says that the costs of drafts are assumed, if one of the schedules is "adaptive" by name."""
+    if "adaptive" in schedules:
+        from jaxspec.cli import show
+        from jaxspec.schedules.adaptive import Adaptive
+
+        first, second = Adaptive().costs
+        show.say(
+            f"the schedule 'adaptive' needs the costs of rounds on this machine, which are not measured: a round with "
+            f"one drafted token is assumed to cost {second / first:g} times a plain round, and every further token "
+            f"{second - first:g} more; measure them with 'jaxspec tune', and give its file as --tuned",
+            answer=True,
+        )
+
+
+def check_draft_dtype(args: argparse.Namespace) -> None:
+    """Raises UsageError if there is a `--draft-dtype` but no draft model."""
+    if args.draft_dtype is not None and args.draft_model is None:
+        raise UsageError(f"--draft-dtype is for the draft model of --drafter {takers('draft')}, and there is none")
 
 
 def check_drafter_options(args: argparse.Namespace) -> None:
@@ -157,7 +240,10 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
 
     others = (args.tree, args.draft_length, args.schedule)
     if args.drafter != DRAFTER or args.drafter_option or any(other is not None for other in others):
-        raise UsageError("--tuned says how to draft; give it without --drafter, --tree, --schedule and their like")
+        raise UsageError(
+            "--tuned says how to draft; give it without --drafter, --drafter-option, --draft-length, --tree and "
+            "--schedule"
+        )
     tuned = Drafting.load(args.tuned)
     args.drafter, args.schedule, args.drafter_option = tuned.drafter, tuned.schedule, list(tuned.options.items())
     assert isinstance(tuned.tree, Topology)
@@ -181,19 +267,66 @@ def own_heads(target: str, drafter: str) -> str | None:
 def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     """Loads the target and the draft model; they are one object if source and dtype agree.
 
+    All headers are read before any weight, so that a misspelled name of a draft model or of heads costs no time.
+
     Raises:
-        UsageError: if `--draft-dtype` is used without a draft model.
+        JaxspecError: a source does not exist or is malformed.
+        CapacityError: the options ask for longer texts than the target's context.
     """
-    if args.draft_dtype is not None and args.draft_model is None:
-        raise UsageError(f"--draft-dtype is for the draft model of --drafter {takers('draft')}, and there is none")
+    from jaxspec.checkpoints.source import open_source
     from jaxspec.cli import show
 
-    target = show.load(args.target, args.dtype, args.context)
-    if args.draft_model is None:
+    for source in [args.heads] if isinstance(args.heads, str) else args.heads or []:
+        check_heads(source, args)
+    draft = None if args.draft_model is None else open_source(args.draft_model, report=show.say)
+    own = open_source(args.target, report=show.say, context=args.context)
+    check_target(args, own)
+    target = show.load(own, args.dtype)
+    if draft is None:
         return target, None
     dtype = args.draft_dtype or args.dtype
     same = args.draft_model == args.target and dtype == args.dtype
-    return target, target if same else show.load(args.draft_model, dtype)
+    return target, target if same else show.load(draft, dtype)
+
+
+def check_target(args: argparse.Namespace, checkpoint: "Checkpoint") -> None:
+    """Checks options against the headers of the target.
+
+    Raises:
+        CapacityError: the new tokens alone exceed the target's context.
+        MissingTokenizer: `--chat` is given, and the target has no chat template.
+    """
+    context = checkpoint.config.max_position
+    if args.max_new_tokens >= context:
+        raise CapacityError(
+            f"max_new_tokens={args.max_new_tokens}: the model's context is {context} tokens, the prompt included"
+        )
+    if getattr(args, "chat", None) and checkpoint.chat_template is None:
+        raise MissingTokenizer(f"{args.target} has no chat template; pass plain text (chat=False) instead")
+
+
+def check_heads(source: str, args: argparse.Namespace) -> None:
+    """Checks the headers of heads against the options; reads no weight.
+
+    Raises:
+        UsageError: they are for another drafter, or cannot draft the tree.
+        JaxspecError: there are none, or they are malformed.
+    """
+    from jaxspec.cli import show
+    from jaxspec.core.tree import as_topology
+    from jaxspec.heads.headers import open_heads
+
+    config = open_heads(source, allow_pickle=args.allow_pickle, report=show.say).config_of_any_vocabulary()
+    drafter = getattr(args, "drafter", None)
+    if drafter is None:  # of a benchmark, which has several
+        return
+    if config.drafter != drafter:
+        raise UsageError(f"--heads {source}: {config.summary}, for --drafter {config.drafter} and not {drafter}")
+    if args.tree is not None or args.draft_length is not None:
+        topology = as_topology(args.draft_length if args.tree is None else parse_tree(args.tree))
+        if topology is not None and (depth := topology.shape.depth) > config.max_depth:
+            most = f"drafts at most {config.max_depth} tokens deep, got {depth}"
+            raise UsageError(f"{_tree_option(args)}: --heads {source} ({config.summary}) {most}")
 
 
 def load_heads(args: argparse.Namespace, target: "Model") -> "DraftHeads | None":
@@ -269,7 +402,7 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
 
     if spec in NAMES:
         return named_tree(spec)
-    reason = "this is no tree"
+    reason = "this is not a tree"
     if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
         counts = [int(count) for count in spec.split("x")]
         if 0 in counts:
@@ -292,4 +425,30 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
                 return dynamic(beam, depth, nodes)
             except InvalidConfig as error:
                 reason = str(error)
+    if (meant := _similar_tree(spec)) is not None:
+        raise UsageError(f"tree {spec}: {reason}; did you mean {meant}?")
     raise UsageError(f"tree {spec}: {reason}. Write {TREE_GRAMMAR}.")
+
+
+_BETWEEN = r"(?:\s*[,;xX*×/-]\s*|\s+)"
+"""What may stand between the sizes of a tree in other notations."""
+
+
+def _similar_tree(spec: str) -> str | None:
+    """Returns the tree that is probably meant by a text that is none: one with the same numbers, or a similar name."""
+    from jaxspec.core.tree_spec import NAMES
+
+    numbers = re.findall(r"\d+", spec, re.ASCII)
+    if re.match(r"\W*dyn", spec, re.IGNORECASE) and len(numbers) == 3:
+        meant = "dynamic-{}x{}-{}".format(*numbers)
+    elif re.fullmatch(rf"\s*[\[(]?\d+({_BETWEEN}\d+)*[\])]?\s*", spec, re.ASCII):
+        meant = "x".join(numbers)
+    else:
+        meant = nearest(spec, NAMES)
+    if meant is None or meant == spec:
+        return None
+    try:
+        parse_tree(meant)
+    except UsageError:
+        return None
+    return meant

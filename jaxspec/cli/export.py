@@ -7,7 +7,7 @@ EAGLE, DFlash and DSpark heads can be exported, and heads trained with '--inputs
 import argparse
 import pathlib
 
-from jaxspec.cli.options import DTYPES, SOURCES, Parser, one_of
+from jaxspec.cli.options import DTYPES, SOURCES, Parser, check_output, one_of
 from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 
 
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.heads.headers import open_heads
     from jaxspec.heads.serving import check_layout
 
+    check_output("--out", args.out, folder=True)
     # The layout is checked before the target, which may be large, is loaded.
     found = open_heads(args.heads, allow_pickle=args.allow_pickle)
     if args.layout is not None:

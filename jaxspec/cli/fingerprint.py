@@ -6,6 +6,7 @@ import pathlib
 
 from jaxspec.cli.options import Parser
 from jaxspec.errors import TrainingError
+from jaxspec.storage.reading import check_path
 
 
 def add_options(parser: Parser) -> None:
@@ -15,7 +16,10 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line per tree: its sha256 and its name."""
-    lines = list(prints(args.folder))
+    folder = check_path(args.folder, "DIR")
+    if not folder.is_dir():
+        raise TrainingError(f"{args.folder}: there is no such folder")
+    lines = list(prints(folder))
     if not lines:
         raise TrainingError(f"{args.folder}: holds no run and no heads")
     for digest, name in lines:

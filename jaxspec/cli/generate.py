@@ -4,13 +4,13 @@ import argparse
 import itertools
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.amounts import plural, size
 from jaxspec.cli import drafting, options
-from jaxspec.cli.options import Parser, UsageError, whole
+from jaxspec.cli.options import COUNT, Parser, UsageError, check_output, whole
 from jaxspec.core import sizes
 
 if TYPE_CHECKING:
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="text to continue; none: standard input is the one prompt"
+        "prompt",
+        nargs="*",
+        type=options.filled("prompt"),
+        metavar="PROMPT",
+        help="text to continue; none: standard input is the one prompt",
     )
     add = options.add_models(parser)
     options.add_chat(add)
     options.add_template(add)
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
-    add("--samples", type=whole(1), default=1, metavar="N", help="texts per prompt (default: 1)")
+    add("--samples", type=whole(1, sizes.MOST_SAMPLES), default=1, metavar="N", help="texts per prompt (default: 1)")
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of prompts")
@@ -40,7 +44,7 @@ def add_options(parser: Parser) -> None:
     )
     add(
         "--batch",
-        type=whole(1),
+        type=COUNT,
         metavar="N",
         help="texts at once; the next takes the place of one that ends (default: all)",
     )
@@ -74,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts and args.prompt:
         raise UsageError("--prompts is instead of PROMPT; give one of the two")
     options.check_split(args.split, [args.prompts] if args.prompts else [])
-    if args.out and not pathlib.Path(args.out).absolute().parent.is_dir():
-        raise UsageError(f"--out {args.out}: there is no folder {pathlib.Path(args.out).absolute().parent}; make it")
+    check_output("--out", args.out)
     prompts: list = _prompts(args.prompts, args.split) if args.prompts else args.prompt or [_standard_input()]
 
     import jaxspec
@@ -119,9 +122,11 @@ def _into_file(target: "Model", prompts: list, path: str, options: dict[str, Any
 
     with show.Bar("decoding", parts=show.PARTS) as bar:
         running = jaxspec.stream(target, prompts, out=path, progress=bar, rounds=FOREVER, **options)
+        rows = len(prompts) * options["samples"]
         there = sum(row.finish_reason is not None for row in running.output)
-        resumed = f", {there} of them already in {path}" if there else ""
-        show.say(f"{len(prompts) * options['samples']} texts{resumed}, caches of {running.memory / 1e9:.2f} GB")
+        resumed = f", all of them already in {path}" if there == rows else f", {there} of them already in {path}"
+        resumed = resumed if there else ""
+        show.say(f"{plural(rows, 'text')}{resumed}, caches of {size(running.memory)}")
         for _ in running:
             pass
     return running.output
@@ -149,7 +154,7 @@ def _prompts(path: str, split: str | None) -> list:
     from jaxspec.text.conversations import read
 
     found = [one.prompt for one in read([path], strict=True, split=split or SPLITS[0])[0]]
-    show.say(f"{path}: {len(found)} prompt{'s' * (len(found) > 1)}")
+    show.say(f"{path}: {plural(len(found), 'prompt')}")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxspec.cli.inspect_format import as_lines
 from jaxspec.cli.inspect_model import LENGTH
-from jaxspec.cli.options import SOURCES, Parser, UsageError, add_dtype, whole
+from jaxspec.cli.options import COUNT, SOURCES, Parser, UsageError, add_dtype
 from jaxspec.errors import JaxspecError
 from jaxspec.storage.reading import check_path
 
@@ -22,8 +22,8 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument
     add("source", nargs="?", metavar="SOURCE", help=f"{SOURCES}, or heads; without it, the presets are listed")
     add("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
-    add("--batch", type=whole(1), default=1, metavar="N", help="rows decoded together (default: 1)")
-    add("--length", type=whole(1), metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
+    add("--batch", type=COUNT, default=1, metavar="N", help="rows decoded together (default: 1)")
+    add("--length", type=COUNT, metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
     add_dtype(add)
     add("--draft-model", metavar="SOURCE", help="of a model: a draft model, whose vocabulary is compared with it")
     add("--target", metavar="SOURCE", help="of heads: the model they are to draft for")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.amounts import size
 from jaxspec.cli.wrap import wrap
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ def _shown(key: str, value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, int) and key.endswith("bytes"):
-        unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if value >= u), (1e3, "kB"))
-        return f"{value / unit:.2f} {name}"
+        return size(value)
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
     return _printable(value if len(value) <= LONGEST else value[: LONGEST - 1] + "…")

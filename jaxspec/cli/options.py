@@ -1,14 +1,18 @@
 """Options that several commands share. This module does not import JAX."""
 
 import argparse
+import contextlib
 import difflib
 import json
+import os
+import pathlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
+from jaxspec.core.sizes import INT32
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
-from jaxspec.errors import JaxspecError, UnknownName, shown
+from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName, shown
 from jaxspec.storage.prompt_files import SPLITS
 from jaxspec.storage.reading import check_path, read_bytes
 
@@ -22,7 +26,24 @@ WEIGHTS = (*DTYPES, "int8", "file")  # of models
 
 
 class UsageError(Exception):
-    """The command line is wrong: exit status 2."""
+    """The command line is wrong: exit status 2.
+
+    Attributes:
+        of_python: whether the message is that of a function of the Python API, and names its arguments.
+    """
+
+    of_python = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead(cls, prefix: str = "") -> Iterator[None]:
+        """Raises a usage error in place of a JaxspecError, with a prefix such as "--tree 4x2: "."""
+        try:
+            yield
+        except JaxspecError as error:
+            made = cls(f"{prefix}{error}")
+            made.of_python = True
+            raise made from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,12 +97,78 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """Returns the type of an option whose value is a whole number within limits."""
 
     def check(text: str) -> int:
-        limits = f"from {least}" if most is None else f"from {least} to {most}"
-        if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or not least <= int(text) <= (most or int(text)):
+        number = int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else -1
+        if number < least or (most is not None and number > most):
+            shown = most is not None and (most < INT32 or number > most)
+            limits = f"from {least} to {most}" if shown else f"from {least}"
             raise argparse.ArgumentTypeError(f"expected a whole number {limits}, got {text!r}")
-        return int(text)
+        return number
 
     return check
+
+
+COUNT = whole(1, INT32)
+"""The type of an option whose value is a number of things, at least one."""
+
+
+def setting(name: str) -> Callable[[str], float]:
+    """Returns the type of an option for a setting of `jaxspec.Sampling`, which has the limits."""
+
+    def check(text: str) -> float:
+        from jaxspec.core.sampling import Sampling
+
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        try:
+            Sampling(**{name: value})
+        except InvalidConfig as error:
+            percent = name in ("top_p", "min_p") and 1 < value <= 100
+            hint = f"; did you mean {value / 100:g}?" if percent else ""
+            raise argparse.ArgumentTypeError(f"{str(error).removeprefix(f'{name} ')}{hint}") from None
+        return value
+
+    return check
+
+
+def filled(what: str) -> Callable[[str], str]:
+    """Returns the type of an option whose value is a text that is not empty."""
+
+    def check(text: str) -> str:
+        if not text:
+            raise argparse.ArgumentTypeError(f"the {what} is empty; expected at least one character")
+        return text
+
+    return check
+
+
+def check_output(option: str, path: str | pathlib.Path | None, folder: bool = False) -> None:
+    """Refuses an output that cannot be written, before anything takes time; None is no output.
+
+    Args:
+        option: the option that names it.
+        path: the file, or the folder, which need not exist.
+        folder: whether it is a folder.
+
+    Raises:
+        UsageError: the folder that it is to be in does not exist, it is of another kind, or may not be written to.
+    """
+    if path is None:
+        return
+    with UsageError.instead():
+        place = check_path(path, option).absolute()
+    if place.is_dir() != folder and place.exists():
+        found, expected = ("file", "folder") if folder else ("folder", "file")
+        raise UsageError(f"{option} {path}: is a {found}, expected a {expected}")
+    near = place if place.exists() else place.parent
+    while folder and not near.exists():  # folders are created
+        near = near.parent
+    if not place.exists() and not near.is_dir():
+        problem = f"{near} is a file" if near.exists() else f"there is no folder {near}; create it first"
+        raise UsageError(f"{option} {path}: {problem}")
+    if not os.access(near, os.W_OK):
+        raise UsageError(f"{option} {path}: there is no permission to write to {near}")
 
 
 DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
@@ -103,7 +190,8 @@ def add_split(add: Callable) -> None:
         "--split",
         type=one_of("split", SPLITS),
         metavar="|".join(SPLITS),
-        help=f"what is a prompt in a .txt file: a line, what blank lines part, or the file (default: {SPLITS[0]})",
+        help="what is a prompt in a .txt file: a line, a paragraph between blank lines, or the whole file "
+        f"(default: {SPLITS[0]})",
     )
 
 
@@ -118,7 +206,7 @@ def add_models(parser: Parser) -> Callable:
     add = parser.add_argument_group("models").add_argument
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
     add("--draft-model", metavar="SOURCE", help="of the drafters 'model' (default: the preset's own) and 'pard'")
-    add("--context", type=whole(1), metavar="N", help="longest text of the target (default: what it was made for)")
+    add("--context", type=COUNT, metavar="N", help="longest text of the target (default: what it was made for)")
     add_dtype(add)
     add("--draft-dtype", **DTYPE, help="of the draft model's weights (default: that of --dtype)")
     return add
@@ -181,23 +269,30 @@ def variable(text: str) -> tuple[str, Any]:
 def add_sampling(parser: Parser) -> Callable:
     """Adds the options of sampling and the seed; returns the group's `add_argument`."""
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
+    add("--temperature", type=setting("temperature"), default=0.0, metavar="T", help="0: the likeliest token (default)")
     add_limits(add)
     return add
 
 
 def add_limits(add: Callable) -> None:
     """Adds the options of sampling other than the temperature, and the seed."""
-    add("--top-k", type=whole(0), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
-    add("--min-p", type=float, default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
+    add("--top-k", type=whole(0, INT32), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
+    add("--top-p", type=setting("top_p"), default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
+    add("--min-p", type=setting("min_p"), default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
     add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
 
 
 def add_ending(parser: Parser, budget: int) -> Callable:
     """Adds the options that end a text, with default `budget` for `--max-new-tokens`; returns `add_argument`."""
     add = parser.add_argument_group("ending").add_argument
-    add("--max-new-tokens", type=whole(1), default=budget, metavar="N", help=f"default: {budget}")
-    add("--stop", action="append", default=[], metavar="STR", help="end before this string; repeatable")
-    add("--ignore-eos", action="store_true", help="write on where the model would end")
+    add("--max-new-tokens", type=COUNT, default=budget, metavar="N", help=f"default: {budget}")
+    add(
+        "--stop",
+        action="append",
+        type=filled("string"),
+        default=[],
+        metavar="STR",
+        help="end before this string; repeatable",
+    )
+    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
     return add

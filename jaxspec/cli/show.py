@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from jaxspec.amounts import plural
 from jaxspec.bench.table import Table
 from jaxspec.cli.wrap import Wrapper, wrap
 
 if TYPE_CHECKING:
+    from jaxspec.checkpoints.base import Checkpoint
     from jaxspec.decode.session import Timing
     from jaxspec.decode.stats import Stats
     from jaxspec.models.model import Model
@@ -115,18 +118,21 @@ def busy(what: str, quiet: bool = False) -> Iterator[None]:
 
 PARTS = 4
 """The number of lines that report progress without a terminal."""
+PAUSE = 30.0
+"""Seconds after which progress is reported without a terminal, however little it is."""
 
 
 class Bar:
     """Shows progress: call it with `(done, total)`.
 
-    Without a terminal it prints a line at the beginning, and `parts` more lines on the way.
+    Without a terminal it prints a line at the beginning, `parts` more lines on the way, and one after every `PAUSE`
+    seconds in which it printed none.
     """
 
     def __init__(self, what: str, parts: int = 0):
         self._what, self._console, self._parts = what, Console(stderr=True), parts
         self._progress: Progress | None = None
-        self._part = 0
+        self._part, self._said = 0, time.monotonic()
 
     def __enter__(self) -> "Bar":
         if _silenced or not self._console.is_terminal:
@@ -135,9 +141,9 @@ class Bar:
 
     def __call__(self, done: int, total: int, *_: object) -> None:
         if _silenced or not self._console.is_terminal:
-            part = done * self._parts // total
-            if part > self._part:
-                self._part = part
+            part, now = done * self._parts // total, time.monotonic()
+            if part > self._part or now - self._said >= PAUSE:
+                self._part, self._said = part, now
                 say(f"{self._what}: {done} of {total}")
             return
         bar = self._progress
@@ -158,19 +164,24 @@ class Bar:
             self._progress.stop()
 
 
-def load(source: str, dtype: str, context: int | None = None, kernels: bool | None = None) -> "Model":
+def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None) -> "Model":
     """Loads a model, with a bar; arguments as those of `jaxspec.load`."""
     from jaxspec.checkpoints.load import load as read
 
-    with Bar(f"loading {source} in {dtype}") as bar:
-        return read(source, dtype=dtype, context=context, kernels=kernels, report=say, progress=bar)
+    name = source if isinstance(source, str) else source.source
+    weights = "with the weights of the file as they are" if dtype == "file" else f"in {dtype}"
+    with Bar(f"loading {name} {weights}") as bar:
+        return read(source, dtype=dtype, kernels=kernels, report=say, progress=bar)
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:
-    """Returns the speed of decoding and its statistics, in one line."""
-    drafts = f"{stats.acceptance_rate:.0%} of drafts accepted" if stats.drafted else "nothing drafted"
+    """Returns the speed of decoding and its statistics, in one line; of texts that were there, their tokens alone."""
+    tokens = plural(stats.committed, "token")
+    if not timing.decode_s:
+        return f"{tokens}, nothing decoded by this command"
+    accepted = f"{stats.accepted} of {plural(stats.drafted, 'drafted token')} accepted"
     return (
-        f"{stats.committed} tokens, {timing.tokens_per_s:.1f} tokens/s of decoding alone, "
-        f"{stats.tokens_per_round:.2f} tokens/round, {drafts}; "
+        f"{tokens}, {timing.tokens_per_s:.1f} tokens/s of decoding alone, {stats.tokens_per_round:.2f} tokens per "
+        f"round, {accepted if stats.drafted else 'nothing drafted'}; "
         f"compile {timing.compile_s:.1f} s, prefill {timing.prefill_s:.2f} s, decode {timing.decode_s:.2f} s"
     )

@@ -10,8 +10,8 @@ from typing import Any
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli import drafting, options
-from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
-from jaxspec.registry import DRAFTERS, RULES
+from jaxspec.cli.options import COUNT, MAX_NODES, Parser, UsageError, check_output, one_of, whole
+from jaxspec.registry import DRAFTERS
 
 ENOUGH = 10
 """Timed rounds of a depth from which its median is worth relying on."""
@@ -19,7 +19,13 @@ ENOUGH = 10
 
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompts like those that will be decoded")
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        type=options.filled("prompt"),
+        metavar="PROMPT",
+        help="prompts like those that will be decoded",
+    )
     options.add_chat(options.add_models(parser))
     add = parser.add_argument_group("drafts and prompts").add_argument
     names = "|".join(DRAFTERS)
@@ -27,16 +33,16 @@ def add_options(parser: Parser) -> None:
     add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {drafting.TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
-    add("--rule", default="coupled", type=one_of("rule", RULES), metavar="|".join(RULES), help="default: coupled")
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
         help=f"tasks {'|'.join(NAMES)}, or .jsonl, .json or .txt files of prompts",
     )
     options.add_split(add)
-    add("--limit", type=whole(1), default=8, metavar="N", help="questions per task (default: 8)")
-    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="per prompt (default: 128)")
+    add("--limit", type=COUNT, default=8, metavar="N", help="questions per task (default: 8)")
+    add("--max-new-tokens", type=COUNT, default=128, metavar="N", help="per prompt (default: 128)")
     drafting.add_heads(add)
+    drafting.add_rule(parser)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=pathlib.Path, required=True, metavar="FILE", help="file to write")
@@ -50,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
     options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
         raise UsageError("no PROMPT; add one or more, or --tasks")
-    if not args.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {args.out}: there is no directory {args.out.absolute().parent}; create it first")
+    if (args.tree or "").startswith("dynamic"):
+        raise UsageError(f"--tree {args.tree}: a dynamic tree changes in every round; tune a chain or a fixed tree")
+    check_output("--out", args.out)
 
     import jax
 

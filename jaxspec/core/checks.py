@@ -8,12 +8,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from jaxspec.core.sizes import INT32 as INT32
 from jaxspec.errors import InvalidConfig, WrongArguments, shown
 
 Function = TypeVar("Function", bound=Callable)
-
-INT32 = 2**31 - 1
-"""The largest count: positions and sizes are int32 on the device."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:

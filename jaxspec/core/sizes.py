@@ -1,5 +1,11 @@
 """Sizes of caches and batches. This module does not import JAX, so memory can be computed before anything is loaded."""
 
+INT32 = 2**31 - 1
+"""The largest count: positions and sizes are int32 on the device."""
+
+MOST_SAMPLES = 1 << 20
+"""The most samples of a prompt."""
+
 BLOCK = 256
 """Cache slots that attention reads at once. Capacities are multiples of it, so bits do not depend on the capacity."""
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.amounts import plural
 from jaxspec.backend import command_buffer
 from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.core.mesh import MODEL, groups, place, to_host
@@ -103,7 +104,7 @@ class Session:
 
     def __repr__(self) -> str:
         rows = len(self.state.status)
-        return f"Session({rows} row{'s' * (rows != 1)}, {self.capacity} slots, {type(self.decoder.drafter).__name__})"
+        return f"Session({plural(rows, 'row')}, {self.capacity} slots, {type(self.decoder.drafter).__name__})"
 
     def extend(self, request: Request) -> None:
         """Appends text to every row, sets a new budget, and reads the new text."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.amounts import plural
 from jaxspec.decode.state import RoundLog
 from jaxspec.errors import InvalidConfig
 
@@ -54,8 +55,9 @@ class Stats:
 
     def __repr__(self) -> str:
         return (
-            f"Stats({self.committed} tokens in {self.rounds} rounds, {self.tokens_per_round:.2f} tokens/round, "
-            f"{self.accepted} of {self.drafted} drafted tokens accepted, {self.draft_calls} draft calls)"
+            f"Stats({plural(self.committed, 'token')} in {plural(self.rounds, 'round')}, "
+            f"{self.tokens_per_round:.2f} tokens per round, {self.accepted} of "
+            f"{plural(self.drafted, 'drafted token')} accepted, {plural(self.draft_calls, 'draft call')})"
         )
 
     @classmethod

@@ -18,8 +18,6 @@ from jaxspec.generation.turns import RowRecord, Turn, continued
 from jaxspec.models.model import Model
 from jaxspec.text.messages import check_messages, check_tools, check_variables
 
-MOST_SAMPLES = 1 << 20
-"""Maximum number of samples per prompt."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict `{"messages": [...], "tools": [...]}` with tools of its own."""
 

@@ -205,7 +205,7 @@ def make_job(
         JaxspecError: an argument is invalid. All checks that need no device memory are made here.
     """
     max_new_tokens = whole("max_new_tokens", max_new_tokens)
-    samples = whole("samples", samples, 1, inputs.MOST_SAMPLES)
+    samples = whole("samples", samples, 1, sizes.MOST_SAMPLES)
     inputs.check_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)

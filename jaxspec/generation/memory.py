@@ -6,6 +6,7 @@ import os
 
 import jax
 
+from jaxspec.amounts import plural, size
 from jaxspec.core import sizes
 from jaxspec.core.checks import INT32, index
 from jaxspec.core.networks import LanguageModel
@@ -43,13 +44,13 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     if capacity is not None and capacity < need:
         raise CapacityError(
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
-            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {batch} rows"
+            f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {plural(batch, 'row')}"
         )
     slots = sizes.round_to_bucket(need) if capacity is None else sizes.whole_blocks(int(capacity))
     if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
         raise CapacityError(
-            f"{batch} rows of {slots} slots are a cache of {_memory(decoder, weights, batch, slots)}, more than the "
-            f"{machine_bytes() / 1e9:.0f} GB of memory; lower max_new_tokens, samples or capacity, or pass batch="
+            f"a cache for {plural(batch, 'row')} of {slots} slots takes {_memory(decoder, weights, batch, slots)}, "
+            f"and the machine has {size(machine_bytes())}; lower max_new_tokens, samples or capacity, or pass batch="
         )
     return slots
 
@@ -75,8 +76,7 @@ def machine_bytes() -> float:
 
 def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
     """Formats the memory of a cache."""
-    size = cache_bytes(decoder, weights, batch, slots)
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    return size(cache_bytes(decoder, weights, batch, slots))
 
 
 def _longer(lm: LanguageModel, longest: int) -> str:

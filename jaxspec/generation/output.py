@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxspec.amounts import plural
 from jaxspec.core import noise
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats
@@ -48,8 +49,9 @@ class Generation:
 
     def __repr__(self) -> str:
         return (
-            f"Generation({_shown(self.text, self.tokens)}, finish_reason={self.finish_reason!r}, {len(self.tokens)} "
-            f"tokens, {self.stats.tokens_per_round:.2f} tokens/round, prompt={self.prompt}, sample={self.sample})"
+            f"Generation({_shown(self.text, self.tokens)}, finish_reason={self.finish_reason!r}, "
+            f"{plural(len(self.tokens), 'token')}, {self.stats.tokens_per_round:.2f} tokens per round, "
+            f"prompt={self.prompt}, sample={self.sample})"
         )
 
 
@@ -81,7 +83,7 @@ class Output(Sequence):
         lines = [f"  {row!r}," for row in self.rows[:SHOWN]]
         if count > SHOWN:
             lines.append(f"  and {count - SHOWN} more,")
-        summary = f"{count} row{'s' * (count != 1)}, {self.stats.tokens_per_round:.2f} tokens/round"
+        summary = f"{plural(count, 'row')}, {self.stats.tokens_per_round:.2f} tokens per round"
         return "\n".join([f"Output({summary},", *lines, f"  {self.timing!r})"])
 
     @property

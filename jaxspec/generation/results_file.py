@@ -247,7 +247,7 @@ def _resolve(path: Any) -> pathlib.Path:
         if resolved.exists() and not resolved.is_file():
             raise InvalidConfig(f"out must be the path of a file, {path} is something else")
         if not resolved.parent.is_dir():
-            raise InvalidConfig(f"out={str(path)!r}: there is no directory {resolved.parent}; create it first")
+            raise InvalidConfig(f"out={str(path)!r}: there is no folder {resolved.parent}; create it first")
     except OSError as error:  # a directory without permission
         raise InvalidConfig(f"out={shown(str(path))} cannot be used: {error.strerror}") from None
     return resolved

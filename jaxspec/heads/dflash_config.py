@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxspec.amounts import plural
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.tapped_config import TappedSizes
 from jaxspec.models.config import ModelConfig
@@ -156,7 +157,7 @@ class DFlashConfig(TappedSizes):
         """The kind of head in a few words."""
         layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
         kind = "DFlash 2" if self.is_second else kind
-        return f"a {kind} head of {layers} layer{'s' * (layers > 1)}, blocks of {self.block_size}"
+        return f"a {kind} head of {plural(layers, 'layer')}, blocks of {self.block_size}"
 
     @property
     def is_second(self) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from jaxspec.amounts import plural
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.tapped_config import TappedSizes
 from jaxspec.models.config import ModelConfig
@@ -99,7 +100,7 @@ class EagleConfig(TappedSizes):
     def summary(self) -> str:
         """The kind of head in a few words."""
         layers = self.decoder.num_layers
-        return f"an EAGLE-{self.version} head of {layers} layer{'s' * (layers > 1)}"
+        return f"an EAGLE-{self.version} head of {plural(layers, 'layer')}"
 
     @property
     def num_taps(self) -> int:

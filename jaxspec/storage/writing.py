@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from jaxspec.amounts import size
 from jaxspec.errors import StorageError
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -78,18 +79,10 @@ def reason(error: OSError, folder: pathlib.Path) -> str:
 
 def full(folder: pathlib.Path, needed: int | None = None) -> str:
     """Describes a full disk: the space that is free on the disk of `folder`, and the bytes `needed`, if known."""
-    required = "" if needed is None else f"about {size_text(needed)} are needed, "
+    required = "" if needed is None else f"about {size(needed)} are needed, "
     place = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
-        free = f"{size_text(shutil.disk_usage(place).free)} are free"
+        free = f"{size(shutil.disk_usage(place).free)} are free"
     except OSError:
         free = "the free space is not known"
     return f"no space is left on the disk of {folder} ({required}{free})"
-
-
-def size_text(count: int) -> str:
-    """Formats a number of bytes."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.amounts import plural
 from jaxspec.core.checks import named
 from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, TrainingError, shown
@@ -191,7 +192,7 @@ def check_machine(settings: Settings) -> None:
         MissingPackage: grain is not installed.
     """
     if settings.devices > jax.device_count():
-        raise InvalidConfig(f"{settings.devices} devices are requested, and there are {jax.device_count()}")
+        raise InvalidConfig(f"{plural(settings.devices, 'device')} requested, and there are {jax.device_count()}")
     need_grain()
 
 
@@ -206,7 +207,7 @@ def read_prompts(prompts: Any, settings: Settings, watch: Watch) -> tuple[list[C
         raise TrainingError(f"prompts must be the path of a file, or a list of paths, got {shown(prompts)}")
     paths = [check_path(path, "a file of prompts", TrainingError) for path in files]
     read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
-    watch.say(f"{', '.join(path.name for path in paths)}: {len(read)} prompt{'s' * (len(read) > 1)}")
+    watch.say(f"{', '.join(path.name for path in paths)}: {plural(len(read), 'prompt')}")
     return read, unread
 
 

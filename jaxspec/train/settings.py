@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from jaxspec.amounts import plural
 from jaxspec.core.checks import whole
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.storage.prompt_files import SPLITS
@@ -144,7 +145,8 @@ class Settings:
             raise InvalidConfig(f"held_out must be below 1, got {self.held_out}")
         if self.batch % (self.accumulate * self.devices):
             raise InvalidConfig(
-                f"a batch of {self.batch} rows cannot be read in {self.accumulate} parts over {self.devices} devices"
+                f"a batch of {plural(self.batch, 'row')} cannot be read in {plural(self.accumulate, 'part')} over "
+                f"{plural(self.devices, 'device')}"
             )
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.amounts import plural, size
 from jaxspec.core.records import Params
 from jaxspec.models.model import Model
-from jaxspec.storage.writing import size_text
 from jaxspec.train import packing
 from jaxspec.train.batch import Batch
 from jaxspec.train.features import Cached, Reader
@@ -69,8 +69,8 @@ def cached(
     about = identity.of_features | {"texts": fingerprint(rows._asdict())}
     about |= {"network": dict(trainee.feature_settings) or None}
     if not any(folder.glob("*.npy")):
-        size = reader.size(target.params, rows.tokens.size)
-        watch.say(f"the features of {rows.tokens.size} tokens take {size_text(size)} in {folder}")
+        taken = reader.size(target.params, rows.tokens.size)
+        watch.say(f"the features of {plural(rows.tokens.size, 'token')} take {size(taken)} in {folder}")
     features = Cached(
         functools.partial(reader, target.params), about, of_features(settings), rows, folder,
         functools.partial(watch.phase, f"reading {folder.name} with the target"), watch.say,

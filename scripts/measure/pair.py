@@ -194,7 +194,7 @@ def main() -> int:
             positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
             print(
                 f"{where}: {name:13} {rule}: {stats.tokens_per_round:.2f} ({low:.2f} to {high:.2f}) "
-                f"tokens/round, acceptance {stats.acceptance_rate:.2f} (by depth {positions})"
+                f"tokens per round, acceptance {stats.acceptance_rate:.2f} (by depth {positions})"
                 + (f", same text {len(ids) - other} of {len(ids)}" if same else "")
                 + (f", ties with gaps {', '.join(f'{gap:.1e}' for gap in gaps)}" if gaps else ""),
                 flush=True,

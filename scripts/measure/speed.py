@@ -145,7 +145,7 @@ def lookup(arguments) -> dict[str, Any]:
             print(
                 f"{dtype} {name[:40]:40} plain {np.median(rates['none']):6.1f} lookup "
                 f"{np.median(rates['prompt-lookup']):6.1f} tokens/s, ratio {spread(ratio)}, "
-                f"{tokens_per_round:.2f} tokens/round, {len(texts['none'])} tokens, "
+                f"{tokens_per_round:.2f} tokens per round, {len(texts['none'])} tokens, "
                 f"same {texts['none'] == texts['prompt-lookup']}",
                 flush=True,
             )
@@ -404,8 +404,8 @@ def batches(arguments) -> dict[str, Any]:
                 })  # fmt: skip
                 print(
                     f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
-                    f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens/round, a round costs "
-                    f"{cost:.2f} plain ones, the target alone {wide:.2f}",
+                    f"{tokens[name] / cost:.2f} x while all rows run: {tokens[name]:.2f} tokens per round, "
+                    f"a round costs {cost:.2f} plain ones, the target alone {wide:.2f}",
                     flush=True,
                 )
     return figures

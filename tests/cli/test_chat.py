@@ -231,7 +231,7 @@ def test_lines_are_answered(talk):
     status, out, err = talk(["", LINES[0], "  ", *LINES[1:], "/exit", "no more"], *HOT)
     assert status == 0
     assert out == "".join(f"{row.text}\n" for row in answers)
-    summaries = re.findall(r"^(\d+) tokens, [\d.]+ tokens/s .*, [\d.]+ tokens/round, .*$", err, re.MULTILINE)
+    summaries = re.findall(r"^(\d+) tokens, [\d.]+ tokens/s .*, [\d.]+ tokens per round, .*$", err, re.MULTILINE)
     assert summaries == [str(len(row.tokens)) for row in answers]
 
 

@@ -113,7 +113,7 @@ def test_tensors_by_the_names_of_the_file(tmp_path):
 def test_text_for_people(inspect, tmp_path):
     status, out, err = inspect(whole(tmp_path))
     assert (status, err) == (0, "")
-    for line in ("vocab size +96", "Q8_0 +tensors 15, bytes 71.81 kB", "begins with +none"):
+    for line in ("vocab size +96", "Q8_0 +tensors 15, bytes 71.8 kB", "begins with +none"):
         assert re.search(f"^  {line}$", out, re.MULTILINE)
     assert "\\x1b[2J (92)" in out  # the screen is not cleared
     assert "\x1b" not in out

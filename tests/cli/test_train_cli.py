@@ -110,7 +110,7 @@ def test_what_needs_no_target_is_refused_before_one_is_loaded(tmp_path, capsys):
         (prompts, ["--dtype", "file"], "--dtype file: the blocks of a GGUF file have no gradients"),
         (prompts, ["--out", tmp_path / "file"], "--out"),
         (prompts, ["--data", tmp_path / "file"], "--data"),
-        (prompts, ["--devices", more, "--batch", more], f"{more} devices are requested"),
+        (prompts, ["--devices", more, "--batch", more], f"{more} devices requested"),
         (prompts, ["--start", tmp_path / "nothing"], "nothing"),
         (prompts, ["--start", tmp_path / "file"], "file"),
     ]

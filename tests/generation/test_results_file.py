@@ -441,7 +441,7 @@ def test_other_files_are_left_alone(tmp_path, text):
         ("", "out is empty"),
         ("a\0b", "out .* contains a NUL"),
         (".", "is something else"),
-        ("no/such/place.jsonl", "there is no directory .*; create it first"),
+        ("no/such/place.jsonl", "there is no folder .*; create it first"),
         ("a" * 300, "cannot be used|cannot be read or written"),
     ],
     ids=str,

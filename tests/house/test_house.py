@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 PACKAGE = ROOT / "jaxspec"
 
 FLOORS = (
-    {"errors"},
+    {"errors", "amounts"},
     {"registry", "storage", "confined"},
     {"backend"},
     {"core"},

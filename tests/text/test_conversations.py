@@ -446,7 +446,7 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"clip": -1.0}, "clip must be finite and at least 0"),
         ({"distill": 1}, "distill must be true or false"),
         ({"held_out": 1.0}, "held_out must be below 1"),
-        ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 devices"),
+        ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 device"),
         ({"medusa2": True}, "its features cannot be cached"),
         ({"row_tokens": 6}, "rows of 6 tokens have no place for 4 drafted tokens"),
         ({"split": "word"}, "split must be one of line, blank, file"),
