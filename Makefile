@@ -14,7 +14,7 @@ INSTALL := $(RUN) -m pip install --disable-pip-version-check $(QUIET) --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test slow tpu gpu in-gpu-environment mutants sanitize test-all notebooks figures docs site lint format clean
+.PHONY: help demo quick test slow tpu gpu in-gpu-environment mutants sanitize test-all notebooks figures docs site lint format wheels clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ format: $(VENV)/dev.stamp ## mend style
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+wheels: $(VENV)/release.stamp ## build what a release uploads into dist, and install each part where there is no compiler
+	$(RUN) scripts/prove/wheels.py $(ARGS)
+
 clean: ## remove environments, caches and builds
 	rm -rf .venv-* build dist .pytest_cache .ruff_cache .hypothesis .durations
 	find jaxspec tests scripts -name __pycache__ -prune -exec rm -rf {} +
@@ -91,6 +94,11 @@ clean: ## remove environments, caches and builds
 # An environment follows pyproject.toml and the kernels: when one is newer than the stamp, pip looks and builds again.
 $(VENV)/dev.stamp: $(VENV)/core.stamp
 	$(INSTALL) '.[test,lint,notebooks]'
+	@touch $@
+
+# What builds and checks a release.
+$(VENV)/release.stamp: $(VENV)/core.stamp
+	$(INSTALL) '.[release]'
 	@touch $@
 
 # What builds the site, apart from what runs the tests.
