@@ -117,6 +117,7 @@ $(VENV)/core.stamp: $(VENV)/made.stamp pyproject.toml setup.py $(wildcard jaxspe
 	@touch $@
 
 $(VENV)/made.stamp:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) on PATH. Try: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "Python 3.11 or newer is needed: $(PYTHON) is '$(VERSION)'. Try: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
-        raise UsageError("--target, --prompt and --allow-pickle are for draft heads, which are not there")
+        raise UsageError(
+            f"--target, --prompt and --allow-pickle are for draft heads, and {args.source} is not in a layout of heads"
+        )
     if layout is not None and args.draft_model:
         raise UsageError("--draft-model is for a model, and these are draft heads")
     files = weight_files(place) or [place / name for name in FILES if (place / name).is_file()]

@@ -202,7 +202,7 @@ class ResultsFile:
             raise ValueError("it is not a line of a results file")
         body, checksum = parts.groups()
         if self._checksum(body) != checksum.decode():
-            raise ValueError("it does not match its checksum: it was edited, or belongs to another job")
+            raise ValueError("it does not match the checksum that this job would have written")
         record = json.loads(body + b"}")
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
         index, job = typed(record["index"], int, "index"), self._job

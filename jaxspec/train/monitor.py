@@ -128,8 +128,11 @@ def _shown(record: dict) -> str:
 def _tensorboard(folder: pathlib.Path) -> Any:
     try:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingPackage("--log-to tensorboard needs the package tensorboardX: pip install tensorboardX") from None
+    except ImportError as error:
+        raise MissingPackage(
+            f"--log-to tensorboard needs the package tensorboardX, which cannot be imported here ({error}); run "
+            "`pip install tensorboardX`"
+        ) from None
     place = folder / "tensorboard"
     try:
         return SummaryWriter(str(place))

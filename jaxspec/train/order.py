@@ -10,12 +10,14 @@ def need_grain() -> Any:
     """Imports grain.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: it cannot be imported.
     """
     try:
         import grain
-    except ImportError:
-        raise MissingPackage("training needs the package grain: pip install grain") from None
+    except ImportError as error:
+        raise MissingPackage(
+            f"training needs the package grain, which cannot be imported here ({error}); run `pip install grain`"
+        ) from None
     return grain
 
 
