@@ -9,7 +9,6 @@ from its distribution at the given temperature alone; for "deterministic" they a
 
 import argparse
 import json
-import pathlib
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from jaxspec.cli.options import (
     check_split,
     filled,
     one_of,
+    path,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def add_options(parser: Parser) -> None:
     add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
     add_limits(add)
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
+    add("--json", type=path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
     parser.set_defaults(tuned=None, tree=None, draft_length=None, schedule=None, rule="coupled")
 

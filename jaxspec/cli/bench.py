@@ -6,7 +6,6 @@ The exit status is 1 if a text differs and no certificate attributes the differe
 import argparse
 import dataclasses
 import json
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from jaxspec.cli.options import (
     add_split,
     check_output,
     check_split,
+    path,
     setting,
 )
 from jaxspec.errors import JaxspecError, UnknownName
@@ -77,7 +77,7 @@ def add_options(parser: Parser) -> None:
         help=f"also measure other systems: of {'|'.join(PEERS)}, each optionally with one of its methods, as in "
         "transformers:plain; each is installed into a virtual environment of its own the first time",
     )
-    add("--peers-folder", type=pathlib.Path, metavar="DIR", help="folder of these environments")
+    add("--peers-folder", type=path, metavar="DIR", help="folder of these environments")
     add_rule(parser)
 
     add = parser.add_argument_group("prompts").add_argument
@@ -106,9 +106,9 @@ def add_options(parser: Parser) -> None:
     add_limits(add)
 
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=pathlib.Path, metavar="FILE", help="write all results to it, for every prompt")
+    add("--json", type=path, metavar="FILE", help="write all results to it, for every prompt")
     add_record(add)
-    add("--plots", type=pathlib.Path, metavar="DIR", help="write plots to it: speedup by task, acceptance by depth")
+    add("--plots", type=path, metavar="DIR", help="write plots to it: speedup by task, acceptance by depth")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,9 +5,8 @@ EAGLE, DFlash and DSpark heads can be exported, and heads trained with '--inputs
 """
 
 import argparse
-import pathlib
 
-from jaxspec.cli.options import DTYPES, SOURCES, Parser, check_output, one_of
+from jaxspec.cli.options import DTYPES, SOURCES, Parser, check_output, one_of, path
 from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 
 
@@ -22,7 +21,7 @@ def add_options(parser: Parser) -> None:
         metavar="|".join(EXPORTED),
         help=f"{'; '.join(layouts)} (default: the first that can hold them)",
     )
-    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="where to write them")
+    add("--out", type=path, required=True, metavar="DIR", help="where to write them")
     add("--target", metavar="SOURCE", help=f"the model they draft for, whose projection is copied: {SOURCES}")
     add("--base", metavar="NAME", help="what other systems call the target (default: as --target)")
     shown = "|".join(DTYPES)

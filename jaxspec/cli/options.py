@@ -99,8 +99,8 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     def check(text: str) -> int:
         number = int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else -1
         if number < least or (most is not None and number > most):
-            shown = most is not None and (most < INT32 or number > most)
-            limits = f"from {least} to {most}" if shown else f"from {least}"
+            limited = most is not None and (most < INT32 or number > most)
+            limits = f"from {least} to {most}" if limited else f"from {least}"
             raise argparse.ArgumentTypeError(f"expected a whole number {limits}, got {text!r}")
         return number
 
@@ -141,6 +141,11 @@ def filled(what: str) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def path(text: str) -> pathlib.Path:
+    """Parses an option's value: a path, which `pathlib` would take for the working directory if it were empty."""
+    return pathlib.Path(filled("path")(text))
 
 
 def check_output(option: str, path: str | pathlib.Path | None, folder: bool = False) -> None:

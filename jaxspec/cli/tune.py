@@ -4,7 +4,6 @@ Use the file with 'jaxspec generate --tuned FILE', 'jaxspec chat --tuned FILE' o
 """
 
 import argparse
-import pathlib
 from typing import Any
 
 from jaxspec.bench.measurements import add_record, write
@@ -45,7 +44,7 @@ def add_options(parser: Parser) -> None:
     drafting.add_rule(parser)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=pathlib.Path, required=True, metavar="FILE", help="file to write")
+    add("--out", type=options.path, required=True, metavar="FILE", help="file to write")
     add_record(add)
     parser.set_defaults(tuned=None, schedule=None)
 
