@@ -19,6 +19,7 @@ from jaxspec.bench import acceptance
 from jaxspec.bench.acceptance import EVERY, Positions
 from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
+from jaxspec.cli.acceptance import counted
 from jaxspec.core.tree import branching
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
@@ -221,3 +222,17 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
 def test_usage_errors(words, said, capsys):
     assert main(["acceptance", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("texts", [1, 2, 7])
+@pytest.mark.parametrize("length", [1, 5, 24])
+def test_texts_are_counted_once(tokens, texts, length):
+    """Heads have sums for every drafted token of a text, over ever fewer positions."""
+    found = [
+        Positions(f"prompt {i}", max(length - token, 0), {}, {}, token + 1)
+        for i in range(texts)
+        for token in range(tokens)
+    ]
+    count = texts * length
+    assert counted(found) == f"{count} position{'s' * (count != 1)} of {texts} text{'s' * (texts != 1)}"

@@ -6,6 +6,8 @@ import pytest
 
 from helpers.paths import ROOT
 from jaxspec.cli import show
+from jaxspec.decode.session import Timing
+from jaxspec.decode.stats import Stats
 from jaxspec.train.monitor import Monitor
 
 pytestmark = pytest.mark.quick
@@ -25,6 +27,34 @@ def test_a_bar_is_a_few_lines(capsys):
     with show.Bar("loading") as bar:
         bar(1, 1)
     assert capsys.readouterr().err == "loading ...\n"
+
+
+def test_a_bar_speaks_in_a_long_step(capsys, monkeypatch):
+    """However little is done after half a minute; a bar that is quick says nothing more."""
+    now = [100.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
+    with show.Bar("measuring trees", parts=show.PARTS) as bar:
+        for done, at in ((1, 101), (2, 131), (3, 132), (4, 150), (5, 162), (25, 163)):
+            now[0] = float(at)
+            bar(done, 100)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["measuring trees ...", *(f"measuring trees: {done} of 100" for done in (2, 5, 25))]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 6, 7])
+@pytest.mark.parametrize("drafted", [7, 1, 0])
+def test_the_summary_cannot_be_misread(accepted, drafted):
+    """A share would not say of what: of drafted tokens or of tested ones."""
+    stats = Stats(rounds=3, drafted=drafted, tested=2, accepted=min(accepted, drafted), committed=4)
+    said = show.summary(Timing(decode_s=2.0, tokens=4), stats)
+    assert "%" not in said
+    assert "4 tokens, 2.0 tokens/s of decoding alone, 1.33 tokens per round, " in said
+    tokens = f"{stats.accepted} of {drafted} drafted token{'s' * (drafted != 1)} accepted"
+    assert (tokens if drafted else "nothing drafted") in said
+
+
+def test_nothing_that_was_there_has_a_speed():
+    assert show.summary(Timing(), Stats(rounds=9, committed=26)) == "26 tokens, nothing decoded by this command"
 
 
 def test_training_is_a_few_lines(tmp_path, capsys):

@@ -308,3 +308,18 @@ def test_the_rule_is_not_among_what_leaves_the_text():
         group = text[text.index("drafting, which changes the speed but not the text") :]
         assert "--rule" not in group[: group.index("\n\n")]
         assert "verification, which decides whether the text stays the same" in text
+
+
+def test_help_names_what_is_trained_and_has_the_words_of_the_documentation(capsys):
+    """The documentation calls a law a distribution."""
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.strip().startswith("train ")]
+    for kind in ("Medusa", "EAGLE", "DFlash", "DSpark", "PARD"):
+        assert kind in line
+    for command in COMMANDS:
+        assert main([command, "--help"]) == 0
+        shown += capsys.readouterr().out
+    shown = " ".join(shown.split())
+    assert not re.findall(r"\blaws?\b", shown)
+    assert "--record ID for maintainers: " in shown
