@@ -103,7 +103,7 @@ def test_settings(refused, command, option):
         ("generate", ["--draft-length", "0"], "--draft-length 0: prompt-lookup drafts at least one token"),
         ("generate", ["--draft-length", "0", "--drafter", "early-exit"], "for plain decoding, give --drafter none"),
         ("generate", ["--tree", "4x2x1"], "give --draft-length, or --tree dynamic-BEAMxDEPTH-NODES"),
-        ("generate", ["--tree", "dynamic-4x2-64"], "nodes must be at most 9"),
+        ("generate", ["--tree", "dynamic-4x2-12"], "nodes must be at most 9"),
         ("generate", ["--tree", "40x2", "--drafter", "recycling"], "recycling keeps"),
         ("generate", ["--rule", "lossy-cascade"], "--rule lossy-cascade with --drafter prompt-lookup"),
         ("bench", ["--drafters", "prompt-lookup", "--rule", "lossy-cascade"], "--rule lossy-cascade with --drafters"),

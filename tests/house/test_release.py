@@ -42,7 +42,8 @@ def test_workflows(path):
     assert found["on"]
     assert found["permissions"] == {"contents": "read"}
     for name, job in found["jobs"].items():
-        assert set(job.get("needs", [])) - {job.get("needs")} <= found["jobs"].keys() or job["needs"] in found["jobs"]
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= found["jobs"].keys(), name
         if "uses" in job:
             assert (ROOT / job["uses"]).is_file(), name
             assert "workflow_call" in workflow(ROOT / job["uses"])["on"]
