@@ -2,8 +2,8 @@
 
 These are the source distribution, a wheel with kernels for this machine (with auditwheel, for every Linux whose C
 library is as new), and a wheel without kernels for every platform. Each is installed into an environment of its own
-whose PATH has no compiler, and `installed.py` and a command run from another folder. From the source distribution,
-jaxspec must then work without kernels and say why, and with a compiler it must build them.
+whose PATH has no compiler, and `installed.py` and `jaxspec demo --short` run from another folder. From the source
+distribution, jaxspec must then work without kernels and say why, and with a compiler it must build them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INSTALLED = pathlib.Path(__file__).with_name("installed.py")
-GENERATE = ("generate", "--drafter", "none", "--max-new-tokens", "4", "The sea")
+DEMO = ("demo", "--short")
 NOT_IN_SOURCE = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
 """Files of the repository that the source distribution leaves out."""
 
@@ -101,7 +101,7 @@ def check_installed(what: pathlib.Path, kernels: bool, said: str, compiler: bool
         shown = run(python, "-I", INSTALLED, "with" if kernels else "without", folder=folder, **bare)
         if said not in shown:
             raise SystemExit(f"{what.name}: expected {said!r} of the kernels")
-        run(binaries / "jaxspec", *GENERATE, folder=folder, **bare)
+        run(binaries / "jaxspec", *DEMO, folder=folder, **bare)
 
 
 def _compiler() -> str:

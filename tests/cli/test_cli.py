@@ -461,6 +461,11 @@ def test_demo(directory, capsys, monkeypatch):
     assert "compiling prompt-lookup" in err
     assert len(err.splitlines()) <= 6, "no bars and no repetitions where no terminal is"
 
+    assert main(["demo", "--short", "--target", str(directory)]) == 0
+    out, err = capsys.readouterr()
+    assert "the same text as plain decoding" in " ".join(out.split())
+    assert err.count("loading ") == 1, "no draft model"
+
     decode = demo.Bench.decode
 
     def wrong(bench, name, *rest, **options):
