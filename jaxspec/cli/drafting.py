@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import DRAFTER, MAX_NODES, Parser, UsageError, one_of, whole
-from jaxspec.errors import CapacityError, InvalidConfig, MissingTokenizer, nearest
+from jaxspec.errors import CapacityError, InvalidConfig, JaxspecError, MissingTokenizer, nearest
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
@@ -193,7 +193,12 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
             built = member(tree=chain(built.shape.depth))
     with UsageError.instead(f"--rule {rule} with {written or f'--drafter {drafter}'}: "):
         made.check(built.shape)
-        check_law(made, built, VOCAB)
+        try:
+            check_law(made, built, VOCAB)
+        except JaxspecError:
+            raise
+        except Exception as error:  # whatever the code of a member raises when it is traced
+            raise InvalidConfig(f"{type(error).__name__}: {str(error).splitlines()[0]:.300}") from error
 
 
 def note_costs(schedules: Iterable[str | None]) -> None:
