@@ -120,4 +120,4 @@ def _switched_off() -> bool:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting pays less on a CPU", stacklevel=4)
+    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting pays less on a CPU", stacklevel=5)
