@@ -97,7 +97,7 @@ def test_heads_of_other_presets_are_listed():
 @pytest.mark.parametrize("call", [open_heads, jaxspec.load_heads])
 def test_names_of_nothing_list_heads(call):
     with pytest.raises(
-        UnknownName, match="unknown heads .* 'nothing'.* Known: .*smollm2-135m-instruct/medusa"
+        UnknownName, match=r"unknown heads .* 'nothing'.* Known: .*smollm2-135m-instruct/medusa"
     ) as error:
         call("nothing")
     assert "gemma" not in str(error.value)
