@@ -202,7 +202,7 @@ class ResultsFile:
             raise ValueError("it is not a line of a results file")
         body, checksum = parts.groups()
         if self._checksum(body) != checksum.decode():
-            raise ValueError("it does not match the checksum that this job would have written")
+            raise ValueError("it does not match its checksum, so it is not as this job wrote it")
         record = json.loads(body + b"}")
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
         index, job = typed(record["index"], int, "index"), self._job
