@@ -14,7 +14,6 @@ from jaxspec.cli import main, show
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.registry import TRAINEES, find
-from jaxspec.storage.writing import size_text
 from jaxspec.train.monitor import STEP_LINES, Monitor
 from jaxspec.train.settings import Settings
 
@@ -202,16 +201,3 @@ def test_a_finished_run_names_the_way_to_train_on(tmp_path, capsys):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0.0 kB"),
-        (960, "1.0 kB"),
-        (81_920, "81.9 kB"),
-        (1_000_000, "1.0 MB"),
-        (98_400_000, "98.4 MB"),
-        (3e9, "3.0 GB"),
-    ],
-)
-def test_sizes_have_a_unit_in_which_they_are_not_zero(count, text):
-    assert size_text(int(count)) == text
