@@ -9,6 +9,8 @@ import tokenizers
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
+from helpers.checkpoints import random_params, tiny_config, write_gguf
+from jaxspec.checkpoints.gguf import open_gguf
 from jaxspec.errors import CheckpointError
 from jaxspec.text import Tokenizer
 from jaxspec.text.gguf_vocab import PRE_TOKENIZERS, adds_bos, convert_tokenizer
@@ -180,6 +182,17 @@ def test_bos_is_the_default_of_those_families_that_begin_with_it(pre):
     assert Tokenizer.from_gguf(metadata(pre)).encode("he")[:1] == ([0] if expected else [2 + 256 + 4])
     assert not adds_bos(metadata(pre, add_bos_token=False))
     assert adds_bos(metadata(pre, add_bos_token=True))
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_a_file_is_opened_with_its_tokenizer(tmp_path, pre):
+    entries = metadata(pre)
+    config = tiny_config(vocab_size=len(entries["tokenizer.ggml.tokens"]))
+    checkpoint = open_gguf(write_gguf(tmp_path / "model.gguf", config, random_params(config), metadata=entries))
+    tokenizer = Tokenizer.from_source(checkpoint.tokenizer, config.vocab_size)
+    assert checkpoint.add_bos == tokenizer.add_bos == adds_bos(entries)
+    direct = Tokenizer.from_gguf(entries)
+    assert tokenizer.encode_all(SCRIPTS) == direct.encode_all(SCRIPTS)
 
 
 @pytest.mark.parametrize("pre", ["falcon3", "martian", "", 3, ["llama3"], "x" * 5000])
