@@ -198,6 +198,3 @@ def test_a_finished_run_names_the_way_to_train_on(tmp_path, capsys):
     assert "holds a run made with --steps 1, now 2: go on with those, or name another folder (--out)" in error
     assert f"and train on from this result with --start {out / 'heads'}" in error
     assert json.loads((out / "settings.json").read_text())["steps"] == 1
-
-
-@pytest.mark.quick
