@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     (place / "file.txt").write_text("a prompt\n")
     (place / "empty.txt").write_text("\n \n")
     (place / "empty.jsonl").write_text("")
-    (place / "odd.jsonl").write_text('{"question": "x"}\n')
+    (place / "odd.jsonl").write_text('{"colour": "x"}\n')
     (place / "broken.jsonl").write_text('{"prompt": "x"\n')
     (place / "broken.json").write_text("{")
     (place / "picture.png").write_bytes(b"\x89PNG")
