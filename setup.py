@@ -29,7 +29,8 @@ class BuildKernels(build_ext):
             super().build_extension(ext)
         except Exception as error:
             record.parent.mkdir(parents=True, exist_ok=True)
-            command = (getattr(self.compiler, "compiler_so_cxx", None) or ["cl"])[0]
+            command = next(iter(getattr(self.compiler, "compiler_so_cxx", None) or []), "-")
+            command = "c++" if command.startswith("-") else command  # CXX is set, and empty
             missing = f"there is no C++ compiler ({command})"
             failed = f"building with {command} failed ({type(error).__name__}), see `pip install --verbose`"
             record.write_text(f"{missing if not shutil.which(command) else failed}\n")

@@ -26,11 +26,13 @@ NOT_IN_SOURCE = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
 
 
 def run(*words: str | pathlib.Path, folder: pathlib.Path = ROOT, **environment: str) -> str:
-    """Runs a command, with changes of the environment, and returns what it printed; raises if it fails."""
+    """Runs a command, with changes of the environment, and returns what it printed; raises if it fails.
+
+    A variable that is set to an empty text is removed.
+    """
     print("+", *words, flush=True)
-    ran = subprocess.run(
-        words, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=False
-    )
+    changed = {name: value for name, value in (os.environ | environment).items() if value}
+    ran = subprocess.run(words, cwd=folder, env=changed, stdout=subprocess.PIPE, text=True, check=False)
     print(ran.stdout, end="", flush=True)
     if ran.returncode:
         raise SystemExit(f"status {ran.returncode} from {' '.join(map(str, words))}")
