@@ -1,6 +1,7 @@
 """Checks of laws `[*b, V]`, and sums over their tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +9,40 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec.core.checks import whole
-from jaxspec.errors import InvalidConfig, ShapeMismatch
+from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 
 AnyArray = Array | np.ndarray
 
 
 def check(target: AnyArray, draft: AnyArray, children: int) -> None:
-    """Checks that both laws have one shape and at least `children` tokens.
+    """Checks that both laws are arrays of floats of one shape with at least `children` tokens.
 
     Raises:
-        InvalidConfig: `children` is not an integer from 1 to V.
+        InvalidConfig: a law is not an array of floats, or `children` is not an integer from 1 to V.
         ShapeMismatch: the laws differ in shape, or are scalars.
     """
+    floats("target", target)
+    floats("draft", draft)
     whole("children", children)
-    if target.shape != draft.shape or not target.ndim:
+    if target.shape != draft.shape:
         raise ShapeMismatch(
             f"target and draft must be laws of the same shape [*b, V], got {target.shape} and {draft.shape}"
         )
     if children > target.shape[-1]:
         raise InvalidConfig(f"children must be at most the vocabulary size {target.shape[-1]}, got {children}")
+
+
+def floats(name: str, values: Any) -> None:
+    """Checks that values are an array of floats with at least one axis.
+
+    Raises:
+        InvalidConfig: they are not; the message names the argument.
+    """
+    kind = getattr(values, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+        raise InvalidConfig(f"{name} must be an array of floats, got {shown(values)}")
+    if not values.ndim:
+        raise ShapeMismatch(f"{name} must have at least one axis, got a scalar")
 
 
 def batched(one: Callable[..., Array], *laws: AnyArray, key: Array | None = None) -> Array:

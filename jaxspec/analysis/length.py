@@ -8,13 +8,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec.analysis import laws
 from jaxspec.analysis.enumeration import Law, accepted_length
 from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.position import match_probability
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Rule
+from jaxspec.core.protocols import Rule, check_member
 from jaxspec.core.tree import Topology
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 
 class ChainLengths(NamedTuple):
@@ -39,6 +40,7 @@ def chain_lengths(log_ratio: Float[AnyArray, "*b D"]) -> ChainLengths:
     Returns:
         One length per chain, `[*b]` each.
     """
+    laws.floats("log_ratio", log_ratio)
     sums = jnp.cumsum(log_ratio, -1)
     weights = sums - jnp.maximum(lax.cummax(sums, axis=sums.ndim - 1), 0.0)
     return ChainLengths(
@@ -63,6 +65,12 @@ def expected_length(rule: Rule, topology: Topology, target: Law, draft: Law) -> 
     Raises:
         InvalidConfig: the rule is coupled and the tree branches.
     """
+    check_member("rule", rule, Rule)
+    if not isinstance(topology, Topology):
+        raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
+    for name, law in (("target", target), ("draft", draft)):
+        if not callable(law):
+            raise InvalidConfig(f"{name} must be a function from the tokens since the root to a law, got {shown(law)}")
     if rule.noise is not Noise.SHARED:
         return accepted_length(rule, topology, target, draft)  # pyright: ignore[reportArgumentType]
     if not topology.is_chain:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.analysis import laws
 from jaxspec.analysis.laws import AnyArray
+from jaxspec.core.checks import flag, whole
 
 HEAD = 1024
 """The number of likeliest draft tokens that `optimal_acceptance` treats one by one."""
@@ -58,7 +59,8 @@ def optimal_acceptance(
         ShapeMismatch: the laws differ in shape.
     """
     laws.check(target, draft, children)
-    if replacement:
+    whole("head", head)
+    if flag("replacement", replacement):
         order = jnp.argsort(laws.ratio(target, draft), axis=-1)
         mass, drafted = (laws.prefix_sums(jnp.take_along_axis(law, order, -1)) for law in (target, draft))
         bounds = [1 + (mass - drafted**count).min(-1) for count in range(1, children + 1)]

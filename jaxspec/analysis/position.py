@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 from jaxspec.analysis import laws
 from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.optimum import optimal_acceptance
+from jaxspec.core.checks import whole
+from jaxspec.core.noise import as_key
 
 DRAWS = 32
 """The default number of Monte Carlo samples per position, where there is no closed form."""
@@ -100,6 +102,7 @@ def coupled_acceptance(
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
     laws.check(target, draft, children)
+    key, draws = as_key(key), whole("draws", draws)
     logs = [jnp.log(law) for law in (target, draft)]
 
     def one(key: Array) -> Array:
@@ -142,6 +145,7 @@ def rejection_acceptance(
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
     laws.check(target, draft, children)
+    draws = whole("draws", draws)
     if key is None:
         return jnp.cumsum(
             laws.batched(functools.partial(_acceptance_by_rank, count=children, key=None), target, draft), -1
@@ -151,7 +155,7 @@ def rejection_acceptance(
         return laws.batched(lambda p, q, key: _acceptance_by_rank(p, q, children, key), target, draft, key=key)
 
     ranks = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*target.shape[:-1], children), target.dtype),
-                     jax.random.split(key, draws if children > 1 else 1))[0]  # fmt: skip
+                     jax.random.split(as_key(key), draws if children > 1 else 1))[0]  # fmt: skip
     return jnp.cumsum(ranks / (draws if children > 1 else 1), -1)
 
 
@@ -199,7 +203,7 @@ def acceptance_by_rule(
         Acceptance and optimum `[*b, K]` by the rule's name.
     """
     untruncated = draft if coupled is None else coupled
-    keys = jax.random.split(key)
+    keys = jax.random.split(as_key(key))
     optimum = optimal_acceptance(target, draft, children)
     coupled_optimum = optimum if coupled is None else optimal_acceptance(target, coupled, children)
     fixed = deterministic_acceptance(target, untruncated, children)

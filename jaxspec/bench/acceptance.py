@@ -8,7 +8,7 @@ PARD models depends on how many tokens they have drafted since the root: each dr
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,18 +17,19 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec import analysis
+from jaxspec.analysis.along import read_features
 from jaxspec.api import generate
 from jaxspec.bench.head_laws import HeadLaws, head_laws
 from jaxspec.bench.mask_laws import MaskLaws
 from jaxspec.bench.records import PLAIN
 from jaxspec.bench.summary import interval
-from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.laws import log_law, scores, tempered
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.noise import seed_key
 from jaxspec.core.protocols import Drafter, ModelDrafter
-from jaxspec.core.records import Cache, Params, Window
+from jaxspec.core.records import Params
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.eagle import Eagle
@@ -172,7 +173,8 @@ def measure(
     rows = inputs.mask_padding(target, sampling, POSITIONS)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
-    keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(seed), i)))(np.arange(len(prompts)))
+    key = seed_key(seed)
+    keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i)))(np.arange(len(prompts)))
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
                      batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, verbose=False,
                      progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
@@ -180,7 +182,7 @@ def measure(
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
-        theirs = np.stack([*read(target.lm, target.params, text, slots)])
+        theirs = np.stack([*read_features(target.lm, target.params, text, slots)])
         drafted = _along(draft, draft_params, text, len(ids) - 1, max_new_tokens + 1, slots)
         for token, (first, ours) in enumerate(drafted, 1):
             sums: dict[str, np.ndarray] = {}
@@ -215,27 +217,9 @@ def _along(
         slots: the padded length of the text.
     """
     if not isinstance(draft, ByToken):
-        return [(first, np.stack([*read(draft, params, text, slots)])[first:])]
+        return [(first, np.stack([*read_features(draft, params, text, slots)])[first:])]
     root = max(first, 1)  # the text's first token has no state before it
     return [(root + i, rows) for i, rows in enumerate(draft.along(params, text, root, most, slots))]
-
-
-def read(lm: LanguageModel, params: Params, text: list[int], slots: int) -> Iterator[np.ndarray]:
-    """Yields the model's features after every token, `[E]` each; all lengths share a program that reads chunks."""
-    cache = lm.init_cache(1, slots)
-    for start in range(0, len(text), sizes.CHUNK):
-        part = text[start : start + sizes.CHUNK]
-        tokens = jnp.asarray([part + [0] * (sizes.CHUNK - len(part))])
-        features, cache = _read(lm, params, tokens, cache)
-        yield from np.asarray(features, np.float32)[0, : len(part)]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-    size = tokens.shape[1]
-    window = Window(tokens, cache.length[:, None] + jnp.arange(size), jnp.tri(size, dtype=bool)[None])
-    features, entries = lm.apply(params, window, cache)
-    return features, caches.commit(cache, entries, jnp.full((1,), size), jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))

@@ -18,6 +18,7 @@ from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
 from jaxspec.core.checks import whole
+from jaxspec.core.noise import seed_key
 from jaxspec.core.protocols import Rule
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
@@ -96,7 +97,7 @@ def measure(
     if turns > 1:
         report("decoding the answers that later turns continue")
     left_out: list[str] = []
-    prompts = list(_prompts(setup, tasks, turns, chat, jax.random.key(seed), left_out))
+    prompts = list(_prompts(setup, tasks, turns, chat, seed_key(seed), left_out))
     need_one(left_out, len(prompts) + len(left_out))
     for reason in left_out:
         report(f"left out: {reason}")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from jaxspec.core.sizes import INT32
+from jaxspec.core.sizes import INT32, SEED
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName, shown
 from jaxspec.storage.prompt_files import SPLITS
@@ -93,16 +93,16 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole(least: int, most: int = INT32) -> Callable[[str], int]:
     """Returns the type of an option whose value is a whole number within limits."""
 
     def check(text: str) -> int:
-        number = int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else -1
-        if number < least or (most is not None and number > most):
-            limited = most is not None and (most < INT32 or number > most)
-            limits = f"from {least} to {most}" if limited else f"from {least}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {limits}, got {text!r}")
-        return number
+        digits = text.lstrip("0") or "0" if re.fullmatch(r"\d+", text, re.ASCII) else "-1"
+        number = int(digits) if len(digits) <= 20 else most + 1
+        if least <= number <= most:
+            return number
+        limits = f"from {least} to {most}" if number > most or most < INT32 else f"from {least}"
+        raise argparse.ArgumentTypeError(f"expected a whole number {limits}, got {shown(text)}")
 
     return check
 
@@ -284,7 +284,7 @@ def add_limits(add: Callable) -> None:
     add("--top-k", type=whole(0, INT32), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     add("--top-p", type=setting("top_p"), default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
     add("--min-p", type=setting("min_p"), default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
-    add("--seed", type=whole(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
+    add("--seed", type=whole(0, SEED), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
 
 
 def add_ending(parser: Parser, budget: int) -> Callable:

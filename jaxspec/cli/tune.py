@@ -59,12 +59,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tree {args.tree}: a dynamic tree changes in every round; tune a chain or a fixed tree")
     check_output("--out", args.out)
 
-    import jax
-
     import jaxspec
     from jaxspec.bench.prompt_lengths import fitting
     from jaxspec.bench.tune import tune
     from jaxspec.cli import show
+    from jaxspec.core.noise import seed_key
     from jaxspec.core.tree import Topology
     from jaxspec.generation import inputs
 
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             heads=heads,
             rule=args.rule,
             sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
-            key=jax.random.key(args.seed),
+            key=seed_key(args.seed),
             max_new_tokens=args.max_new_tokens,
             progress=bar,
         )

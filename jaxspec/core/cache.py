@@ -15,9 +15,11 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxspec.backend.layout import compact, on_gpu, row_major
+from jaxspec.core.checks import whole
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
 from jaxspec.core.sizes import whole_blocks
+from jaxspec.errors import InvalidConfig, shown
 
 
 def storage_dtype(dtype) -> jnp.dtype:
@@ -42,7 +44,19 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
         width: K, the width of a key.
         dtype: of keys and values; bfloat16 is stored in uint16, which `attend` and the decoder handle.
         value_width: the width of a value; 0 for that of a key.
+
+    Raises:
+        InvalidConfig: a size is not a whole number from 0, or `dtype` is not a dtype.
     """
+    sizes = {"layers": layers, "batch": batch, "heads": heads, "capacity": capacity, "width": width}
+    layers, batch, heads, capacity, width = (whole(name, size, 0) for name, size in sizes.items())
+    value_width = whole("value_width", value_width, 0)
+    try:
+        number = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.number)
+    except Exception:  # not a dtype
+        number = False
+    if not number:
+        raise InvalidConfig(f"dtype must be a dtype of numbers such as jnp.float32, got {shown(dtype)}")
     slots = whole_blocks(capacity)
     keys = jnp.zeros((layers, batch, heads, slots, width), storage_dtype(dtype))
     values = jnp.zeros((layers, batch, heads, slots, value_width or width), storage_dtype(dtype))

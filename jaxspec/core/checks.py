@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -12,6 +13,9 @@ from jaxspec.core.sizes import INT32 as INT32
 from jaxspec.errors import InvalidConfig, WrongArguments, shown
 
 Function = TypeVar("Function", bound=Callable)
+
+FLOAT32 = float(np.finfo(np.float32).max)
+"""The largest setting: devices compute with settings in float32."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
@@ -29,6 +33,34 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
     if number > most:
         raise InvalidConfig(f"{name} must be a whole number from {least} to {most}, got {shown(value)}")
     return number
+
+
+def number(name: str, value: Any, least: float = 0.0, most: float = FLOAT32, above: bool = False) -> float:
+    """Returns a number within limits as a `float`; it is compared as float32, in which devices compute.
+
+    Accepts numbers of Python and NumPy, and scalar arrays of them; refuses booleans.
+
+    Args:
+        name: the name of the argument.
+        value: the number.
+        least: the least value.
+        most: the greatest value.
+        above: whether the number must be above `least`. Devices flush numbers below 1.2e-38 to 0.
+
+    Raises:
+        InvalidConfig: the value is not a number, NaN, or outside the limits; the message names the argument.
+    """
+    limits = f"{'above' if above else 'from'} {least:g}" + ("" if most >= FLOAT32 else f" and at most {most:g}")
+    try:
+        array = np.asarray(value)
+    except Exception:  # ragged lists, deleted arrays
+        array = np.asarray(None)
+    with np.errstate(all="ignore"):
+        single = float(array.astype(np.float32)) if array.dtype.kind in "iuf" and not array.ndim else math.nan
+    single = 0.0 if abs(single) < np.finfo(np.float32).tiny else single
+    if not (least < single if above else least <= single) or not single <= most:
+        raise InvalidConfig(f"{name} must be a finite number {limits}, as float32; got {shown(value)}")
+    return float(array)
 
 
 def index(value: Any) -> int | None:

@@ -132,13 +132,25 @@ def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N
 
     def limited() -> Array:
         weights = jnp.exp(scores - top)
-        budget = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None] * total(weights)
+        budget = _budget(sampling)[:, None] * total(weights)
         # The lowest score that is kept: the highest at which the budget is used up; a NaN if it never is.
         lowest = _highest_where(scores, lambda above: total(above) >= budget, lambda _: weights)
         return ~(scores < lowest[..., None])
 
     kept = lax.cond(jnp.any(sampling.top_p < 1), limited, lambda: jnp.ones_like(scores, bool))
-    return kept & ~(scores < top + jnp.log(sampling.min_p)[:, None, None])
+    return kept & ~(scores < top + _log_min_p(sampling)[:, None, None])
+
+
+def _budget(sampling: Sampling) -> Float[Array, "*b"]:
+    """Returns the share of the mass that top-p keeps, above 0: traced values are not checked, and devices flush
+    denormal numbers to 0, with which not even the likeliest token would be kept."""
+    share = jnp.maximum(sampling.top_p, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(sampling.top_p < 1, share, jnp.inf)
+
+
+def _log_min_p(sampling: Sampling) -> Float[Array, "*b"]:
+    """Returns the logarithm of min-p, at most 0, so that the likeliest token is kept."""
+    return jnp.log(jnp.minimum(sampling.min_p, 1.0))
 
 
 def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
@@ -178,25 +190,29 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
     Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens of lower score are excluded,
     and another is drawn. The result equals that of truncating first, and most draws need one check, while sorting a
     large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
+
+    Every check excludes at least one more token, so there are at most V of them, whatever the scores and settings are.
     """
     perturbed = jnp.where(sampling.temperature < GREEDY, scores, scores + noise)
 
-    def check(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def check(state: tuple[Array, ...]) -> tuple[Array, ...]:
         # With the barrier XLA does not compute in every call what only truncated laws need.
-        scores, perturbed, (excluded, token, done) = lax.optimization_barrier((*laws, state))
+        scores, perturbed, (checks, excluded, token, done) = lax.optimization_barrier((*laws, state))
         top = scores.max(-1)
         weights = jnp.exp(scores - top[:, None])
         score = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
         above = total(jnp.where(scores > score[:, None], weights, 0.0))
-        budget = jnp.where(sampling.top_p < 1, sampling.top_p * total(weights), jnp.inf)
-        kept = (above < budget) & (score >= top + jnp.log(sampling.min_p))
+        kept = (above < _budget(sampling) * total(weights)) & (score >= top + _log_min_p(sampling))
         # Scores that are not finite are drawn from once; the loop's health check then ends the row.
         done |= kept | ~jnp.isfinite(top) | jnp.isnan(score)
         excluded = jnp.where(done, excluded, score)
         drawn = first_highest(jnp.where(scores > excluded[:, None], perturbed, -jnp.inf))
-        return excluded, jnp.where(done, token, drawn), done
+        return checks + 1, excluded, jnp.where(done, token, drawn), done
 
-    laws = scores, perturbed
+    def going(state: tuple[Array, ...]) -> Array:
+        return (state[0] < scores.shape[-1]) & ~state[3].all()
+
+    laws, nodes = (scores, perturbed), scores.shape[:1]
     whole = (sampling.temperature < GREEDY) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
-    start = (jnp.full(scores.shape[:1], -jnp.inf), first_highest(perturbed), jnp.full(scores.shape[:1], whole))
-    return lax.while_loop(lambda state: ~state[2].all(), check, start)[1]
+    start = jnp.int32(0), jnp.full(nodes, -jnp.inf), first_highest(perturbed), jnp.full(nodes, whole)
+    return lax.while_loop(going, check, start)[2]

@@ -14,12 +14,17 @@ neither on the number of rounds, nor on other rows, nor on interruptions of a se
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import threefry
+from jaxspec.core.checks import whole
+from jaxspec.core.sizes import SEED
+from jaxspec.errors import InvalidConfig, shown
 
 VERSION = 1
 """The version of the noise, recorded with every result; it changes if the same key gives other noise."""
@@ -27,6 +32,45 @@ VERSION = 1
 _POSITION = 0x706F73
 _FRESH = 0x647266
 _ACCEPT = 0x616363
+
+
+def seed_key(seed: int) -> Array:
+    """Returns the random key of a seed, in which all of its 64 bits count.
+
+    Below 2^32 it is `jax.random.key(seed)`. Without JAX's 64-bit types that function ignores all higher bits; the key
+    of a larger seed is the one with these types.
+
+    Raises:
+        InvalidConfig: the seed is not a whole number from 0 to 2^64 - 1.
+    """
+    seed = whole("seed", seed, 0, SEED)
+    if seed < 1 << 32:
+        return jax.random.key(seed)
+    with jax.enable_x64(True):
+        return jax.random.key(np.uint64(seed))
+
+
+def as_key(key: Any, rows: int | None = None) -> Array:
+    """Returns one typed key, or one for each row; keys of uint32 are those of the default kind.
+
+    Args:
+        key: the key, or keys.
+        rows: the number of rows; None if it must be one key.
+
+    Raises:
+        InvalidConfig: it is not a random key, or has another shape.
+    """
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32 or key.shape[-1:] != (2,):
+            raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if rows is None and key.shape:
+        raise InvalidConfig(f"key must be one key, got shape {key.shape}")
+    if key.shape not in ((), (rows,)):
+        raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
+    return jnp.asarray(key)
 
 
 @functools.partial(

@@ -16,7 +16,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Advance, Context, Params, Proposal, RoundResult, StopLaw, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import Dynamic, Topology, TreeShape
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +252,8 @@ class WeighingRule(Rule, Protocol):
         """Returns the law of where the walk ends, and of the token after it.
 
         If the proposal has a law, the children of greedy rows are the most likely tokens, not a sample. Rules need no
-        case for them: one that is exact for every draft law accepts a child against a point mass if and only if it is
-        that point.
+        case for them: one that is exact for every draft law accepts a child against a point mass only if it is that
+        point, and otherwise emits the point.
 
         Args:
             law: the target's log-law after every node, truncated as in sampling; a point mass in greedy rows.
@@ -298,3 +298,40 @@ class Schedule(Protocol):
         passed if the drafter has its own of how much of each law the target shares (`jaxspec.core.draw.Judged`).
         """
         ...
+
+
+def check_member(kind: str, member: Any, protocol: type) -> None:
+    """Checks that a member is a hashable object with all members of its protocol.
+
+    Args:
+        kind: "drafter", "rule" or "schedule".
+        member: the object.
+        protocol: its protocol.
+
+    Raises:
+        InvalidConfig: it is not; the message names what is missing.
+    """
+    expected = f"{kind} must be a registered name or a {kind} object"
+    if isinstance(member, type):
+        raise InvalidConfig(f"{expected}, got the class {member.__name__}; make an object of it")
+    names = _declared(protocol)
+    missing = [name for name in names if not hasattr(member, name)]
+    if len(missing) == len(names):
+        raise InvalidConfig(f"{expected}, got {shown(member)}")
+    name = type(member).__name__
+    if missing:
+        raise InvalidConfig(f"{expected}; {name} has no {', '.join(missing)}, see {protocol.__module__}")
+    if protocol is Rule and not callable(member):
+        raise InvalidConfig(f"{expected}; {name} cannot be called, see {protocol.__module__}")
+    try:
+        hash(member)
+    except TypeError:
+        raise InvalidConfig(
+            f"a {kind} is a static argument and must be hashable, {name} is not; make it a frozen dataclass"
+        ) from None
+
+
+def _declared(protocol: type) -> list[str]:
+    """Returns the public members that a protocol and its bases declare."""
+    bases = [base for base in reversed(protocol.__mro__) if issubclass(base, Protocol) and base is not Protocol]
+    return [name for base in bases for name in vars(base) if not name.startswith("_")]

@@ -16,17 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.core.checks import index
+from jaxspec.core.checks import index, whole
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 GREEDY = 1e-6
 """Temperatures below this mean exact greedy decoding."""
 
+MOST_ROWS = 1 << 24
+"""The most rows that have settings of their own; their arrays take 256 MB."""
 _FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
+_TINY = float(np.finfo(np.float32).tiny)
+"""The least positive number that devices compute with in float32: they flush smaller ones to 0."""
 _LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
     "temperature": (np.float32, lambda v: (v >= 0) & (v <= np.finfo(np.float32).max), "finite and at least 0"),
     "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
-    "top_p": (np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1"),
+    "top_p": (np.float32, lambda v: (v >= _TINY) & (v <= 1), f"above 0 and at most 1 (from {_TINY:.2g}, as float32)"),
     "min_p": (np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1"),
 }
 
@@ -56,13 +60,13 @@ class Sampling:
 
     def __post_init__(self):
         for name in _LIMITS:
-            if not _is_abstract(getattr(self, name)):
+            if not is_abstract(getattr(self, name)):
                 self._checked(name)
         bias = self.logit_bias
         if isinstance(bias, Mapping):
             for token, value in bias.items():
                 _check_bias(token, value)
-        elif bias is not None and not _is_abstract(bias) and _array(bias).dtype.kind not in _FLOATS:
+        elif bias is not None and not is_abstract(bias) and _array(bias).dtype.kind not in _FLOATS:
             raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {shown(bias)}")
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
@@ -101,9 +105,10 @@ class Sampling:
         Of traced values only the shape is checked.
 
         Raises:
-            InvalidConfig: a value is outside its range, NaN, or has not one value per row.
+            InvalidConfig: a value is outside its range, NaN, or has not one value per row; a size is no whole number.
             TokenOutOfRange: a bias is for a token that does not exist.
         """
+        batch, vocab = whole("batch", batch, 0, MOST_ROWS), whole("vocab", vocab)
         fields: dict[str, Any] = {}
         for name in _LIMITS:
             value = self._checked(name)
@@ -146,7 +151,7 @@ def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:
     return jnp.asarray(own.broadcast_to(value, shape))
 
 
-def _is_abstract(value: Any) -> bool:
+def is_abstract(value: Any) -> bool:
     """Returns whether a value cannot be read: traced, a shape without data, or on devices of other processes."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return not value.is_fully_addressable

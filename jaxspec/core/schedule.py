@@ -5,9 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.checks import whole
 from jaxspec.core.records import RoundResult
 from jaxspec.core.tree import TreeShape
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 
 def check_widths(widths: tuple[int, ...]) -> None:
@@ -16,8 +17,8 @@ def check_widths(widths: tuple[int, ...]) -> None:
     Raises:
         InvalidConfig: the value is not a tuple of whole numbers from 1.
     """
-    if not isinstance(widths, tuple) or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
-        raise InvalidConfig(f"widths must be a tuple of whole numbers from 1, got {widths!r}")
+    if not isinstance(widths, tuple) or any(type(width) is not int or width < 1 for width in widths):
+        raise InvalidConfig(f"widths must be a tuple of whole numbers from 1, got {shown(widths)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,8 @@ class Constant:
     widths: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.length is not None and (
-            isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0
-        ):
-            raise InvalidConfig(f"a draft length is a whole number from 0, or None, got {self.length!r}")
+        if self.length is not None:
+            object.__setattr__(self, "length", whole("a draft length", self.length, 0))
         check_widths(self.widths)
 
     def init(self, batch: int, shape: TreeShape) -> Int[Array, "B"]:

@@ -3,6 +3,9 @@
 INT32 = 2**31 - 1
 """The largest count: positions and sizes are int32 on the device."""
 
+SEED = 2**64 - 1
+"""The largest seed."""
+
 MOST_SAMPLES = 1 << 20
 """The most samples of a prompt."""
 

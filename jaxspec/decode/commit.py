@@ -60,7 +60,8 @@ def commit(
     budget = state.limit - state.length
     running = state.status == Status.RUNNING
     count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
-    status = jnp.where(sound <= reached, Status.ERROR, Status.RUNNING)
+    # A row without a token to commit would never end.
+    status = jnp.where((sound <= reached) | (sound < 1), Status.ERROR, Status.RUNNING)
     status = jnp.where(count >= budget, Status.LENGTH, status)
     status = jnp.where(stop < count, Status.STOP, status)
     status = jnp.where(running, status, state.status).astype(jnp.int32)

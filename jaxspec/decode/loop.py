@@ -18,18 +18,28 @@ from jaxtyping import Array
 
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
+from jaxspec.core.checks import flag, whole
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import ChoosingDrafter, Drafter, ObservingDrafter, Rule, Schedule, TapDrafter
+from jaxspec.core.protocols import (
+    ChoosingDrafter,
+    Drafter,
+    ObservingDrafter,
+    Rule,
+    Schedule,
+    TapDrafter,
+    check_member,
+)
 from jaxspec.core.records import KV, Context, Proposal, Status, Window
 from jaxspec.core.sampling import GREEDY
-from jaxspec.core.schedule import Constant
+from jaxspec.core.schedule import Constant, check_widths
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, likeliest, rooted
+from jaxspec.errors import InvalidConfig, shown
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -53,8 +63,8 @@ class Decoder:
             log-probabilities; see `Request`.
 
     Raises:
-        InvalidConfig: the rule does not support the drafter's trees, or the target does not give the features that the
-            drafter reads.
+        InvalidConfig: an attribute has another type or is out of range, the rule does not support the drafter's trees,
+            or the target does not give the features that the drafter reads.
     """
 
     target: LanguageModel
@@ -67,6 +77,15 @@ class Decoder:
     top_logprobs: int = 0
 
     def __post_init__(self):
+        whole("chunk", self.chunk)
+        whole("top_logprobs", self.top_logprobs, 0)
+        flag("width_matched", self.width_matched)
+        check_widths(self.widths)
+        if not isinstance(self.target, LanguageModel) or isinstance(self.target, type):
+            raise InvalidConfig(f"target must be a LanguageModel, such as model.lm; got {shown(self.target)}")
+        check_member("drafter", self.drafter, Drafter)
+        check_member("rule", self.rule, Rule)
+        check_member("schedule", self.schedule, Schedule)
         self.rule.check(self.drafter.shape)
         _ = self.network  # refuses a target that does not give what the drafter reads
 
@@ -134,6 +153,9 @@ class Decoder:
     ) -> State:
         """Runs rounds while at least `least` rows are running.
 
+        Every round commits a token of each running row or ends the row, so there are no more rounds than a row has
+        tokens left.
+
         Args:
             weights: parameters of target and drafter.
             state: after prefill.
@@ -142,6 +164,7 @@ class Decoder:
             max_depth: the greatest depth of a draft; may be traced. None for the depth of the tree.
         """
         least = jnp.maximum(jnp.max(least), 1)
+        max_rounds = jnp.minimum(max_rounds, jnp.max(state.limit - state.length))
 
         def going(carry: tuple[State, Array]) -> Array:
             state, played = carry
@@ -249,9 +272,10 @@ def _batched(decoder: Decoder, capacity: int):
                 request,
                 batched[1],
             )
-            flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), full)
+            # Written out, since -1 is ambiguous for arrays of width 0, such as no stop ids or no alternatives.
+            flat = jax.tree.map(lambda leaf: leaf.reshape(size * leaf.shape[1], *leaf.shape[2:]), full)
             out = generate(weights, flat)
-            out = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]), out)
+            out = jax.tree.map(lambda leaf: leaf.reshape(size, len(leaf) // size, *leaf.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
     return generate

@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.core.protocols import ChoosingDrafter, Drafter, DrafterInputs, Rule, Schedule
+from jaxspec.core.protocols import ChoosingDrafter, Drafter, DrafterInputs, Rule, Schedule, check_member
 from jaxspec.core.records import Params
 from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import assumed_cost
@@ -22,7 +22,7 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
 from jaxspec.generation.inputs import check_model
-from jaxspec.generation.members import check_law, check_member, make_rule, make_schedule
+from jaxspec.generation.members import check_round, check_together, make_rule, make_schedule
 from jaxspec.heads.companions import with_companions
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
@@ -166,9 +166,12 @@ class Drafting:
         if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
             fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule of chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
-        check_law(rule, drafter, target.lm.vocab)
+        check_together(rule, drafter, target.lm.vocab)
         schedule = default_schedule(drafter, target.params) if schedule is None else make_schedule(schedule)
-        return Decoder(target.lm, drafter, rule, schedule, **options), Weights(target.params, draft_params)
+        decoder = Decoder(target.lm, drafter, rule, schedule, **options)
+        weights = Weights(target.params, draft_params)
+        check_round(decoder, weights)
+        return decoder, weights
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a file. The drafter must be a name, the tree static, and the schedule a registered one.

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, index
+from jaxspec.core.noise import as_key
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
@@ -229,23 +230,6 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
     return jax.random.wrap_key_data(jnp.asarray(np.stack(data)), impl=jax.random.key_impl(key))
 
 
-def as_key(key: Any, rows: int) -> jax.Array:
-    """Returns one typed key, or one for each row; keys of uint32 are those of the default kind.
-
-    Raises:
-        InvalidConfig: it is not a random key, or has another shape.
-    """
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != np.uint32 or key.shape[-1:] != (2,):
-            raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {key.dtype}{key.shape}")
-        key = jax.random.wrap_key_data(jnp.asarray(key))
-    if key.shape not in ((), (rows,)):
-        raise InvalidConfig(f"key must be one key, or one for each of the {rows} rows; got shape {key.shape}")
-    return jnp.asarray(key)
-
-
 def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:
     """Returns the settings of each row, with a bias of -inf for the ids that pad the vocabulary and have no text."""
     vocab = target.lm.vocab
@@ -300,8 +284,9 @@ def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: 
         InvalidConfig: `stop_ids` is not a list.
         TokenOutOfRange: an id is not in the vocabulary.
     """
-    try:
-        listed = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(stop_ids)
+    vocab = target.lm.vocab
+    try:  # not all of a list that is longer than any list of ids
+        listed = None if isinstance(stop_ids, (str, bytes, Mapping)) else list(itertools.islice(stop_ids, vocab + 1))
     except TypeError:
         listed = None
     if listed is None:
@@ -310,9 +295,11 @@ def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: 
     unique: dict[int, None] = {}
     for token in (*own, *listed):
         number = index(token)
-        if number is None or not 0 <= number < target.lm.vocab:
-            raise TokenOutOfRange(f"stop id {shown(token)} is not a token; ids go from 0 to {target.lm.vocab - 1}")
+        if number is None or not 0 <= number < vocab:
+            raise TokenOutOfRange(f"stop id {shown(token)} is not a token; ids go from 0 to {vocab - 1}")
         unique[number] = None
+    if len(listed) > vocab:
+        raise InvalidConfig(f"stop_ids must be a list of at most {vocab} ids, one for each token; it has more")
     ids = list(unique)
     row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
     row[: len(ids)] = ids

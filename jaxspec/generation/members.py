@@ -1,16 +1,24 @@
-"""Looks up rules and schedules by name, checks members passed as objects; the protocol of drafters that remember."""
+"""Looks up rules and schedules by name, and checks members, alone and together."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Drafter, ObservingDrafter, Rule, Schedule
-from jaxspec.core.records import Params, Proposal
-from jaxspec.core.tree import chain
-from jaxspec.errors import InvalidConfig, shown
+from jaxspec.core.noise import RoundNoise
+from jaxspec.core.protocols import Drafter, ObservingDrafter, Rule, Schedule, check_member
+from jaxspec.core.records import Params, Proposal, Verdict
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.tree import TreeShape, build
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Weights
+from jaxspec.decode.verify import apply_rule
+from jaxspec.errors import InvalidConfig, JaxspecError
 from jaxspec.registry import find
 
 
@@ -25,37 +33,6 @@ class RememberingDrafter(Drafter, Protocol):
     def remember(self, params: Params, tokens: Sequence[int]) -> Params:
         """Returns the parameters with the tokens of an answer that has ended; runs on the host."""
         ...
-
-
-def check_member(kind: str, member: Any, protocol: type) -> None:
-    """Checks that a member is a hashable object with all members of its protocol.
-
-    Args:
-        kind: "drafter", "rule" or "schedule".
-        member: the object.
-        protocol: its protocol, see `jaxspec.core.protocols`.
-
-    Raises:
-        InvalidConfig: it is not; the message names what is missing.
-    """
-    expected = f"{kind} must be a registered name or a {kind} object"
-    if isinstance(member, type):
-        raise InvalidConfig(f"{expected}, got the class {member.__name__}; make an object of it")
-    names = _declared(protocol)
-    missing = [name for name in names if not hasattr(member, name)]
-    if len(missing) == len(names):
-        raise InvalidConfig(f"{expected}, got {shown(member)}")
-    name = type(member).__name__
-    if missing:
-        raise InvalidConfig(f"{expected}; {name} has no {', '.join(missing)}, see {protocol.__module__}")
-    if protocol is Rule and not callable(member):
-        raise InvalidConfig(f"{expected}; {name} cannot be called, see {protocol.__module__}")
-    try:
-        hash(member)
-    except TypeError:
-        raise InvalidConfig(
-            f"a {kind} is a static argument and must be hashable, {name} is not; make it a frozen dataclass"
-        ) from None
 
 
 def make_rule(rule: str | Rule) -> Rule:
@@ -82,23 +59,87 @@ def make_schedule(schedule: str | Schedule) -> Schedule:
     return schedule
 
 
-def check_law(rule: Any, drafter: Drafter, vocab: int) -> None:
-    """Checks that a rule verifies the drafts of a drafter that proposes tokens without a law.
+def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
+    """Checks that a rule takes the drafts of a drafter: its trees, and tokens with or without a law.
 
-    The rule is traced for such a proposal, but not compiled.
+    The rule is traced as the loop calls it, and nothing is compiled.
 
     Raises:
-        InvalidConfig: the rule needs the law of the drafted tokens.
+        InvalidConfig: the rule refuses them, or cannot be traced for them.
     """
-    depth = drafter.shape.depth
-    law = drafter.draws and not isinstance(drafter, ObservingDrafter)
-    if law or depth == 0 or rule.noise is not Noise.FRESH:
-        return
-    proposal = Proposal(jnp.zeros(depth + 1, jnp.int32), chain(depth).tree)
-    jax.eval_shape(lambda law: rule(law, proposal).node_probs, jax.ShapeDtypeStruct((depth + 1, vocab), jnp.float32))
+    rule.check(drafter.shape)
+    law = rule.noise is Noise.FRESH and drafter.draws and not isinstance(drafter, ObservingDrafter)
+    _trace_rule(rule, drafter.shape, law, vocab)
 
 
-def _declared(protocol: type) -> list[str]:
-    """Returns the public members that a protocol and its bases declare."""
-    bases = [base for base in reversed(protocol.__mro__) if issubclass(base, Protocol) and base is not Protocol]
-    return [name for base in bases for name in vars(base) if not name.startswith("_")]
+@functools.lru_cache(maxsize=256)
+def _trace_rule(rule: Rule, shape: TreeShape, law: bool, vocab: int) -> None:
+    """Traces verification of one row by a rule, for a tree that is known when the program runs.
+
+    Args:
+        rule: the rule.
+        shape: the sizes of the tree.
+        law: whether the proposal has the law that its tokens were drawn from.
+        vocab: V.
+
+    Raises:
+        InvalidConfig: the rule refuses the proposal, or cannot be traced.
+    """
+
+    def verify(logits: Array, tokens: Array, parents: Array, drawn: Array) -> Verdict:
+        tree = jax.tree.map(lambda leaf: leaf[None], build(parents, shape))
+        key, roots = jax.random.key(0)[None], jnp.ones(1, jnp.int32)
+        noise, settings = RoundNoise(key, roots, jnp.bool_(True), vocab), Sampling(temperature=1.0).rows(1, vocab)
+        return apply_rule(rule, noise, settings, logits, Proposal(tokens, tree, drawn if law else None))[0]
+
+    ids = jax.ShapeDtypeStruct((1, shape.nodes), jnp.int32)
+    scores = jax.ShapeDtypeStruct((1, shape.nodes, vocab), jnp.float32)
+    with _in_one_line(f"the rule {type(rule).__name__}"):
+        jax.eval_shape(verify, scores, ids, jax.ShapeDtypeStruct(ids.shape[1:], jnp.int32), scores)
+
+
+def check_round(decoder: Decoder, weights: Weights) -> None:
+    """Traces a prefill and a round with members of other packages, so that their errors come before a compilation.
+
+    jaxspec's own members are not traced: tests combine all of them.
+
+    Raises:
+        InvalidConfig: a member cannot be traced; the message names the members of other packages.
+    """
+    members = {type(member) for member in (decoder.drafter, decoder.rule, decoder.schedule)}
+    others = sorted(member.__name__ for member in members if member.__module__.partition(".")[0] != "jaxspec")
+    if others:
+        leaves, structure = jax.tree.flatten(jax.eval_shape(lambda weights: weights, weights))
+        _trace_round(decoder, tuple(leaves), structure, " and ".join(others))
+
+
+@functools.lru_cache(maxsize=64)
+def _trace_round(decoder: Decoder, leaves: tuple, structure: Any, names: str) -> None:
+    """Traces a prefill and a round of one row, for weights of these shapes."""
+    vocab, capacity = decoder.target.vocab, decoder.slots(2)
+
+    def decode(weights: Weights) -> Any:
+        one, key = jnp.ones(1, jnp.int32), jax.random.key(0)[None]
+        settings = Sampling(temperature=1.0).rows(1, vocab)
+        request = Request(one[None], one, one, key, one[None], settings, jnp.ones(1, bool))
+        state = decoder.prefill(weights, decoder.init(weights, request, capacity))
+        return decoder.step(weights, state)
+
+    with _in_one_line(names):
+        jax.eval_shape(decode, jax.tree.unflatten(structure, leaves))
+
+
+@contextlib.contextmanager
+def _in_one_line(who: str) -> Iterator[None]:
+    """Turns errors of tracing into one line, with the error as its cause.
+
+    Raises:
+        InvalidConfig: there was an error.
+    """
+    try:
+        yield
+    except JaxspecError:
+        raise
+    except Exception as error:  # whatever the code of a member raises
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.300}"
+        raise InvalidConfig(f"{who} cannot be traced for this decoder: {reason}") from error

@@ -16,16 +16,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.core import checks
+from jaxspec.core import checks, sizes
 from jaxspec.core.laws import log_prob, scores, tempered
 from jaxspec.core.mesh import DATA, MODEL, check, groups
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.noise import as_key
 from jaxspec.core.records import Params, Window
-from jaxspec.core.sampling import Sampling
+from jaxspec.core.sampling import Sampling, is_abstract
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Logprobs, Request, Weights
-from jaxspec.errors import InvalidConfig, shown
+from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.memory import fit_capacity
@@ -99,12 +100,13 @@ def rollout(
     Raises:
         JaxspecError: an argument is invalid; raised while the program is traced.
     """
-    tokens, count = _check_prompts(tokens, count)
     if not isinstance(drafting, Drafting):
         raise InvalidConfig(f"drafting must be a jaxspec.Drafting, got {shown(drafting)}")
-    new, samples = checks.whole("max_new_tokens", max_new_tokens), checks.whole("samples", samples)
+    new = checks.whole("max_new_tokens", max_new_tokens)
+    samples = checks.whole("samples", samples, 1, sizes.MOST_SAMPLES)
     inputs.check_model("target", target)
     _check_mesh(target.lm, mesh)
+    tokens, count = _check_prompts(tokens, count, target.lm.vocab)
     prompts = len(tokens)
     rows, parts = prompts * samples, groups(mesh)
     split = parts // math.gcd(prompts, parts)  # the groups that share a prompt, each of which reads it
@@ -113,7 +115,7 @@ def rollout(
     if not isinstance(sampling, Sampling):
         raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
     settings = inputs.mask_padding(target, sampling, rows)
-    keys = _row_keys(inputs.as_key(key, rows), prompts, samples)
+    keys = _row_keys(as_key(key, rows), prompts, samples)
     stops = inputs.stop_array(target, stop_ids, ignore_eos, rows)
     decoder, weights = drafting.build(target, width_matched=checks.flag("width_matched", width_matched))
     longest = tokens.shape[1] + new
@@ -140,6 +142,8 @@ def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logp
         Log-probabilities `[R, N]` under the raw logits and under the sampled law; zeros after the last token.
     """
     inputs.check_model("target", target)
+    if not isinstance(rollout, Rollout):
+        raise InvalidConfig(f"rollout must be a jaxspec.Rollout, as jaxspec.rollout returns it; got {shown(rollout)}")
     _check_mesh(target.lm, mesh)
     lm = target.lm
 
@@ -221,11 +225,12 @@ def _row_keys(key: Array, prompts: int, samples: int) -> Array:
     return jax.vmap(of)(jnp.arange(prompts * samples))
 
 
-def _check_prompts(tokens: Any, count: Any) -> tuple[Array, Array]:
-    """Returns prompts `[B, P]` and their lengths `[B]` as int32.
+def _check_prompts(tokens: Any, count: Any, vocab: int) -> tuple[Array, Array]:
+    """Returns prompts `[B, P]` and their lengths `[B]` as int32. Values that are traced are not checked.
 
     Raises:
-        InvalidConfig: they are not arrays of integers of these shapes.
+        InvalidConfig: they are not arrays of integers of these shapes, or a length is not from 1 to P.
+        TokenOutOfRange: a token is not in the vocabulary.
     """
     for name, value, rank in (("tokens", tokens, 2), ("count", count, 1)):
         kind = getattr(value, "dtype", None)
@@ -234,6 +239,18 @@ def _check_prompts(tokens: Any, count: Any) -> tuple[Array, Array]:
             raise InvalidConfig(f"{name} must be an array of integers {wanted}, got {shown(value)}")
     if len(tokens) != len(count):
         raise InvalidConfig(f"count must have the length of each of the {len(tokens)} prompts, got {len(count)}")
+    size = tokens.shape[1]
+    if not is_abstract(count):
+        for row, length in enumerate(np.asarray(count).tolist()):
+            if not 1 <= length <= size:
+                raise InvalidConfig(f"count must be from 1 to {size}, the width of tokens, got {length} for row {row}")
+        if not is_abstract(tokens):
+            wrong = (np.asarray(tokens) < 0) | (np.asarray(tokens) >= vocab)
+            wrong &= np.arange(size) < np.asarray(count)[:, None]
+            if wrong.any():
+                row, at = np.argwhere(wrong)[0].tolist()
+                token = int(np.asarray(tokens)[row, at])
+                raise TokenOutOfRange(f"prompt {row} has token {token} at index {at}; ids go from 0 to {vocab - 1}")
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
+from jaxspec.core.checks import called, whole
 from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
 Logits = Callable[[Params, Array, Array], Array]
 """`(params, tokens [R, S], lengths [R]) -> [R, V]`: the logits after each row's first `lengths` tokens."""
@@ -29,11 +30,21 @@ class FunctionLM:
             result.
         vocab: V, size of the vocabulary.
         context: context length in tokens.
+
+    Raises:
+        InvalidConfig: the function is not callable, or a size is not a whole number from 1.
     """
 
     function: Logits
     vocab: int
     context: int = 1 << 20
+
+    def __post_init__(self):
+        if self.function is None:
+            raise InvalidConfig("function must be callable, got None")
+        called("function", self.function)
+        whole("vocab", self.vocab)
+        whole("context", self.context)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Makes an empty cache, whose keys hold tokens and whose values hold their positions."""
@@ -111,4 +122,4 @@ def from_flax(
         if variables is None:
             raise InvalidConfig("a Linen module needs its variables, as module.init returns them")
         return FunctionLM(_Module(module.apply), vocab, context), variables
-    raise InvalidConfig(f"expected a flax.nnx or flax.linen module, got {type(module).__name__}")
+    raise InvalidConfig(f"expected a flax.nnx or flax.linen module, got {shown(module)}")

@@ -1,10 +1,11 @@
 """Turns the CPU kernels on and off for a model in memory."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxspec.core.networks import LanguageModel
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
 from jaxspec.models.columns import gather
@@ -27,12 +28,13 @@ def with_kernels(model: "Model") -> "Model":
     Raises:
         InvalidConfig: the kernels are not available, or the network is another one.
     """
+    lm: Any = getattr(model, "lm", None)
+    if not isinstance(lm, TransformerLM):
+        raise InvalidConfig(f"only a model of a TransformerLM can use the kernels, got {shown(model)}")
     use_kernels(True)
-    if not isinstance(model.lm, TransformerLM):
-        raise InvalidConfig(f"only a TransformerLM can use the kernels, got {shown(model.lm)}")
-    if model.lm.kernels:
+    if lm.kernels:
         return model
-    lm, params = gather(model.lm, model.params)
+    lm, params = gather(lm, model.params)
     params = jax.tree.map(jax.numpy.asarray, pack(params))
     return dataclasses.replace(model, lm=dataclasses.replace(lm, kernels=True), params=params)
 
@@ -41,9 +43,10 @@ def without_kernels(model: "Model") -> "Model":
     """Returns the model with matrices as arrays, which runs on XLA's own operations; the model itself if it does.
 
     Raises:
-        InvalidConfig: its weights are in the blocks of a GGUF file, which only the kernels multiply.
+        InvalidConfig: its weights are in the blocks of a GGUF file, which only the kernels multiply, or it is no model.
     """
-    lm = model.lm
+    if not isinstance(lm := getattr(model, "lm", None), LanguageModel):
+        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
     if has_blocks(model.params):
         raise InvalidConfig(f"{model.name} was loaded with dtype 'file', which needs the CPU kernels; choose another")
     packed = any(map(is_packed, jax.tree.leaves(model.params, is_leaf=is_packed)))

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.core.mesh import DATA, MODEL, check, place, replicate
+from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
 from jaxspec.models.columns import FUSED, file_order, group_by_shard
 from jaxspec.models.config import ModelConfig, is_table
@@ -39,6 +40,8 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
             of one device.
     """
     check(mesh)
+    if not isinstance(getattr(model, "lm", None), LanguageModel):
+        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
     check_attention(getattr(model.lm, "attention", "xla"), mesh)
     if not suits_kernels(mesh):
         model = without_kernels(model)

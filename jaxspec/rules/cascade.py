@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.core.checks import number
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Proposal, StopLaw
@@ -35,8 +36,7 @@ class Tolerant:
     tolerance: float = 0.3
 
     def __post_init__(self):
-        if not 0 <= self.tolerance <= 1:
-            raise InvalidConfig(f"tolerance must be between 0 and 1, got {self.tolerance!r}")
+        object.__setattr__(self, "tolerance", number("tolerance", self.tolerance, 0, 1))
 
     def __call__(self, target: Float[Array, "V"], draft: Float[Array, "V"]) -> Float[Array, "V"]:
         good = target >= target.max() + jnp.log1p(-self.tolerance)
@@ -66,6 +66,8 @@ class Cascade:
         refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
+        if proposal.tokens.shape[0] == 1:  # the root alone: nothing to mix
+            return sequential_acceptance(law, proposal)
         if proposal.law is None:
             raise InvalidConfig(
                 "a cascade mixes the laws of target and draft, and this drafter proposes tokens without a law; use one "

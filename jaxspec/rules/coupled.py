@@ -52,22 +52,28 @@ def _one_by_one(
     tree, tokens = proposal.tree, proposal.tokens
     nodes = jnp.arange(tokens.shape[1])
 
-    def draw(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def draw(state: tuple[Array, ...]) -> tuple[Array, ...]:
         # Most of a tree is not reached. Children come after their parents.
-        node, accepted, drawn = state
+        turn, node, accepted, drawn = state
         read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before others
         own = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
         accepted |= (tree.parents == node[:, None]) & (tokens == own)
         drawn = jnp.where(nodes == node[:, None], own, drawn)
         ahead = accepted & (nodes > node[:, None])
-        return jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32), accepted, drawn
+        node = jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32)
+        return turn + 1, node, accepted, drawn
+
+    def going(state: tuple[Array, ...]) -> Array:
+        return (state[0] < nodes.size) & (state[1] < nodes.size).any()
 
     start = (
+        jnp.int32(0),
         jnp.zeros(len(tokens), jnp.int32),
         jnp.zeros_like(tokens, bool).at[:, 0].set(True),
         jnp.zeros_like(tokens),
     )
-    return lax.while_loop(lambda state: (state[0] < nodes.size).any(), draw, start)[1:]
+    _, _, accepted, drawn = lax.while_loop(going, draw, start)
+    return accepted, drawn
 
 
 def _at_once(

@@ -9,11 +9,11 @@ import math
 
 from jaxtyping import Array, Float
 
+from jaxspec.core.checks import number
 from jaxspec.core.draw import Noise
 from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
-from jaxspec.errors import InvalidConfig
 from jaxspec.rules._siblings import sequential_acceptance
 
 
@@ -30,8 +30,7 @@ class Lenient:
     noise = Noise.FRESH
 
     def __post_init__(self):
-        if not 0 < self.lenience <= 1:
-            raise InvalidConfig(f"lenience must be above 0 and at most 1, got {self.lenience!r}")
+        object.__setattr__(self, "lenience", number("lenience", self.lenience, 0, 1, above=True))
 
     @property
     def lossless(self) -> bool:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.core.checks import number
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Proposal, StopLaw
 from jaxspec.core.tree import TreeShape
-from jaxspec.errors import InvalidConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Typical:
     lossless = False
 
     def __post_init__(self):
-        if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
-            raise InvalidConfig(f"epsilon and delta must be above 0 and at most 1, got {self.epsilon}, {self.delta}")
+        for name in ("epsilon", "delta"):
+            object.__setattr__(self, name, number(name, getattr(self, name), 0, 1, above=True))
 
     def check(self, shape: TreeShape) -> None:
         """Takes every tree."""

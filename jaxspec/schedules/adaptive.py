@@ -14,12 +14,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.checks import number
 from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
 from jaxspec.core.theory import node_acceptance
 from jaxspec.core.tree import TreeShape, chain
-from jaxspec.errors import InvalidConfig
+from jaxspec.errors import InvalidConfig, shown
 
+LARGEST = 1e12
+"""The limit of settings and of ratios of costs, so that float32 holds their sums and products."""
 SURPLUS_ROUNDS = 4
 """The balance is capped at `loss_budget` plus the cost of this many rounds at full depth, so that a row whose text
 becomes hard to predict cannot spend all that easy text has earned."""
@@ -72,19 +75,20 @@ class Adaptive:
 
     def __post_init__(self):
         check_widths(self.widths)
-        if not isinstance(self.costs, tuple) or len(self.costs) < 2 or not all(map(_positive, self.costs)):
-            raise InvalidConfig(f"costs must be a tuple of at least two finite numbers above 0, got {self.costs!r:.80}")
-        for name in ("prior_acceptance", "decay_rounds", "prior_rounds"):
-            if not _positive(getattr(self, name)):
-                raise InvalidConfig(f"{name} must be finite and above 0, got {getattr(self, name)!r}")
-        for name in ("resume", "loss_budget", "loss_per_token", "hysteresis"):
-            if getattr(self, name) != 0 and not _positive(getattr(self, name)):
-                raise InvalidConfig(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
-        for name in ("resume", "loss_budget", "loss_per_token", "hysteresis", "decay_rounds", "prior_rounds"):
-            if getattr(self, name) >= 1 << 31:  # a Python int becomes an int32 on the device
-                raise InvalidConfig(f"{name} must be below 2**31, got {getattr(self, name)!r}")
-        if self.prior_acceptance > 1:
-            raise InvalidConfig(f"prior_acceptance must be at most 1, got {self.prior_acceptance!r}")
+        if not isinstance(self.costs, tuple) or len(self.costs) < 2:
+            raise InvalidConfig(
+                f"costs must be a tuple of at least two finite numbers above 0, got {shown(self.costs)}"
+            )
+        costs = tuple(number("a cost", cost, above=True) for cost in self.costs)
+        object.__setattr__(self, "costs", costs)
+        if max(costs) >= LARGEST * min(costs):
+            raise InvalidConfig(f"costs must be within a factor of {LARGEST:g} of one another, got {shown(costs)}")
+        above, limits = {"prior_acceptance", "decay_rounds", "prior_rounds"}, {"prior_acceptance": 1.0}
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, float):
+                value, most = getattr(self, field.name), limits.get(field.name, LARGEST)
+                value = number(field.name, value, 0, most, above=field.name in above)
+                object.__setattr__(self, field.name, value)
 
     def extra_costs(self, depth: int) -> np.ndarray:
         """Returns the costs of rounds to depths 0 to `depth` beyond a plain round, in plain rounds, `[depth + 1]`.
@@ -151,7 +155,3 @@ class Adaptive:
         self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
     ) -> Bool[Array, "*b"] | None:
         return None
-
-
-def _positive(value: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

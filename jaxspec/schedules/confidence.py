@@ -12,8 +12,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.core.checks import flag, number
 from jaxspec.core.schedule import Constant
-from jaxspec.errors import InvalidConfig
 
 ENTROPY_FACTOR = 0.2
 """The factor of the entropy in AdaEDL's bound."""
@@ -35,12 +35,8 @@ class Confidence(Constant):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
-            raise InvalidConfig(f"threshold must be a number between 0 and 1, got {self.threshold!r}")
-        if not isinstance(self.entropy, bool):
-            raise InvalidConfig(f"entropy must be True or False, got {self.entropy!r:.80}")
-        if not 0 <= self.threshold <= 1:
-            raise InvalidConfig(f"threshold must be between 0 and 1, got {self.threshold!r}")
+        object.__setattr__(self, "threshold", number("threshold", self.threshold, 0, 1))
+        object.__setattr__(self, "entropy", flag("entropy", self.entropy))
 
     def stop_after(self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None) -> Bool[Array, "*b"]:
         if not self.entropy:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.checks import whole
 from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
 from jaxspec.core.tree import TreeShape
@@ -37,12 +38,10 @@ class PlusMinus:
     widths: tuple[int, ...] = (3, 5, 9)
 
     def __post_init__(self):
-        integers = all(type(value) is int for value in (self.first, self.least))
-        if not integers or not 1 <= self.least <= self.first:
-            raise InvalidConfig(
-                "first and least must be integers with 1 <= least <= first, got "
-                f"first={self.first!r} and least={self.least!r}"
-            )
+        for name in ("first", "least"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.least > self.first:
+            raise InvalidConfig(f"least must be at most first, got first={self.first} and least={self.least}")
         check_widths(self.widths)
 
     def init(self, batch: int, shape: TreeShape) -> DepthState:

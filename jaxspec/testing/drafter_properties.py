@@ -10,12 +10,13 @@ import numpy as np
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import Drafter, refuse_pruned
+from jaxspec.core.protocols import Drafter
 from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import TreeShape, build
+from jaxspec.core.tree import build
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
+from jaxspec.rules.rejection import Rejection
 from jaxspec.testing.properties import require
 
 
@@ -41,7 +42,7 @@ def check_drafter(
         AssertionError: a property does not hold; the message names it.
     """
     batch, vocab, longest = len(prompts), target.vocab, max(map(len, prompts))
-    decoder = Decoder(target, drafter, _FreshNoise(), chunk=4)
+    decoder = Decoder(target, drafter, Rejection(), chunk=4)
     tokens = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
@@ -83,12 +84,3 @@ def check_drafter(
         require((own[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
         require(np.allclose(np.exp(above[proposed]).sum(-1), 1, atol=1e-5), drafter, "has a law that does not sum to 1")
     return proposal
-
-
-class _FreshNoise:
-    """A placeholder rule with fresh noise, for a decoder that only reads prompts."""
-
-    noise, lossless = Noise.FRESH, True
-
-    def check(self, shape: TreeShape) -> None:
-        refuse_pruned(self, shape)

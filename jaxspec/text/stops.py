@@ -7,6 +7,8 @@ from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer
 
 MAX_STOP = 4096  # characters; text of up to this length may be held back
+MOST_STOPS = 4096
+"""The most stop strings; all of them are looked for in every new text."""
 
 
 class StopStrings:
@@ -19,6 +21,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str] | str = ()):
         if not isinstance(strings, Sequence):
             raise InvalidConfig(f"stop must be a string or a list of strings, got {shown(strings)}")
+        if not isinstance(strings, str) and len(strings) > MOST_STOPS:
+            raise InvalidConfig(f"stop must be a list of at most {MOST_STOPS} strings, got {shown(strings)}")
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in strings:
             if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP:

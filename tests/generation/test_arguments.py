@@ -17,7 +17,19 @@ from helpers.checkpoints import random_params, tiny_config, write_hf
 from helpers.narrow import instance, not_none
 from helpers.toy_text import HOT, KEY, TINY, TOY
 from jaxspec import Sampling
+from jaxspec.analysis import (
+    acceptance_by_rule,
+    chain_lengths,
+    coupled_acceptance,
+    deterministic_acceptance,
+    expected_length,
+    match_probability,
+    optimal_acceptance,
+    rejection_acceptance,
+)
 from jaxspec.core.draw import Noise
+from jaxspec.core.noise import seed_key
+from jaxspec.core.schedule import Constant
 from jaxspec.core.sizes import MAX_NODES
 from jaxspec.decode.session import Session
 from jaxspec.drafters.none import NoDraft
@@ -25,9 +37,16 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig, JaxspecError, WrongArguments
 from jaxspec.generation.inputs import check_logprobs
 from jaxspec.heads.network import init_params
+from jaxspec.models.kernels import with_kernels, without_kernels
 from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.cascade import Tolerant
+from jaxspec.rules.lenient import Lenient
 from jaxspec.rules.rejection import Rejection
+from jaxspec.rules.typical import Typical
+from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
+from jaxspec.testing import check_rule, random_laws
 from jaxspec.train.settings import Settings
 
 pytestmark = pytest.mark.quick
@@ -88,6 +107,9 @@ ODD = {
     "sampling": HOT,
     "path": pathlib.Path("nowhere"),
     "error": ValueError("a\nb"),
+    "denormal": 1e-40,
+    "-inf": float("-inf"),
+    "a range without end": range(10**12),
 }
 
 
@@ -103,6 +125,7 @@ def nowhere(tmp_path, monkeypatch):
         raise Compiles
 
     monkeypatch.setattr(Session, "_compiled", compiles)
+    monkeypatch.setattr("jaxspec.generation.rollout._draw", compiles)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
 
@@ -164,6 +187,73 @@ def cases():
         yield jaxspec.train_heads, name, {"target": TINY, "prompts": "nowhere.jsonl", "out": "run"}
     for name in ("heads", "inputs", "medusa2", "medusa2_rate"):
         yield jaxspec.MedusaSettings, name, {}
+    yield from of_the_core()
+    yield from of_analysis()
+
+
+LAW = jnp.full((2, 4), 0.25)
+ROLLOUT: dict[str, Any] = {"target": TOY, "tokens": jnp.ones((1, 2), jnp.int32), "count": jnp.ones(1, jnp.int32)}
+DECODER: dict[str, Any] = {"target": TOY.lm, "drafter": NoDraft(), "rule": Rejection()}
+
+
+def of_the_core():
+    """Functions and members of the functional core, and rollouts."""
+    for name in (
+        "target", "tokens", "count", "key", "sampling", "max_new_tokens", "samples", "drafting", "stop_ids",
+        "ignore_eos", "width_matched", "mesh",
+    ):  # fmt: skip
+        yield rolled_out, name, {}
+    for name in ("target", "rollout", "mesh"):
+        yield jaxspec.log_probs, name, {"target": TOY, "rollout": None}
+    for name in ("target", "drafter", "rule", "schedule", "chunk", "widths", "width_matched", "top_logprobs"):
+        yield jaxspec.Decoder, name, DECODER
+    for name in ("batch", "vocab"):
+        yield Sampling().rows, name, {"batch": 2, "vocab": 4}
+    yield seed_key, "seed", {}
+    for name in ("layers", "batch", "heads", "capacity", "width", "dtype", "value_width"):
+        sizes = {"layers": 0, "batch": 0, "heads": 1, "capacity": 0, "width": 1}
+        yield jaxspec.empty_cache, name, {**sizes, "dtype": jnp.float32}
+    for name in ("model", "mesh"):
+        yield jaxspec.shard, name, {"model": TOY, "mesh": None}
+    for function in (with_kernels, without_kernels):
+        yield function, "model", {}
+    for name in ("function", "vocab", "context"):
+        yield jaxspec.FunctionLM, name, {"function": len, "vocab": 4}
+    for name in ("module", "vocab", "variables", "context"):
+        yield jaxspec.from_flax, name, {"module": None, "vocab": 4}
+    for member, names in (
+        (Constant, ("length", "widths")),
+        (PlusMinus, ("first", "least", "widths")),
+        (Confidence, ("threshold", "entropy", "widths")),
+        (Adaptive, [field.name for field in dataclasses.fields(Adaptive)]),
+        (Typical, ("epsilon", "delta")),
+        (Lenient, ("lenience",)),
+        (Tolerant, ("tolerance",)),
+    ):
+        for name in names:
+            yield member, name, {}
+
+
+def of_analysis():
+    """Functions of laws, and of tests."""
+    laws: dict[str, Any] = {"target": LAW, "draft": LAW}
+    for function in (deterministic_acceptance, rejection_acceptance, optimal_acceptance):
+        for name in ("target", "draft", "children"):
+            yield function, name, {**laws, "children": 2}
+    for name in ("target", "draft"):
+        yield match_probability, name, laws
+    for function in (coupled_acceptance, acceptance_by_rule):
+        for name in ("target", "draft", "children", "key"):
+            yield function, name, {**laws, "children": 2, "key": KEY, "draws": 2}
+    yield chain_lengths, "log_ratio", {}
+    for name in ("rule", "topology", "target", "draft"):
+        some = random_laws(0, 3)
+        yield expected_length, name, {"rule": Rejection(), "topology": jaxspec.chain(1), "target": some, "draft": some}
+    yield check_rule, "rule", {}
+
+
+def rolled_out(**given):
+    return jaxspec.rollout(**{**ROLLOUT, "key": KEY, "max_new_tokens": 4, **given})
 
 
 def sampled(**field):

@@ -1,0 +1,165 @@
+"""Laws of a model along a text, and what they say of whole drafts: from models to the functions of laws."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.analysis import laws
+from jaxspec.analysis.laws import AnyArray
+from jaxspec.analysis.length import ChainLengths
+from jaxspec.core import cache as caches
+from jaxspec.core import sizes
+from jaxspec.core.checks import index, whole
+from jaxspec.core.laws import log_law, scores
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.records import Cache, Params, Window
+from jaxspec.core.sampling import Sampling
+from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, ShapeMismatch, TokenOutOfRange, shown
+
+POSITIONS = 16
+"""Positions whose laws are computed at once."""
+
+
+def text_laws(
+    lm: LanguageModel,
+    params: Params,
+    text: Sequence[int],
+    sampling: Sampling = Sampling(temperature=1.0),
+    first: int = 0,
+) -> Float[np.ndarray, "n V"]:
+    """Returns a model's law of the next token after each token of a text, which is read once.
+
+    Args:
+        lm: the model, such as `model.lm`.
+        params: its parameters, such as `model.params`.
+        text: token ids.
+        sampling: temperature and truncation of the law, as numbers.
+        first: the index of the token after which the first law is; the laws are those of `text[first:]`.
+
+    Returns:
+        Probabilities `[len(text) - first, V]`, in float32.
+
+    Raises:
+        JaxspecError: the text is empty, too long or not of token ids, or another argument is invalid.
+    """
+    if not isinstance(lm, LanguageModel) or isinstance(lm, type):
+        raise InvalidConfig(f"lm must be a LanguageModel, such as model.lm; got {shown(lm)}")
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
+    ids = _ids(text, lm.vocab, lm.context)
+    first = whole("first", first, 0, len(ids) - 1)
+    rows = sampling.rows(POSITIONS, lm.vocab)
+    features = np.stack([*read_features(lm, params, ids)])[first:]
+    found = []
+    for start in range(0, len(features), POSITIONS):
+        part = features[start : start + POSITIONS]
+        padded = np.pad(part, ((0, POSITIONS - len(part)), (0, 0)), mode="edge")
+        found.append(np.asarray(_laws(lm, params, padded, rows))[: len(part)])
+    return np.concatenate(found)
+
+
+def text_chain_lengths(
+    target: Float[AnyArray, "n V"], draft: Float[AnyArray, "n V"], tokens: Int[AnyArray, "n"], depth: int
+) -> ChainLengths:
+    """Returns the expected accepted length of chains below every token of a text that the target has drawn.
+
+    An average over drafts from the draft's law is written as one over texts from the target's law, which weighs a text
+    by `draft / target`. So the mean over the positions is the expected length of a chain of `depth` tokens, and nothing
+    is drafted. A prefix of the chain counts with the product of `min(1, draft / target)` of its tokens under the rule
+    "rejection", with the smallest `min(1, draft / target)` of any of its prefixes under "block" (and "traversal"), and
+    with that of the whole prefix in the bound.
+
+    Args:
+        target: the target's laws of the tokens, see `text_laws`.
+        draft: the draft's laws of the same tokens.
+        tokens: the tokens, drawn from the target's laws.
+        depth: D, the length of the chain.
+
+    Returns:
+        One length for each of the T - D + 1 chains. A single position is no estimate; average over many.
+
+    Raises:
+        JaxspecError: the laws differ in shape, or there are fewer than D tokens.
+    """
+    laws.check(target, draft, 1)
+    depth = whole("depth", depth)
+    ids = np.asarray(_ids(tokens, target.shape[-1], target.size))
+    if target.shape[:-1] != ids.shape or len(ids) < depth:
+        raise ShapeMismatch(
+            f"target and draft must be laws [T, V] of the {len(ids)} tokens, of which there must be at least {depth}, "
+            f"got {target.shape}"
+        )
+    own, drafted = (np.take_along_axis(np.asarray(law, np.float64), ids[:, None], 1)[:, 0] for law in (target, draft))
+    with np.errstate(divide="ignore"):  # infinite where the draft cannot draw the token
+        ratio = np.log(np.maximum(own, np.finfo(np.float32).tiny)) - np.log(drafted)
+    windows = np.lib.stride_tricks.sliding_window_view(ratio, depth)
+    sums = np.cumsum(windows, -1)
+    return ChainLengths(
+        *(
+            jnp.asarray(np.exp(-np.maximum(logs, 0.0)).sum(-1), jnp.float32)
+            for logs in (np.cumsum(np.maximum(windows, 0.0), -1), np.maximum.accumulate(sums, -1), sums)
+        )
+    )
+
+
+def read_features(
+    lm: LanguageModel, params: Params, text: Sequence[int], slots: int | None = None
+) -> Iterator[np.ndarray]:
+    """Yields a model's features after every token, `[E]` each; all lengths share a program that reads chunks.
+
+    Args:
+        lm: the model.
+        params: its parameters.
+        text: token ids.
+        slots: cache slots; None for as many as the text needs.
+    """
+    cache = lm.init_cache(1, sizes.slots(len(text), sizes.CHUNK) if slots is None else slots)
+    for start in range(0, len(text), sizes.CHUNK):
+        part = list(text[start : start + sizes.CHUNK])
+        tokens = jnp.asarray([part + [0] * (sizes.CHUNK - len(part))])
+        features, cache = _read(lm, params, tokens, cache)
+        yield from np.asarray(features, np.float32)[0, : len(part)]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+    size = tokens.shape[1]
+    window = Window(tokens, cache.length[:, None] + jnp.arange(size), jnp.tri(size, dtype=bool)[None])
+    features, entries = lm.apply(params, window, cache)
+    return features, caches.commit(cache, entries, jnp.full((1,), size), jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _laws(lm: LanguageModel, params: Params, features: Float[Array, "n E"], rows: Sampling) -> Float[Array, "n V"]:
+    logits = lm.head(params, features[:, None])
+    return jnp.exp(log_law(scores(logits, rows), rows))[:, 0]
+
+
+def _ids(text: Sequence[int] | AnyArray, vocab: int, most: int) -> list[int]:
+    """Returns token ids as a list.
+
+    Raises:
+        InvalidConfig: they are not a sequence of whole numbers.
+        CapacityError: there are more than `most`.
+        EmptyPrompt: there are none.
+        TokenOutOfRange: one is not in the vocabulary.
+    """
+    try:
+        size = -1 if isinstance(text, (str, bytes, Mapping)) else len(text)
+        ids = [index(token) for token in text] if 0 <= size <= most else [None]
+    except Exception:  # not a sequence, a deleted array
+        size, ids = -1, [None]
+    if size > most:
+        raise CapacityError(f"the text has {size} tokens; at most {most} are read")
+    if None in ids:
+        raise InvalidConfig(f"a text must be a list of token ids, got {shown(text)}")
+    if not ids:
+        raise EmptyPrompt("the text has no token")
+    for i, token in enumerate(ids):
+        if token is None or not 0 <= token < vocab:
+            raise TokenOutOfRange(f"the text has token {shown(token)} at index {i}; ids go from 0 to {vocab - 1}")
+    return [token for token in ids if token is not None]
