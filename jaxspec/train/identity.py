@@ -1,8 +1,8 @@
 """What a manifest records of the target, and of the model or heads that training starts from.
 
 Weights alone do not decide what a network computes: a checkpoint may be edited so that the same weights run with
-another base of the rotary frequencies. A manifest therefore also holds every field of the network. The CPU kernels and
-the form of attention are not recorded: they change the rounding of sums and nothing else.
+another base of the rotary frequencies. A manifest therefore also holds every field of the network. The CPU kernels,
+the form of attention and the devices that share a layer are not recorded: they change the rounding of sums alone.
 """
 
 import hashlib

@@ -4,8 +4,8 @@ Answers depend on the settings of answers, features also on those that divide an
 that change the result; all of them depend on the target (`jaxspec.train.identity`). A manifest is replaced as long as
 its folder has no content, and compared from then on.
 
-The kind of machine, the versions of JAX and jaxspec, the CPU kernels and the form of attention may change. They change
-the rounding of sums, and the bits of a run are reproducible on one machine only.
+The kind of machine, the versions of JAX and jaxspec, the CPU kernels, the form of attention and the mesh of the target
+may change. They change the rounding of sums, and the bits of a run are reproducible on one machine only.
 """
 
 import dataclasses

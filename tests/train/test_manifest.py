@@ -24,8 +24,8 @@ from jaxspec.train.settings import Settings
 
 LM = toys.transformer(vocab_size=16, num_layers=2)
 LM = dataclasses.replace(LM, config=dataclasses.replace(LM.config, window=4, window_rope=Rope(theta=100.0)))
-MAY_CHANGE = {"kernels", "attention"}
-"""The fields of a network that change the rounding of sums alone."""
+MAY_CHANGE = {"kernels", "attention", "shards"}
+"""The fields of a network that decide how it is placed and computed, and change the rounding of sums alone."""
 ANOTHER: dict[str, Any] = {
     "num_kv_heads": 1,
     "windowed": (True, False),
