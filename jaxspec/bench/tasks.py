@@ -92,6 +92,7 @@ FILES = {
     )
 }
 NAMES = (*FILES, "gsm", "copy")
+LONGEST_ID = 200  # characters
 KINDS = (".jsonl", ".json", ".txt")
 """Kinds of files that hold prompts."""
 
@@ -166,7 +167,8 @@ def from_conversations(found: Iterable[Conversation], task: str) -> tuple[Questi
         number = re.findall(r"\d+", one.where)[-1]  # of the line, or of the object in a list
         id = one.about.get("question_id", one.about.get("task_id", number))
         category = one.about.get("category", task)
-        if isinstance(id, bool) or not isinstance(id, int | str) or not isinstance(category, str):
+        valid = isinstance(id, int | str) and not isinstance(id, bool) and len(str(id)) <= LONGEST_ID
+        if not valid or not isinstance(category, str):
             raise TaskError(
                 f"{one.where}: question {_shown(id)} of category {_shown(category)}; expected a number or text, and a "
                 "text; correct or remove the row"

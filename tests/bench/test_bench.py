@@ -105,6 +105,7 @@ def test_both_layouts_are_read():
         (b'{"prompt": "x", "category": 1}', "of category 1"),
         (b'{"prompt": "x", "question_id": [1]}', r"question \[1\]"),
         (b'{"prompt": "x", "question_id": "1"}', "a second question '1'"),
+        (b'{"prompt": "x", "question_id": "' + b"9" * 201 + b'"}', "question '999.* of category"),
     ],
 )
 def test_bad_lines_are_named(line, said):
