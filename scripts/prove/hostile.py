@@ -213,8 +213,7 @@ def examine(form: Format, place: pathlib.Path, plain: dict[str, np.ndarray], fli
 def run(count: int, seed: int) -> tuple[collections.Counter, list[str]]:
     """Runs the cases; returns how many of each format there were, and what went wrong."""
     rng, done, wrong = random.Random(seed), collections.Counter(), []
-    warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         places, plain = {}, {}
         for name, form in FORMATS.items():
             places[name] = pathlib.Path(folder) / name.replace(" ", "-")
