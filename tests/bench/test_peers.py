@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from typing import cast
 
 import jax
 import pytest
@@ -57,7 +58,7 @@ def models(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "environment", lambda *_: pathlib.Path(sys.executable))
     texts = {}
     for question in (q for task in TASKS for q in task.questions):
-        ids = [int(token) for token in question.turns[0]]
+        ids = cast("list[int]", question.turns[0])
         out = jaxspec.generate(TARGET, ids, drafter="none", max_new_tokens=12, key=jax.random.key(0))
         texts[json.dumps(ids)] = out[0].tokens
     wrong = texts["[6]"]
