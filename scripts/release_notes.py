@@ -29,12 +29,15 @@ def notes(tag: str, root: pathlib.Path = ROOT) -> str:
     """Returns the section of the tag's version in CHANGELOG.md.
 
     Raises:
-        SystemExit: a file has another version, or the changelog has no dated section of it.
+        SystemExit: a file has another version, the address of the repository is a placeholder, or the changelog has
+            no dated section of the version.
     """
     version = tag.removeprefix("v")
     for name, other in versions(root).items():
         if tag != f"v{other}":
             raise SystemExit(f"the tag is {tag}, and the version in {name} is {other}; expected v{other}")
+    if "/OWNER/" in (root / "pyproject.toml").read_text():
+        raise SystemExit("pyproject.toml has OWNER in the address of the repository; write the real one in all files")
     changelog = (root / "CHANGELOG.md").read_text()
     found = re.search(rf"^## \[{re.escape(version)}\] - (\S+)\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
     if found is None or not found[2].strip():

@@ -93,7 +93,7 @@ def _open_all(directory: pathlib.Path, names: Iterable[str]) -> dict[str, LazyTe
     tensors: dict[str, LazyTensor] = {}
     for name in names:
         shard = open_shard(directory, name)
-        if twice := sorted(set(shard) & set(tensors)):
+        if twice := sorted(shard.keys() & tensors.keys()):
             raise CheckpointError(f"{directory / name}: tensor {twice[0]} is in {tensors[twice[0]].where}, too")
         tensors |= shard
     if "tok_embeddings.weight" in tensors:

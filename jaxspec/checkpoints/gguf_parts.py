@@ -60,7 +60,7 @@ def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Held]
         own, tensors = parse_header(data, name)
         if _split(own, name) != (i, count):
             raise CheckpointError(f"{name}: is not part {i + 1} of {count} of a split file, as its name says")
-        if twice := sorted(set(tensors) & set(held)):
+        if twice := sorted(tensors.keys() & held.keys()):
             raise CheckpointError(f"{name}: tensor {twice[0]} is in {held[twice[0]].where}, too")
         _check_same(name, places[0], whole, own)
         whole = whole or own
@@ -99,12 +99,12 @@ def read_part_headers(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str
 def find_model(directory: pathlib.Path) -> pathlib.Path | None:
     """Returns the GGUF file of a directory with one model, or the first of its parts; None if there is none.
 
-    Projectors of images and sound, which llama.cpp names `mmproj-*.gguf`, are left out.
+    Projectors of images and sound, which llama.cpp names `*mmproj*.gguf`, are left out.
 
     Raises:
         CheckpointError: there are several models; the message names them.
     """
-    names = sorted(file.name for file in directory.glob("*.gguf") if not file.name.startswith("mmproj"))
+    names = sorted(file.name for file in directory.glob("*.gguf") if "mmproj" not in file.name)
     models = sorted({part_names(name)[0] for name in names})
     if len(models) > 1:
         raise CheckpointError(

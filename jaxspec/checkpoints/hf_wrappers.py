@@ -4,6 +4,7 @@ Multimodal models of Hugging Face hold a text model beside encoders of images or
 LLaVA and others. transformers names the tensors `language_model.model.*`, newer versions `model.language_model.*`.
 """
 
+import bisect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,7 +65,13 @@ def text_names(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     if _PLAIN + EMBED in names:
         return {name: name for name in names}, ()
     prefixes = [name.removesuffix(EMBED) for name in names if name.endswith("." + EMBED)]
-    prefixes = [one for one in prefixes if any(name.startswith(f"{one}layers.") for name in names)]
+    ordered = sorted(names)  # a file of anyone may have a great many names
+
+    def has_layers(prefix: str) -> bool:
+        at = bisect.bisect_left(ordered, f"{prefix}layers.")
+        return at < len(ordered) and ordered[at].startswith(f"{prefix}layers.")
+
+    prefixes = [one for one in prefixes if has_layers(one)]
     if len(prefixes) != 1:  # none, or the decoder of another kind of model beside it
         prefixes = [one for one in prefixes if "language_model" in one or "text_model" in one]
     if len(prefixes) != 1:

@@ -60,7 +60,10 @@ def fetch_gguf(repo_id: str, file: str, revision: str | None = None) -> pathlib.
     names = [f"{folder}/{part}" if folder else part for part in part_names(name)]
     place = _fetch(repo_id, revision, names) / file
     if not place.is_file():
-        raise FetchError(f"{repo_id} has no file {file}")
+        raise FetchError(
+            f"{repo_id}: {file} was neither found in the cache nor downloaded; check its name, the connection and "
+            "HF_HUB_OFFLINE"
+        )
     return place
 
 

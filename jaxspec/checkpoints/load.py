@@ -135,7 +135,7 @@ def load(
         chat_template=template,
         stop_ids=checkpoint.end_ids(tokenizer, template),
         name=name,
-        preset=source if isinstance(source, str) and source in PRESETS else None,
+        preset=checkpoint.source if checkpoint.source in PRESETS else None,
         pard_token=checkpoint.pard_token,
         pard2=checkpoint.pard2,
     )

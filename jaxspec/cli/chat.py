@@ -46,11 +46,10 @@ def run(args: argparse.Namespace) -> int:
         ArithmeticError: if an answer ended because logits were not finite.
     """
     tree = drafting.check_drafting(args)
-    args.chat = True
 
     from jaxspec.cli import show
 
-    target, draft = drafting.load_models(args)
+    target, draft = drafting.load_models(args, is_chat=True)
     heads = drafting.load_heads(args, target)
     chat = Chat(target, drafting.stream_options(args, draft, tree, heads), args.system, args.length)
     commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.statistics(), answer=True)}

@@ -263,10 +263,14 @@ def own_heads(target: str, drafter: str) -> str | None:
     return f"{target}/{drafter}" if shipped_heads(target, drafter) else None
 
 
-def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
+def load_models(args: argparse.Namespace, is_chat: bool = False) -> tuple["Model", "Model | None"]:
     """Loads the target and the draft model; they are one object if source and dtype agree.
 
     All headers are read before any weight, so that a misspelled name of a draft model or of heads costs no time.
+
+    Args:
+        args: the options of a command that decodes.
+        is_chat: whether the command is a chat, which needs a chat template and fits its answers into the context.
 
     Raises:
         JaxspecError: a source does not exist or is malformed.
@@ -279,7 +283,7 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
         check_heads(source, args)
     draft = None if args.draft_model is None else open_source(args.draft_model, report=show.say)
     own = open_source(args.target, report=show.say, context=args.context)
-    check_target(args, own)
+    check_target(args, own, is_chat)
     target = show.load(own, args.dtype)
     if draft is None:
         return target, None
@@ -288,20 +292,21 @@ def load_models(args: argparse.Namespace) -> tuple["Model", "Model | None"]:
     return target, target if same else show.load(draft, dtype)
 
 
-def check_target(args: argparse.Namespace, checkpoint: "Checkpoint") -> None:
+def check_target(args: argparse.Namespace, checkpoint: "Checkpoint", is_chat: bool) -> None:
     """Checks options against the headers of the target.
 
     Raises:
         CapacityError: the new tokens alone exceed the target's context.
-        MissingTokenizer: `--chat` is given, and the target has no chat template.
+        MissingTokenizer: a chat is asked for, and the target has no chat template.
     """
     context = checkpoint.config.max_position
-    if args.max_new_tokens >= context:
+    if args.max_new_tokens >= context and not is_chat:  # a chat lowers its budget to the room that is left
         raise CapacityError(
             f"max_new_tokens={args.max_new_tokens}: the model's context is {context} tokens, the prompt included"
         )
-    if getattr(args, "chat", None) and checkpoint.chat_template is None:
-        raise MissingTokenizer(f"{args.target} has no chat template; pass plain text (chat=False) instead")
+    if (is_chat or args.chat) and checkpoint.chat_template is None and not checkpoint.named_templates:
+        way = "`jaxspec generate` needs none" if is_chat else "pass plain text (--no-chat) instead"
+        raise MissingTokenizer(f"{args.target} has no chat template; {way}")
 
 
 def check_heads(source: str, args: argparse.Namespace) -> None:

@@ -207,6 +207,11 @@ class _Child:
         self.numbers: set[int] = set()
         self.leaves = False
         self._watch, self._peak, self._ready, self._owner = watch, 0, False, os.getpid()
+        if not hasattr(select, "poll"):
+            raise ProcessError(
+                "chat templates and tokenizers run in a process of limited time and memory, which this system "
+                f"({sys.platform}) cannot make; use Linux, macOS, or WSL 2 on Windows"
+            )
         paths = [os.path.abspath(path) for path in sys.path]
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         try:

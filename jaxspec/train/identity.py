@@ -73,4 +73,6 @@ def _tokenizer_print(tokenizer: Tokenizer | None) -> str | None:
 
 
 def _template_print(template: ChatTemplate | None) -> str | None:
-    return None if template is None else digest_of([template.source, template.special_tokens])
+    if template is None:
+        return None
+    return digest_of([template.source, template.special_tokens, *([template.named] if template.named else [])])

@@ -14,6 +14,7 @@ import jaxspec
 from jaxspec.cli import main
 from jaxspec.heads.find import every_shipped
 from jaxspec.kernels.library import available, describe
+from jaxspec.text.chat import ChatTemplate
 
 VOCAB = 16
 
@@ -40,6 +41,7 @@ def check(kernels: bool) -> None:
              for name in ("none", "prompt-lookup")]  # fmt: skip
     assert texts[0] == texts[1], texts
     assert len(texts[0]) == 24
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "hello"}]) == "hello"
     assert main(["--version"]) == 0
 
 

@@ -155,7 +155,7 @@ def test_files_of_the_hub(whole, tmp_path, monkeypatch):
     found = open_source(f"some/model-GGUF/{names[1]}@v1")
     assert_same_params(read_params(found), whole)
     assert asked == [("some/model-GGUF", "v1", names)]
-    with pytest.raises(FetchError, match=r"some/model has no file other.gguf"):
+    with pytest.raises(FetchError, match=r"some/model: other.gguf was neither found"):
         open_source("some/model/other.gguf")
 
 

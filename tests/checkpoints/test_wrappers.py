@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from helpers.bounds import bounded
 from helpers.checkpoints import assert_same_params, random_params, tiny_config, write_gguf
 from jaxspec import load
 from jaxspec.checkpoints import hf_wrappers
@@ -146,6 +147,13 @@ def test_published_configs_leave_out_what_transformers_assumes(name):
 
 def test_sizes_are_known_of_every_family():
     assert hf_wrappers.SIZES.keys() == FAMILIES.keys()
+
+
+def test_many_prefixes_take_little_time():
+    """A header of anyone may name tens of thousands of parts with an embedding."""
+    names = [f"part{i}.{hf_wrappers.EMBED}" for i in range(50_000)]
+    with bounded():
+        assert hf_wrappers.text_names(names) == ({name: name for name in names}, ())
 
 
 def test_a_flat_config_over_prefixed_tensors_is_read(tmp_path):

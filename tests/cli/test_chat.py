@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 import re
 import signal
 import sys
@@ -337,16 +338,39 @@ def test_no_logits(talk):
     assert "not finite" in err
 
 
-def test_a_checkpoint(tmp_path, capsys, monkeypatch):
-    """A transformer, from its directory, against one call per turn."""
+def write_checkpoint(folder: pathlib.Path, settings: dict[str, Any]) -> None:
+    """Writes a transformer with a context of 256 tokens."""
     names = [*SPECIAL, *map(chr, range(33, 123)), "Ġ"]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(SPECIAL)
     config = tiny_config(max_position=256)
-    files = {"tokenizer.json": inner.to_str(), "tokenizer_config.json": json.dumps({"chat_template": SOURCE})}
-    write_hf(tmp_path, config, random_params(config, 3), settings={"eos_token_id": END}, files=files)
+    files = {"tokenizer.json": inner.to_str(), "tokenizer_config.json": json.dumps(settings)}
+    write_hf(folder, config, random_params(config, 3), settings={"eos_token_id": END}, files=files)
+
+
+def test_a_chat_fits_its_answers_into_a_small_context(tmp_path, capsys, monkeypatch):
+    """The default budget is larger than the context; so is what a chat without an option may take."""
+    write_checkpoint(tmp_path, {"chat_template": SOURCE})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert main(["chat", "--target", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("command", "way"), [("chat", "`jaxspec generate` needs none"), ("generate", "pass plain text (--no-chat) instead")]
+)
+def test_a_target_without_a_template(tmp_path, capsys, command, way):
+    write_checkpoint(tmp_path, {})
+    words = [] if command == "chat" else ["--chat", "hello", "--max-new-tokens", "8"]
+    assert main([command, "--target", str(tmp_path), *words]) == 1
+    assert f"has no chat template; {way}" in capsys.readouterr().err
+
+
+def test_a_checkpoint(tmp_path, capsys, monkeypatch):
+    """A transformer, from its directory, against one call per turn."""
+    write_checkpoint(tmp_path, {"chat_template": SOURCE})
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo three\n"))
     words = ["--temperature", "1", "--seed", "2", "--max-new-tokens", "20"]
     assert main(["chat", "--target", str(tmp_path), *words]) == 0

@@ -10,6 +10,8 @@ import pytest
 
 import jaxspec
 from helpers.paths import GOLDEN_DIR
+from jaxspec.bench.run import buildable
+from jaxspec.checkpoints.source import open_source
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.testing import tie_gap
 
@@ -104,3 +106,11 @@ def test_bfloat16_is_bit_identical_to_the_width_matched_reference(smollm2_path, 
     for one, other in zip(reference, output):
         assert one.tokens == other.tokens
         assert one.logprobs == other.logprobs
+
+
+def test_a_preset_that_was_opened_first_is_still_the_preset(smollm2_path):
+    """Commands read headers before weights; a benchmark finds the heads of a preset by its name."""
+    model = jaxspec.load(open_source("smollm2-135m-instruct"), dtype="int8")
+    assert model.preset == "smollm2-135m-instruct"
+    heads = {name: jaxspec.load_heads(f"{model.preset}/{name}") for name in ("medusa", "eagle")}
+    assert {"medusa", "eagle"} <= {method.drafting.drafter for method in buildable(model, None, heads)}

@@ -107,7 +107,7 @@ def tree(tmp_path_factory):
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         pytest.skip("not a repository")
     place = tmp_path_factory.mktemp("release") / "tree"
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+    listed = subprocess.run(["git", "ls-files", "--cached"], cwd=ROOT,
                             capture_output=True, text=True, check=True).stdout.split("\n")  # fmt: skip
     for name in filter(None, listed):
         if (ROOT / name).is_file():
@@ -178,6 +178,7 @@ def test_notes_are_the_section_of_the_version(repository):
     ("name", "old", "new", "said"),
     [
         ("pyproject.toml", "0.2.0", "0.2.1", "the version in pyproject.toml is 0.2.1"),
+        ("pyproject.toml", "[project]", "[project]\nurls.Source = 'https://x/OWNER/jaxspec'", "write the real one"),
         ("jaxspec/__init__.py", "0.2.0", "0.1.0", "the version in jaxspec/__init__.py is 0.1.0"),
         ("CITATION.cff", "version: 0.2.0", "", "the version in CITATION.cff is none"),
         ("CHANGELOG.md", "2027-01-31", "unreleased", "write the date"),
