@@ -57,6 +57,21 @@ def check_path(path: Any, what: str = "path", error: type[JaxspecError] = Invali
     return pathlib.Path(expanded)
 
 
+def check_regular(path: pathlib.Path, error: type[JaxspecError] = CheckpointError) -> int:
+    """Returns the size of a regular file in bytes, without opening the file.
+
+    Raises:
+        JaxspecError: of type `error`: it is a directory, a pipe, whose opening would block, or a device, which may
+            have no end.
+        OSError: there is no such file.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+        raise error(f"{path}: is {kind}, expected a file")
+    return found.st_size
+
+
 def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> bytes:
     """Reads a regular file.
 
@@ -65,12 +80,9 @@ def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, 
             than `limit` bytes, or cannot be read.
     """
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
-            raise error(f"{path}: is {kind}, expected a file")
-        if found.st_size > limit:
-            raise error(f"{path}: {found.st_size} bytes, expected at most {limit}")
+        size = check_regular(path, error)
+        if size > limit:
+            raise error(f"{path}: {size} bytes, expected at most {limit}")
         return path.read_bytes()
     except (OSError, ValueError) as problem:
         if isinstance(problem, JaxspecError):

@@ -26,6 +26,7 @@ from typing import Any
 
 from jaxspec.errors import JaxspecError, TrainingError
 from jaxspec.storage.prompt_files import split_text
+from jaxspec.storage.reading import check_regular
 from jaxspec.text.messages import check_tools
 
 MAX_LINE = 1 << 22  # bytes of a line
@@ -161,6 +162,7 @@ def _rows(path: pathlib.Path, split: str) -> Iterator[tuple[str, Any]]:
     """Yields each row with its location: the bytes of a line, a parsed object, or a text."""
     kind = path.suffix.lower()
     try:
+        check_regular(path, TrainingError)
         if kind == ".jsonl":
             with path.open("rb") as file:
                 yield from _lines(file, str(path))
