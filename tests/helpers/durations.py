@@ -73,6 +73,8 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "cost"):  # of a process that crashed
+            return
         cost = dict(zip(Cost._fields, report.cost)) | {"tests": int(report.when == "call")}
         self.costs.setdefault(_file(report.nodeid), Counter()).update(cost)
 
