@@ -236,7 +236,6 @@ def test_rows_are_printed_in_order(capsys):
         (["generate"], "standard input is empty"),
         (["chat", "--drafter", "model"], "needs --draft-model"),
         (["chat", "--colr"], "did you mean '--color'?"),
-        (["inspect"], "SOURCE"),
     ],
 )
 def test_usage_errors(capsys, monkeypatch, words, said):
