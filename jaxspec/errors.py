@@ -176,6 +176,20 @@ class StorageError(JaxspecError):
 
 
 @contextlib.contextmanager
+def ignored_refusals(*others: type[Exception]) -> Iterator[None]:
+    """Ignores that a checkpoint's tokenizer or chat template refuses an input, and the other exceptions.
+
+    A limit, and a process that does not start, are raised: they may depend on the machine, and results must not.
+    """
+    try:
+        yield
+    except (LimitError, ProcessError):
+        raise
+    except (JaxspecError, *others):
+        pass
+
+
+@contextlib.contextmanager
 def in_source(where: str) -> Iterator[None]:
     """Adds the name of the checkpoint to the errors of readers that do not know it (tokenizer, chat template)."""
     try:

@@ -106,6 +106,7 @@ def load(
     with in_source(checkpoint.source):
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
         template = checkpoint.open_template()
+        stop_ids = checkpoint.end_ids(tokenizer, template)
     # Checkpoints pad the vocabulary; a padded id has no text and is never proposed or emitted.
     known = None if tokenizer is None else min(tokenizer.vocab_size, size)
     name = os.path.basename(os.path.normpath(checkpoint.source))
@@ -133,7 +134,7 @@ def load(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
-        stop_ids=checkpoint.end_ids(tokenizer, template),
+        stop_ids=stop_ids,
         name=name,
         preset=checkpoint.source if checkpoint.source in PRESETS else None,
         pard_token=checkpoint.pard_token,

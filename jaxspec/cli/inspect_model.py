@@ -88,8 +88,11 @@ def text_section(checkpoint: "Checkpoint", refused: list[JaxspecError]) -> dict[
         template = checkpoint.open_template()
     except JaxspecError as error:
         refused.append(error)
-    if tokenizer is not None:
-        section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.end_ids(tokenizer, template)]}
+    try:
+        if tokenizer is not None:
+            section |= {"stop": [token_text(tokenizer, token) for token in checkpoint.end_ids(tokenizer, template)]}
+    except JaxspecError as error:
+        refused.append(error)
     lines = [line.strip() for line in (source or "").splitlines() if line.strip()]
     section |= {"named_chat_templates": ", ".join(checkpoint.named_templates)} if checkpoint.named_templates else {}
     return section | {"chat_template": None if source is None else next(iter(lines), "")}

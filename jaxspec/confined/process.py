@@ -31,9 +31,12 @@ from typing import Any
 from jaxspec.errors import LimitError, ProcessError
 
 START_SECONDS = 60.0  # for Python to start and import, on a busy machine with a slow disk
-BUSY_FACTOR, BUSY_SECONDS = 2.0, 1.0  # of waiting per second of processor time, and in addition, on a busy machine
+END_SECONDS = 10.0  # between the end of a child's answers and its own, on a busy machine
+# Seconds of waiting per second of processor time, and in addition. The kernel limits the processor time, so the waiting
+# is for a child that is stuck, and long enough for a busy machine. Without the kernel's timer it is the only limit.
+BUSY_FACTOR, BUSY_SECONDS = (10.0, 60.0) if hasattr(signal, "setitimer") else (2.0, 1.0)
 LOOK_SECONDS = 0.05  # between looks at the child's memory, where the kernel does not limit it
-HEADER = struct.Struct("<cQQ")  # of an answer: its kind, the child's largest memory so far, the bytes that follow
+HEADER = struct.Struct("<cQ")  # of an answer: its kind, the bytes that follow
 LENGTH = struct.Struct("<Q")  # of a request
 PROGRAM = pathlib.Path(__file__).parent.absolute() / "workers" / "serve.py"
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # without which Python may not start
@@ -50,7 +53,8 @@ class Limits:
     """What a request may take.
 
     Attributes:
-        seconds: processor time. The parent waits twice as long and a second, and kills the child then.
+        seconds: processor time, at whose end the kernel kills the child. The parent waits much longer, since other
+            programs may have the processors, and kills a child that has not answered then.
         memory: bytes in addition to what the child uses before the request; also the maximum length of the answer.
     """
 
@@ -105,6 +109,10 @@ class Held:
         self._process.request(self, None, (), limits)
         weakref.finalize(self, self._process.release, self.number).atexit = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles it as what it was created from; a copy is an object of its own in the shared process."""
+        return Held, (self.what, self.kind, self.arguments, self.limits)
+
     def call(self, method: str, *arguments: Any, limits: Limits) -> Any:
         """Calls a method of the object, and returns its result: bytes, or anything that JSON can express.
 
@@ -126,6 +134,7 @@ class Confined:
             watch: whether the parent limits the child's memory by looking at it, instead of the kernel.
         """
         self._watch = watch
+        self._child: _Child | None = None
         self._forget()
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
@@ -163,6 +172,7 @@ class Confined:
                 if held.number not in child.numbers:
                     child.ask(held.what, (released, held.number, held.kind, held.arguments), held.limits)
                     child.numbers.add(held.number)
+                    child.settle()
                     released = []
                 return (
                     None if method is None else child.ask(held.what, (released, held.number, method, arguments), limits)
@@ -187,8 +197,7 @@ class Confined:
 
     def _forget(self) -> None:
         """Begins without a child, also in a process that was forked, whose parent keeps the child."""
-        child: _Child | None = getattr(self, "_child", None)
-        self._child: _Child | None = None
+        child, self._child = self._child, None
         self._lock = threading.Lock()  # another thread may have held the old one while the process was forked
         self._released: collections.deque[int] = collections.deque()
         if child is not None:
@@ -206,11 +215,16 @@ class _Child:
     def __init__(self, watch: bool):
         self.numbers: set[int] = set()
         self.leaves = False
-        self._watch, self._peak, self._ready, self._owner = watch, 0, False, os.getpid()
+        self._watch, self._settled, self._ready, self._owner = watch, 0, False, os.getpid()
         if not hasattr(select, "poll"):
             raise ProcessError(
                 "chat templates and tokenizers run in a process of limited time and memory, which this system "
                 f"({sys.platform}) cannot make; use Linux, macOS, or WSL 2 on Windows"
+            )
+        if not sys.executable:
+            raise ProcessError(
+                "the process for chat templates and tokenizers cannot be started: sys.executable does not name a "
+                "Python; set it to the path of one that has the packages jinja2 and tokenizers"
             )
         paths = [os.path.abspath(path) for path in sys.path]
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -227,8 +241,7 @@ class _Child:
             )
         except OSError as error:
             raise ProcessError(
-                f"the process for chat templates and tokenizers cannot be started: {sys.executable or 'no Python'}: "
-                f"{error.strerror}"
+                f"the process for chat templates and tokenizers cannot be started: {sys.executable}: {error.strerror}"
             ) from None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -250,11 +263,18 @@ class _Child:
                     f"({sys.executable} -I -S {PROGRAM}): {answer[1].decode(errors='replace') or 'it ended at once'}"
                 )
             self._ready = True
+            self.settle()
+
+    def settle(self) -> None:
+        """Takes the current size for what the objects need. Calls may use their limit in addition, however many."""
+        if self._watch:
+            self._settled = _resident(self.process.pid) or self._settled
 
     def ask(self, what: str, request: tuple[Any, ...], limits: Limits) -> Any:
         """Sends a request and returns the answer; raises as `Held.call` does."""
         data = marshal.dumps((*request, limits.seconds, limits.memory))
-        deadline = time.monotonic() + BUSY_FACTOR * limits.seconds + BUSY_SECONDS
+        waiting = BUSY_FACTOR * limits.seconds + BUSY_SECONDS
+        deadline = time.monotonic() + waiting
         over_time = LimitError(
             f"{what}: takes more than {limits.seconds:.2g} s of processor time, which is its limit; "
             "the file may be damaged or hostile"
@@ -276,12 +296,15 @@ class _Child:
                 return value
             raise Refused(*map(str, value)) if kind == b"e" else ValueError(kind)
         except TimeoutError:
-            raise over_time from None
+            raise LimitError(
+                f"{what}: its process did not answer within {waiting:.2g} s; the machine may be overloaded"
+            ) from None
         except MemoryError:
             raise over_memory from None
-        except (EOFError, BrokenPipeError, ValueError, TypeError, RecursionError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=1)
+        except (EOFError, BrokenPipeError, ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, EOFError | BrokenPipeError):  # it has ended, and says why as soon as it has a turn
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout=END_SECONDS)
             code = self.process.returncode
             if code is not None and -code == getattr(signal, "SIGPROF", 0):
                 raise over_time from None
@@ -314,7 +337,7 @@ class _Child:
 
     def _receive(self, deadline: float, memory: int | None) -> tuple[bytes, bytes]:
         """Returns the kind and the bytes of the next answer."""
-        kind, self._peak, size = HEADER.unpack(self._read(HEADER.size, deadline, memory))
+        kind, size = HEADER.unpack(self._read(HEADER.size, deadline, memory))
         if memory is not None and size > memory:
             raise MemoryError
         return kind, self._read(size, deadline, memory)
@@ -341,7 +364,7 @@ class _Child:
                 return
             if not left:
                 raise TimeoutError
-            if watched and memory is not None and _resident(self.process.pid) > self._peak + memory:
+            if watched and memory is not None and _resident(self.process.pid) > self._settled + memory:
                 raise MemoryError
 
 

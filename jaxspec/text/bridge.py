@@ -7,7 +7,6 @@ hexadecimal. Control tokens have no bytes in a text; those that end a turn, end 
 Drafting from the shared tokens alone is "token-level intersection" (Timor et al. 2025, arXiv:2502.05202).
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.errors import JaxspecError, VocabMismatch
+from jaxspec.errors import VocabMismatch, ignored_refusals
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -69,7 +68,7 @@ class Side:
         turn = next(iter(ends), None)
         if self.template is not None:
             talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            with contextlib.suppress(JaxspecError):  # a template may refuse it
+            with ignored_refusals():  # a template may refuse it
                 ids = self.tokenizer.encode(self.template.render(talk, add_generation_prompt=False))
                 turn = next((i for i in reversed(ids) if i in ends), turn)
         begin = self.tokenizer.bos_id
@@ -108,7 +107,7 @@ class Side:
         marks = "\ue000", "\ue001", "\ue002"  # characters of private use
         roles = "user", "assistant", "user"
         known = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-        with contextlib.suppress(JaxspecError, ValueError):
+        with ignored_refusals(ValueError):
             before, *between, after = re.split("|".join(marks), self.template.render(known))
             for start in (0, 1):  # with and without a BOS that only the tokenizer adds
                 text = b"".join(self.tokenizer.pieces(ids[start:], skip_special=False)).decode()
@@ -212,7 +211,7 @@ class Bridge:
             messages: Any = [{"role": "user", "content": prompt}]
             if not isinstance(prompt, str):
                 messages = prompt if isinstance(prompt[0], Mapping) else self.target.conversation(ids)
-            with contextlib.suppress(JaxspecError):
+            with ignored_refusals():
                 found = None if messages is None else side.tokenizer.encode(side.template.render(messages))
         if found is None:
             found = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]

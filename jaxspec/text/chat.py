@@ -4,7 +4,6 @@ A template is a program that comes with a checkpoint. It runs in the confined pr
 """
 
 import datetime
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 3
 MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
 MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
 SECONDS, MEMORY = 0.75, 96 << 20  # of processor time and bytes, for compiling a template and for any rendering
+COMPILE_SECONDS, COMPILE_MEMORY = 1.5e-5, 1024  # in addition, per character of source; measured: 5e-6 s and 300 bytes,
+# and for the costliest kind of expression 1.1e-5 s and 1300 bytes
 TRIAL_SECONDS = 0.1  # for rendering the short conversations of `MessageForms`, at most 14 of them
 SECONDS_PER_CHARACTER, MEMORY_PER_CHARACTER = 2e-6, 64  # in addition, per character of input
 RECORD = 512  # characters that a list or dict counts for, besides its contents
@@ -56,11 +57,8 @@ class ChatTemplate:
             raise CheckpointError(f"chat template: must be a str of at most {MAX_SOURCE} characters")
         self.source, self.special_tokens = source, dict(special_tokens or {})
         knows_parts = "'text'" in source or '"text"' in source
-        self._forms = MessageForms(functools.partial(_try, self), knows_parts)
-        try:
-            self._template = Held("chat template", "template", (source,), Limits(SECONDS, MEMORY))
-        except Refused as error:
-            raise _typed(error) from None
+        self._renderer = _Renderer(source, self.special_tokens)
+        self._forms = MessageForms(self._renderer.try_messages, knows_parts)
 
     def choose(self, name: str) -> "ChatTemplate":
         """Returns a template by its name.
@@ -127,26 +125,38 @@ class ChatTemplate:
                 f"add_generation_prompt has {len(ends)} values for {len(conversations)} conversations; pass one each"
             )
         converted = [self._forms.convert(messages) for messages in conversations]
-        return self._render(converted, ends, variables, SECONDS)
+        return self._renderer.render(converted, ends, variables, SECONDS)
 
-    def _render(
+
+class _Renderer:
+    """A compiled template in the confined process, which renders messages as they are."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self._special_tokens = special_tokens
+        size = len(source)
+        limits = Limits(SECONDS + COMPILE_SECONDS * size, MEMORY + COMPILE_MEMORY * size)
+        try:
+            self._template = Held("chat template", "template", (source,), limits)
+        except Refused as error:
+            raise _typed(error) from None
+
+    def render(
         self,
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         ends: Sequence[bool],
         variables: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """Renders messages as they are."""
+        """Renders conversations; see `ChatTemplate.render_all`."""
         now = _now(variables.get("strftime_now"))
-        shared = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        shared.pop("strftime_now", None)
+        given = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        given.pop("strftime_now", None)
+        shared, each = _plain_all(given)
         inputs, size = [], 0
         for messages, end in zip(conversations, ends):
-            given = {}
-            for name, value in (shared | {"messages": messages, "add_generation_prompt": end}).items():
-                given[name], added = _plain(value, name)
-                size += added
-            inputs.append(given)
+            own, added = _plain_all({"messages": messages, "add_generation_prompt": end})
+            inputs.append(shared | own)  # what they share is sent once
+            size += each + added
         limits = Limits(seconds + SECONDS_PER_CHARACTER * size, MEMORY + MEMORY_PER_CHARACTER * size)
         try:
             texts = self._template.call("render", inputs, now, MAX_OUTPUT + size, limits=limits)
@@ -156,9 +166,9 @@ class ChatTemplate:
             raise CheckpointError(f"chat template: its process answered {shown(texts)}, expected texts")
         return texts
 
-
-def _try(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
-    return template._render([messages], [False], {}, TRIAL_SECONDS)[0]
+    def try_messages(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Renders one of the short conversations of `MessageForms`."""
+        return self.render([messages], [False], {}, TRIAL_SECONDS)[0]
 
 
 def _typed(error: Refused) -> CheckpointError | InvalidConfig:
@@ -173,6 +183,12 @@ def _now(given: Any) -> str:
         return (datetime.datetime.now() if given is None else datetime.datetime.fromisoformat(given)).isoformat()
     except (TypeError, ValueError):
         raise InvalidConfig(f'strftime_now must be a date such as "2026-11-27", got {given!r:.80}') from None
+
+
+def _plain_all(variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Copies variables as `_plain` does; returns the copies and their size in characters."""
+    found = {name: _plain(value, name) for name, value in variables.items()}
+    return {name: value for name, (value, _) in found.items()}, sum(size for _, size in found.values())
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:

@@ -6,10 +6,9 @@ control tokens whose names say that a turn or a text ends. A model without a cha
 what its checkpoint names ends a text.
 """
 
-import contextlib
 from collections.abc import Iterable
 
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import ignored_refusals
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.messages import MARK
 from jaxspec.text.tokenizer import Tokenizer
@@ -40,13 +39,17 @@ def end_ids(
         others: ids of a list that another one replaces. They end a text only if they are control tokens: some files
             repeat the default of another vocabulary, where the id is an ordinary token.
         vocab: the number of the model's logits; ids beyond it are left out. None for no limit.
+
+    Raises:
+        LimitError: the template or the tokenizer exceeds its limits in a short conversation.
+        ProcessError: the process in which they run cannot be started.
     """
     found = list(listed)
     if tokenizer is not None:
         found += [i for i in others if type(i) is int and i in tokenizer.special_ids]
         found += [tokenizer.eos_id]
         if template is not None:
-            with contextlib.suppress(JaxspecError):  # the template or the tokenizer may refuse the conversation
+            with ignored_refusals():  # the template or the tokenizer may refuse the conversation
                 found.append(turn_end(tokenizer, template))
             found += _named(tokenizer)
     return tuple(dict.fromkeys(i for i in found if i is not None and (vocab is None or i < vocab)))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import InvalidConfig, JaxspecError, LimitError, shown
+from jaxspec.errors import InvalidConfig, ignored_refusals, shown
 
 MARK = "271828"  # a text that templates do not change
 MEDIA = ("image", "audio", "video", "file")  # what the types of parts begin with that are not text
@@ -170,12 +170,9 @@ class MessageForms:
 
     def _try(self, messages: list[Message]) -> str | None:
         """Renders messages; returns None if the template fails or rejects them."""
-        try:
+        with ignored_refusals():
             return self._render(messages)
-        except LimitError:  # further trials would only take as long again
-            raise
-        except JaxspecError:
-            return None
+        return None
 
 
 def _said(role: str) -> Message:

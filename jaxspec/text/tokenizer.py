@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.confined.process import CONFINED, Held, Limits, Refused
-from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange
+from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, shown
 from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import convert_tokenizer
 
@@ -61,7 +61,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos
         size = len(self.text)
         _check_steps(content)
-        _check_ids(content, vocab_size, size)
+        end = _check_ids(content, vocab_size, size)
         limits = Limits(
             LOAD_SECONDS + LOAD_SECONDS_PER_CHARACTER * size, LOAD_MEMORY + LOAD_MEMORY_PER_CHARACTER * size
         )
@@ -70,6 +70,7 @@ class Tokenizer:
             found = self._encoder.call("describe", limits=limits)
         except Refused as error:
             raise CheckpointError(f"not a valid tokenizer.json: {_reason(error)}") from None
+        _check_description(found, end)
         if found["dropout"]:
             warnings.warn(
                 "the tokenizer's file asks for dropout, a setting of training that encodes a text at random; "
@@ -178,9 +179,14 @@ class Tokenizer:
             data = self._encoder.call("encode", list(map(str, texts)), special and self.add_bos is None, limits=limits)
         except Refused as error:
             raise CheckpointError(f"the tokenizer is damaged and cannot encode: {_reason(error)}") from None
-        numbers = array.array("I", data).tolist()
+        numbers = _numbers(data)
+        counts = numbers[: len(texts)]
+        if len(counts) != len(texts) or len(texts) + sum(counts) != len(numbers):
+            raise CheckpointError(
+                f"tokenizer: its process sent {len(numbers)} numbers, which are no ids of these texts"
+            )
         found, end = [], len(texts)
-        for count in numbers[: len(texts)]:
+        for count in counts:
             ids = numbers[end : end + count]
             found.append(self._with_bos(ids) if special else ids)
             end += count
@@ -277,12 +283,15 @@ def _check_steps(content: Mapping[str, Any]) -> None:
             level = [child for children in inside for child in children if isinstance(child, (dict, list))]
 
 
-def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) -> None:
+def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) -> int:
     """Rejects a tokenizer.json with an id out of range, before a table of that size is allocated.
 
     The ids of a model's vocabulary may have gaps. Published files have a few more tokens, without gaps, which are never
     emitted. An id must therefore be below the vocabulary size or the number of tokens in the file; without a model,
     below `size`, the number of characters in the file.
+
+    Returns:
+        The end of the range.
 
     Raises:
         CheckpointError: an id is out of range; the message names the token.
@@ -307,6 +316,45 @@ def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) ->
     if wrong is not None:
         known = "" if vocab_size is None else f": the model has {vocab_size} tokens, the file {count}"
         raise CheckpointError(f"token {wrong[0]!r:.40} has id {wrong[1]!r:.40}, expected 0 .. {end - 1}{known}")
+    return end
+
+
+def _check_description(found: Any, end: int) -> None:
+    """Checks the shape of what the confined process tells about a tokenizer, since it may have been taken over.
+
+    Args:
+        found: its answer, see `describe` in `workers/text_tokenizers.py`.
+        end: of the range of ids. Added tokens whose ids the library chooses follow.
+
+    Raises:
+        CheckpointError: the answer has another shape, or an id is out of range.
+    """
+    found = found if isinstance(found, dict) else {}
+    decoder, added = found.get("decoder", 0), found.get("added")
+    steps = decoder.get("decoders", []) if isinstance(decoder, dict) else []
+    good = (
+        isinstance(found.get("model"), str)
+        and "dropout" in found
+        and (decoder is None or isinstance(decoder, dict))
+        and isinstance(steps, list)
+        and all(isinstance(step, dict) for step in steps)
+        and isinstance(added, list)
+        and all(isinstance(one, list) and [type(part) for part in one] == [int, str, bool] for one in added)
+        and all(0 <= one[0] < end + len(added) for one in added)
+    )
+    if not good:
+        raise CheckpointError(f"tokenizer: its process answered {shown(found)}, expected a description of the file")
+
+
+def _numbers(data: Any) -> list[int]:
+    """Returns the numbers of an answer of the confined process.
+
+    Raises:
+        CheckpointError: it is not a sequence of numbers of 32 bits.
+    """
+    if not isinstance(data, bytes) or len(data) % 4:
+        raise CheckpointError(f"tokenizer: its process answered {shown(data)}, expected token ids")
+    return array.array("I", data).tolist()
 
 
 def _is_byte(token: str) -> bool:
@@ -338,7 +386,7 @@ def _reason(error: Refused) -> str:
 def _decoder_kind(decoder: Mapping[str, Any] | None) -> tuple[bool, bool]:
     """Returns whether the tokenizer is byte-level, and whether its decoder strips a leading space."""
     decoder = decoder or {}
-    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
     first = steps[0] if steps else {}
     if kinds == ["ByteLevel"]:

@@ -1,6 +1,7 @@
 """End tokens: an answer ends where the chat template ends it, wherever the checkpoint names the token."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from helpers.chat_templates import FAMILIES, byte_tokenizer
 from helpers.checkpoints import random_params, tiny_config, write_gguf, write_hf
 from jaxspec.checkpoints.source import open_checkpoint
+from jaxspec.confined.process import CONFINED
+from jaxspec.errors import LimitError, ProcessError
 from jaxspec.text import ChatTemplate, Tokenizer
+from jaxspec.text.bridge import Side
 from jaxspec.text.ends import NAMES, end_ids, turn_end
 
 pytestmark = pytest.mark.quick
@@ -139,6 +143,29 @@ def test_a_token_that_ends_one_message_of_several_is_no_end():
     )
     found = end_ids(tokenizer, ChatTemplate(source), [])
     assert {tokenizer.token_bytes(i).decode() for i in found} == {"<|return|>", "<|call|>"}
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_end_tokens_do_not_depend_on_the_machine(monkeypatch):
+    """A template may refuse a conversation. A limit, or a process that does not start, is an error."""
+    one = FAMILIES["chatml"]
+    tokenizer = Tokenizer(byte_tokenizer([name for name in one.special if name]))
+    right = end_ids(tokenizer, one.template, [])
+    assert end_ids(tokenizer, ChatTemplate("{{ raise_exception('no') }}"), []) == right  # by name
+    with pytest.raises(LimitError, match="processor time"):
+        end_ids(tokenizer, ChatTemplate(ENDLESS), [])
+    template = ChatTemplate(one.source)
+    side = Side(tokenizer, template, right, 288)
+    CONFINED.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        for ask in (lambda: end_ids(tokenizer, template, []), lambda: side.roles, lambda: side.conversation([1])):
+            with pytest.raises(ProcessError):
+                ask()
+    assert end_ids(tokenizer, template, []) == right
+    assert side.roles == Side(tokenizer, ChatTemplate(one.source), right, 288).roles
 
 
 def test_ids_beyond_the_model_are_no_ends():

@@ -54,6 +54,12 @@ BOMBS = [
     BEGIN
     + "{% for i in range(9999) %}{% set p = ns.u %}{% macro m() %}{{ p() }}{% endmacro %}{% set ns.u = m %}{% endfor %}",
     BEGIN + "{% for i in range(9999) %}{% for x in [ns.u] %}{% set ns.u = [loop] %}{% endfor %}{% endfor %}",
+    *(  # messages of exceptions that are long texts, or take long to write
+        f"{BEGIN}{{% set ns.a = ['a' * {size}] %}}{{% for i in range({turns}) %}}{{% set ns.a = {more} %}}{{% endfor %}}{use}"
+        for size, turns in ((4_000_000, 5), (4_000_000, 8), (1, 24))
+        for more in ("[ns.a, ns.a]", "(ns.a, ns.a)")
+        for use in ("{{ raise_exception(ns.a) }}", "{{ {}[ns.a].k }}", "{{ messages[ns.a].k }}", "{{ {ns.a: 1} }}")
+    ),
     "{{ 'a' * 10 ** 9 }}",
     "{{ 9 ** 9 ** 9 }}",
     "{{ '%999999999d' is odd }}",

@@ -1,12 +1,14 @@
 """Messages as other systems write them: the chat template decides, and reads them in the form that it knows."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from text.test_templates import FAMILIES, TOKENS, TOOLS
 
-from jaxspec.errors import InvalidConfig
+from jaxspec.confined.process import CONFINED
+from jaxspec.errors import InvalidConfig, ProcessError
 from jaxspec.text import ChatTemplate
 from jaxspec.text.messages import check_tools, check_variables
 
@@ -107,6 +109,21 @@ def test_roles_and_other_keys_are_the_templates():
     source = "{% for m in messages %}{{ m.role }}:{{ m.note | default('-') }}:{{ m.content | tojson }} {% endfor %}"
     talk = [{"role": "critic", "content": {"x": [1]}, "note": "n"}, {"role": "user", "content": 3, "note": None}]
     assert ChatTemplate(source).render(talk) == 'critic:n:{"x": [1]} user:-:3 '
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "qwen-2.5", "deepseek-r1", "gemma-3", "lists"])
+def test_a_process_that_fails_to_start_says_nothing_about_a_template(family, monkeypatch):
+    """What the template reads is found out later, and is the same."""
+    lists = "{% for m in messages %}{% for part in m.content %}{{ part['text'] }}{% endfor %};{% endfor %}"
+    source = lists if family == "lists" else FAMILIES[family][0]
+    template, messages = ChatTemplate(source, TOKENS), [ASKED, call(content=None), RESULT]
+    messages = [ASKED] if family == "lists" else messages
+    CONFINED.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(ProcessError):
+            template.render(messages)
+    assert template.render(messages) == ChatTemplate(source, TOKENS).render(messages)
 
 
 def test_messages_are_not_changed():

@@ -6,11 +6,13 @@ The templates are this file's own. Each uses the constructs of its family's publ
 """
 
 import datetime
+import marshal
 
 import pytest
 
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.text import ChatTemplate
+from jaxspec.text.chat import MAX_SOURCE
 from scripts.prove.templates import DATE, render_plainly
 
 pytestmark = pytest.mark.quick
@@ -473,6 +475,29 @@ def test_what_is_no_function_of_the_input_is_refused(expression, message):
 def test_addresses_that_were_given_are_text():
     said = "what is <function f at 0x7f00deadbeef>?"
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": said}]) == said
+
+
+@pytest.mark.parametrize(
+    "piece", ["{{ a }}", "{%if a%}{{b}}{%endif%}", "{{ a.b if c else d[0] | trim }}\n", "{%set x=1%}", "family"]
+)
+def test_a_template_may_have_its_maximum_length(piece):
+    """The limits of compiling grow with the source."""
+    piece = FAMILIES["llama-3.1"][0] if piece == "family" else piece
+    source = piece * (MAX_SOURCE // len(piece))
+    message = {"role": "user", "content": "x"}
+    assert ChatTemplate(source, TOKENS).source == source
+    assert ChatTemplate("{% if 0 %}" + source[: len(piece) * 99] + "{% endif %}a", TOKENS).render([message]) == "a"
+
+
+def test_conversations_share_their_tools(monkeypatch):
+    """They are sent once, however many conversations there are."""
+    sent, dumps = [], marshal.dumps
+    monkeypatch.setattr(marshal, "dumps", lambda value: sent.append(dumps(value)) or sent[-1])
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}{{ tools[0].name }}"
+    tools = [{"name": f"{i}", "description": "x" * 9999} for i in range(99)]
+    talks = [[{"role": "user", "content": str(i)}] for i in range(99)]
+    assert ChatTemplate(source).render_all(talks, tools=tools) == [f"{i}990" for i in range(99)]
+    assert 99 * 9999 < max(map(len, sent)) < 2 * 99 * 9999
 
 
 def test_the_date_is_today_or_the_one_that_is_given():

@@ -26,7 +26,7 @@ except ImportError:  # not on this platform: the parent limits the memory
 KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokenizers", "Tokenizer")}
 """Module and class of each kind of object."""
 
-HEADER, LENGTH = struct.Struct("<cQQ"), struct.Struct("<Q")
+HEADER, LENGTH = struct.Struct("<cQ"), struct.Struct("<Q")
 LEFT_MEMORY = 0.5  # the part of a call's memory that calls may leave behind; otherwise the process ends
 UNUSED = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
 HARMLESS = {
@@ -90,9 +90,9 @@ class Limiter:
 def seal():
     """Gives up what requests do not need."""
     os.environ.clear()
-    kinds = [getattr(resource, name) for name in UNUSED if hasattr(resource, name)]  # none if resource is None
-    for kind in kinds:
-        resource.setrlimit(kind, (0, 0))
+    if resource is not None:
+        for kind in [getattr(resource, name) for name in UNUSED if hasattr(resource, name)]:
+            resource.setrlimit(kind, (0, 0))
     sys.addaudithook(refuse)
 
 
@@ -112,10 +112,7 @@ def write(pipe, kind, data):
 
     The letter is upper case if the process ends now.
     """
-    peak = 0
-    if resource is not None:  # in bytes on macOS, in KiB elsewhere
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    view = memoryview(HEADER.pack(kind, peak, len(data)) + data)
+    view = memoryview(HEADER.pack(kind, len(data)) + data)
     while view:
         view = view[os.write(pipe, view) :]
 
@@ -131,6 +128,16 @@ def describe(error):
     return to_json([type(error).__name__, " ".join(text.split())[:500]])
 
 
+def refusal(error):
+    """Returns the answer for an exception. The limits still hold: its message may be the text of any value."""
+    try:
+        return (b"m", b"") if isinstance(error, MemoryError) else (b"e", describe(error))
+    except MemoryError:
+        return b"m", b""
+    except BaseException as other:  # such as values that are nested too deep
+        return b"e", to_json([type(error).__name__, type(other).__name__])
+
+
 def answer(objects, classes, limiter, request):
     """Handles a request; returns the kind of the answer and its bytes."""
     released, number, name, arguments, seconds, memory = request
@@ -143,12 +150,8 @@ def answer(objects, classes, limiter, request):
         else:
             objects[number], value = classes[name](*arguments), None
         return (b"b", value) if isinstance(value, bytes) else (b"j", to_json(value))
-    except MemoryError:
-        limiter.end()
-        return b"m", b""
     except BaseException as error:
-        limiter.end()
-        return b"e", describe(error)
+        return refusal(error)
     finally:
         limiter.end()
 
