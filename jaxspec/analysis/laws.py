@@ -36,7 +36,8 @@ def floats(name: str, values: Any) -> None:
     """Checks that values are an array of floats with at least one axis.
 
     Raises:
-        InvalidConfig: they are not; the message names the argument.
+        InvalidConfig: they are not an array of floats; the message names the argument.
+        ShapeMismatch: they are a scalar.
     """
     kind = getattr(values, "dtype", None)
     if kind is None or not jnp.issubdtype(kind, jnp.floating):

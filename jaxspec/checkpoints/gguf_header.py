@@ -117,10 +117,10 @@ class _Cursor:
     def string_array(self, key: str, count: int) -> list[str]:
         """Reads strings as `string` does, without a call for each: a header has up to a million."""
         data, begin, at, end = self.data, self.at, self.at, len(self.data)
-        most, unpack = begin + 8 * count + MAX_TEXT - self.text, _SCALARS[10].unpack_from
+        most, unpack = begin + MAX_TEXT - self.text, _SCALARS[10].unpack_from
         found: list[str] = []
         for _ in range(count):
-            start = at + 8
+            start, most = at + 8, most + 8
             stop = start + unpack(data, at)[0] if start <= end else end + 1
             try:
                 if stop > min(end, most):

@@ -6,6 +6,7 @@ Use the file with 'jaxspec generate --tuned FILE', 'jaxspec chat --tuned FILE' o
 import argparse
 from typing import Any
 
+from jaxspec.amounts import plural
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
 from jaxspec.cli import drafting, options
@@ -131,8 +132,7 @@ def scarcity(measured: dict, prompts: int) -> str:
     fewest = min(measured["rounds_timed"].values())
     if fewest >= ENOUGH:
         return ""
-    some = f"{prompts} prompt{'s' * (prompts > 1)}"
     return (
-        f"only {fewest} round{'s' * (fewest > 1)} of some depths timed on {some}: for figures to rely on, use more "
-        "prompts or a larger --max-new-tokens"
+        f"only {plural(fewest, 'round')} of some depths timed on {plural(prompts, 'prompt')}: for figures to rely on, "
+        "use more prompts or a larger --max-new-tokens"
     )

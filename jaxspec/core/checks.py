@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from jaxspec.core.sizes import INT32 as INT32
+from jaxspec.core.sizes import INT32
 from jaxspec.errors import InvalidConfig, WrongArguments, shown
 
 Function = TypeVar("Function", bound=Callable)

@@ -131,13 +131,13 @@ class SpellingDrafter(Drafter, Protocol):
         """The most tokens of its own that it reads of a text, for each slot of the target's cache."""
         ...
 
-    def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
+    def spell(self, prompt: Any, ids: Sequence[int], variables: Mapping[str, Any]) -> list[int]:
         """Returns a prompt in the drafter's tokens; runs on the host.
 
         Args:
-            prompt: text, token ids or chat messages, as the user passed it.
+            prompt: raw text, token ids or chat messages.
             ids: the same in the target's tokens.
-            chat: whether text is a message of the user.
+            variables: variables of the chat template, such as `tools`.
         """
         ...
 

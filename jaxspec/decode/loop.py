@@ -77,9 +77,9 @@ class Decoder:
     top_logprobs: int = 0
 
     def __post_init__(self):
-        whole("chunk", self.chunk)
-        whole("top_logprobs", self.top_logprobs, 0)
-        flag("width_matched", self.width_matched)
+        object.__setattr__(self, "chunk", whole("chunk", self.chunk))
+        object.__setattr__(self, "top_logprobs", whole("top_logprobs", self.top_logprobs, 0))
+        object.__setattr__(self, "width_matched", flag("width_matched", self.width_matched))
         check_widths(self.widths)
         if not isinstance(self.target, LanguageModel) or isinstance(self.target, type):
             raise InvalidConfig(f"target must be a LanguageModel, such as model.lm; got {shown(self.target)}")

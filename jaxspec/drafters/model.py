@@ -5,7 +5,7 @@ tokens of its own, and drafts from the tokens that both have.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -189,9 +189,9 @@ class BridgedDraft:
     def calls(self) -> int:
         return self.inner.calls
 
-    def spell(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
+    def spell(self, prompt: Any, ids: Sequence[int], variables: Mapping[str, Any]) -> list[int]:
         """Returns a prompt in the draft model's tokens; see `Bridge.prompt`."""
-        return self.bridge.prompt(prompt, ids, chat)
+        return self.bridge.prompt(prompt, ids, variables)
 
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
         state = self.inner.init(params["model"], batch, self.room * capacity)

@@ -118,7 +118,7 @@ def read_turns(
         turns.append(Turn([], tuple(messages), tools=own, variables=variables))
     turns = _rendered(target, turns)
     for i, turn in enumerate(turns):
-        check_ids(target, turn.ids, f"prompt {i if records is None else i * len(prompts) // len(records)}")
+        _check_ids(target, turn.ids, f"prompt {i if records is None else i * len(prompts) // len(records)}")
     return turns if records is None else [continued(target, *pair) for pair in zip(records, turns, strict=True)]
 
 
@@ -183,18 +183,18 @@ def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, An
 def _encode(target: Model, prompt: Any, where: str, begins: bool) -> list[int]:
     """Returns the ids of raw text, which may continue a session's, or of token ids of any type."""
     if isinstance(prompt, str):
-        return check_ids(target, target.encode(prompt, begins), where)
+        return target.encode(prompt, begins)
     try:
         array = np.asarray(prompt)
     except Exception:  # ragged lists, deleted arrays
         array = np.asarray(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidConfig(f"{where} must be text, chat messages or a list of token ids, got {shown(prompt)}")
-    return check_ids(target, array.astype(np.int64).tolist(), where)
+    return array.astype(np.int64).tolist()
 
 
-def check_ids(target: Model, ids: list[int], where: str) -> list[int]:
-    """Returns the ids of a prompt.
+def _check_ids(target: Model, ids: list[int], where: str) -> None:
+    """Checks the ids of a prompt.
 
     Raises:
         EmptyPrompt: there are none.
@@ -206,7 +206,6 @@ def check_ids(target: Model, ids: list[int], where: str) -> list[int]:
     for i, token in enumerate(ids):
         if not 0 <= token < vocab:
             raise TokenOutOfRange(f"{where} has token {token} at index {i}; ids go from 0 to {vocab - 1}")
-    return ids
 
 
 def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Array:

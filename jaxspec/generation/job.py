@@ -230,10 +230,12 @@ def make_job(
         weights = weights._replace(draft=replicate(weights.draft, mesh))
     recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
     spelled, drafter = None, decoder.drafter
-    if isinstance(drafter, SpellingDrafter) and not any(turn.held and turn.messages for turn in turns):
-        wrapped = target.chat_template is not None if chat is None else chat
-        said = [prompt["messages"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
-        spelled = [drafter.spell(prompt, turn.ids, wrapped) for prompt, turn in zip(said, turns[::samples])]
+    # A session's conversation goes on from the answers, which differ between the samples of a prompt.
+    if isinstance(drafter, SpellingDrafter) and (records is None or not any(turn.messages for turn in turns)):
+        spelled = [
+            drafter.spell(turn.messages or prompt, turn.ids, {"tools": turn.tools or None, **turn.variables})
+            for prompt, turn in zip(prompts, turns[::samples])
+        ]
     return Job(
         target, decoder, weights, prompts, turns, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh,
         spelled,

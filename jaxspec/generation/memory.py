@@ -8,7 +8,7 @@ import jax
 
 from jaxspec.amounts import plural, size
 from jaxspec.core import sizes
-from jaxspec.core.checks import INT32, index
+from jaxspec.core.checks import index
 from jaxspec.core.networks import LanguageModel
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
@@ -31,8 +31,8 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
         InvalidConfig: the capacity is not a whole number.
         CapacityError: the text exceeds the model's context or the requested capacity, or the caches exceed the memory.
     """
-    if capacity is not None and (index(capacity) is None or int(capacity) > INT32):
-        raise InvalidConfig(f"capacity must be a whole number of slots, at most {INT32}, got {shown(capacity)}")
+    if capacity is not None and (index(capacity) is None or int(capacity) > sizes.INT32):
+        raise InvalidConfig(f"capacity must be a whole number of slots, at most {sizes.INT32}, got {shown(capacity)}")
     context = decoder.target.context
     if longest > context:
         raise CapacityError(

@@ -91,21 +91,18 @@ class Stream(Iterator[Chunk]):
             session = Session(job.decoder, weights, request, batch.capacity, job.mesh, len(batch.rows), self._notice)
         session.notice = self._notice
         self._session = session
-        # A session that goes on has text before the prompt.
-        tokens, start = to_host(session.state.tokens), to_host(session.state.start)
-        before = [tokens[b, : start[b]].tolist() for b in range(len(rows))]
-        self._rows = [None if row is None else self._start_row(row, before[b]) for b, row in enumerate(rows)]
+        self._rows = [None if row is None else self._start_row(row) for row in rows]
         self._rounds_read = to_host(session.state.round)
         if self._single_batch:
             session.records = [RowRecord(self._job.turns[row], self._generations[row]) for row in batch.rows]
 
-    def _start_row(self, row: int, before: Sequence[int]) -> "_Row":
-        """Starts a row; `before` are the tokens that its answer continues."""
+    def _start_row(self, row: int) -> "_Row":
         job = self._job
+        turn = job.turns[row]
         text = None if job.target.tokenizer is None else ""
-        out = Generation(row // job.samples, row % job.samples, job.prompt(row), [], text)
+        out = Generation(row // job.samples, row % job.samples, turn.ids, [], text)
         self._generations[row] = out
-        return _Row(row, out, job.target, before, self._stops, self._on_token)
+        return _Row(row, out, job.target, [*turn.held, *turn.ids], self._stops, self._on_token)
 
     def _collect(self, session: Session) -> None:
         """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued ones."""
@@ -145,7 +142,7 @@ class Stream(Iterator[Chunk]):
             for group, (position, row) in enumerate(zip(positions, rows)):
                 if row is not None:
                     b = group * len(self._rows) // len(positions) + position
-                    self._rows[b], self._rounds_read[b] = self._start_row(row, self._job.prompt(row)), 0
+                    self._rows[b], self._rounds_read[b] = self._start_row(row), 0
 
     def _by_group(self) -> list[list["_Row | None"]]:
         """Returns the rows of each group of devices."""

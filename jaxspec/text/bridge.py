@@ -191,7 +191,7 @@ class Bridge:
         """Returns the draft's spelling of the target's tokens, one by one, as the decoder spells what it commits."""
         return [int(i) for token in ids for i in self.spelling[self.starts[token] : self.starts[token + 1]]]
 
-    def prompt(self, prompt: Any, ids: Sequence[int], chat: bool) -> list[int]:
+    def prompt(self, prompt: Any, ids: Sequence[int], variables: Mapping[str, Any]) -> list[int]:
         """Returns a prompt in the draft's tokens.
 
         Text is tokenized by the draft's tokenizer, messages are rendered by its chat template, also those that the
@@ -199,20 +199,18 @@ class Bridge:
         from the target's ids.
 
         Args:
-            prompt: text, token ids or chat messages, as the user passed it.
+            prompt: raw text, token ids or chat messages.
             ids: the same in the target's tokens.
-            chat: whether text is a message of the user.
+            variables: variables of the chat template, such as `tools`.
         """
         side = self.draft
         found = None
-        if isinstance(prompt, str) and not chat:
+        if isinstance(prompt, str):
             found = side.tokenizer.encode(prompt)
         elif side.template is not None:
-            messages: Any = [{"role": "user", "content": prompt}]
-            if not isinstance(prompt, str):
-                messages = prompt if isinstance(prompt[0], Mapping) else self.target.conversation(ids)
+            messages = prompt if isinstance(prompt[0], Mapping) else self.target.conversation(ids)
             with ignored_refusals():
-                found = None if messages is None else side.tokenizer.encode(side.template.render(messages))
+                found = None if messages is None else side.tokenizer.encode(side.template.render(messages, **variables))
         if found is None:
             found = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]
         return [i for i in found if i < side.size] or [self.begin]

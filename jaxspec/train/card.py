@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxspec
+from jaxspec.amounts import plural, size
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.storage.writing import write_whole
@@ -76,17 +77,18 @@ def write(
         if getattr(settings, field.name) != field.default
     }
     supervised, count = int(trained.data.rows.mask.sum()), len(measured["top1"])
+    texts = "the target’s answers" if trained.settings.distill else "the answers"
     lines = [
         f"# {trained.trainee.title} for {trained.target.name}",
         "",
-        f"{trained.trainee.description}, {heads.bytes / 1e6:.1f} MB. What is drafted is decided by the "
+        f"{trained.trainee.description}, {size(heads.bytes)}. What is drafted is decided by the "
         "target: with a lossless rule the text is the target's own.",
         "",
         trained.trainee.served_by,
         "",
-        f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: {trained.step} steps, "
-        f"{supervised} tokens to train on ({'the target’s answers' if trained.settings.distill else 'the answers'} to "
-        f"prompts of {', '.join(pathlib.Path(p).name for p in prompts)}), {trained.skipped} steps skipped.",
+        f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: "
+        f"{plural(trained.step, 'step')}, {plural(supervised, 'token')} to train on ({texts} to prompts of "
+        f"{', '.join(pathlib.Path(p).name for p in prompts)}), {plural(trained.skipped, 'step')} skipped.",
         "",
         "| held-out texts | " + " | ".join(f"token {i + 1}" for i in range(count)) + " |",
         "|---" * (1 + count) + "|",

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
@@ -84,7 +85,7 @@ class DFlashTrainee:
         c, layers = self.config, self.config.decoder.num_layers
         markov = f", Markov head: {c.markov}, rank {c.markov_rank}" if c.markov else ""
         return (
-            f"{layers} decoder layer{'s' * (layers > 1)} on the target's states after the layers "
+            f"{plural(layers, 'decoder layer')} on the target's states after the layers "
             f"{', '.join(map(str, c.taps or ()))}, blocks of {c.block_size} rows that name {c.max_depth} tokens"
             f"{markov}{', with a confidence head' * c.confidence}, mask token {c.mask_token}, {c.rows} of "
             f"{c.vocab_size} tokens drafted"

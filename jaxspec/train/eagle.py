@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
@@ -86,12 +87,12 @@ class EagleTrainee:
     def description(self) -> str:
         """The sizes, for the card."""
         c, d = self.config, self.config.decoder
-        layers = f"{d.num_layers} decoder layer{'s' * (d.num_layers > 1)}"
+        layers = plural(d.num_layers, "decoder layer")
         reads = f"after the layers {', '.join(map(str, c.taps))}" if c.taps else "before the projection"
         projection = "own" if c.own_projection else "shared"
         return (
             f"{layers} on the target's states {reads}, projection: {projection}, {c.rows} of {c.vocab_size} tokens "
-            f"drafted, {self.depth} step{'s' * (self.depth > 1)} in training"
+            f"drafted, {plural(self.depth, 'step')} in training"
         )
 
     @property

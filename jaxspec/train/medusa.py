@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
@@ -77,10 +78,10 @@ class MedusaTrainee:
     def description(self) -> str:
         """The sizes, for the card."""
         c = self.config
-        blocks = f"{c.num_layers} block{'s' * (c.num_layers > 1)}"
+        blocks = plural(c.num_layers, "block")
         network = f" in one network of {blocks}" if c.inputs == "recurrent" else f" of {blocks} each"
         return (
-            f"{c.num_heads} heads{network}, inputs: {c.inputs}, projection: {c.projection}, {c.rows} of "
+            f"{plural(c.num_heads, 'head')}{network}, inputs: {c.inputs}, projection: {c.projection}, {c.rows} of "
             f"{c.vocab_size} tokens drafted"
         )
 

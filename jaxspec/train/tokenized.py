@@ -9,6 +9,7 @@ import numpy as np
 from jaxspec.errors import CheckpointError, InvalidConfig, MissingTokenizer, TrainingError
 from jaxspec.models.model import Model
 from jaxspec.text.conversations import BadRow, Conversation
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.packing import Text
 
 
@@ -106,19 +107,39 @@ def _masked(model: Model, one: Conversation) -> Text:
     if template is None or tokenizer is None:
         raise InvalidConfig(f"{model.name} has no chat template; use .txt files")
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return Text(np.zeros(0, np.int32), np.zeros(0, bool))
     parts = [messages[:end] for i in answers for end in (i, i + 1)]  # up to each prompt and each answer
-    texts = ["", *template.render_all(parts, [True, False] * len(answers), tools=list(one.tools) or None)]
+    texts = template.render_all(parts, [True, False] * len(answers), tools=list(one.tools) or None)
     if not all(after.startswith(before) for before, after in itertools.pairwise(texts)):
         raise InvalidConfig("the chat template rewrites earlier messages; use single turns")
     learnt = [own and (one.asked is None or i >= one.asked) for i in answers for own in (False, True)]
-    ids: list[int] = []
-    mask: list[bool] = []
-    for i, whole in enumerate(tokenizer.encode_all(texts[1:])):
-        held = whole[: len(ids)] == ids
-        new = whole[len(ids) :] if held else tokenizer.encode(texts[i + 1][len(texts[i]) :], begins=False)
-        ids += new
-        mask += [learnt[i]] * len(new)
-    return Text(np.asarray(ids, np.int32), np.asarray(mask, bool))
+    added = _encode_parts(tokenizer, texts)
+    mask = np.repeat(learnt, [len(ids) for ids in added])
+    return Text(np.asarray([*itertools.chain(*added)], np.int32), mask)
+
+
+def _encode_parts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes what each text adds to the text before it, with which it begins.
+
+    The parts are encoded one by one. All texts are encoded only if the ids of the parts are not those of the last text.
+    """
+    parts = [after.removeprefix(before) for before, after in itertools.pairwise(["", *texts])]
+    first, whole = tokenizer.encode_all([texts[0], texts[-1]])
+    alone = tokenizer.encode_all(parts[1:], begins=False)
+    # Some encoders put a space of their own after a special token, as at the beginning of a text.
+    spaced = tokenizer.encode_all(parts[1:], special=False) if tokenizer.strips_space else alone
+    ids, added = list(first), [first]
+    for one, other in zip(alone, spaced):
+        added.append(other if whole[len(ids) : len(ids) + len(other)] == other else one)
+        ids += added[-1]
+    if ids == whole:
+        return added
+    ids, added = [], []  # a token of the whole text crosses the end of a part
+    for part, known in zip(parts, tokenizer.encode_all(texts)):
+        added.append(known[len(ids) :] if known[: len(ids)] == ids else tokenizer.encode(part, begins=False))
+        ids += added[-1]
+    return added
 
 
 def split(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:

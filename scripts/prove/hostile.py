@@ -62,7 +62,7 @@ PARAMS = random_params(CONFIG)
 class Format(NamedTuple):
     """A format: how its files are written, and read to arrays by name.
 
-    `checked` says that a changed weight must be noticed, and `most` how many arrays a changed byte may change.
+    `checked` says that a changed weight must be noticed, and `share` how many arrays a changed byte may change.
     """
 
     write: Callable[[pathlib.Path], Any]

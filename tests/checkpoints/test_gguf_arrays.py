@@ -9,6 +9,7 @@ import pytest
 
 from helpers.bounds import bounded
 from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_gguf
+from jaxspec.checkpoints import gguf_header
 from jaxspec.checkpoints.gguf_header import MAX_ENTRIES, MAX_STRINGS, MAX_TEXT, parse_header
 from jaxspec.checkpoints.source import open_checkpoint, read_headers
 from jaxspec.errors import CheckpointError
@@ -80,3 +81,18 @@ def test_hostile_headers_take_little(name):
     if name != "wide letters":
         with pytest.raises(CheckpointError, match="expected at most"):
             parse_header(HOSTILE[name], "made.gguf")
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+@pytest.mark.parametrize("beyond", [0, 1, 40])
+def test_the_text_of_an_array_is_limited_as_it_is_read(monkeypatch, length, beyond):
+    """Of short strings, whose lengths take more bytes than their text, the first beyond the limit is refused."""
+    count = 60
+    raw = header(array(b"a", 8, count, text(b"x" * length) * count))
+    monkeypatch.setattr(gguf_header, "MAX_TEXT", 1 + (count - beyond) * length)  # the key has one byte
+    if not beyond:
+        assert parse_header(raw, "made.gguf")[0]["a"] == ["x" * length] * count
+        return
+    number, size = 2 + count - beyond, 1 + (1 + count - beyond) * length
+    with pytest.raises(CheckpointError, match=f"a is string {number} of {size} bytes together"):
+        parse_header(raw, "made.gguf")

@@ -102,7 +102,7 @@ def test_tune():
 
 CARD = """# Medusa heads for smollm2-135m-instruct
 
-8 heads in one network of 2 blocks, inputs: recurrent, projection: reduced, 8192 of 49152 tokens drafted, 8.4 MB.
+8 heads in one network of 2 blocks, inputs: recurrent, projection: reduced, 8192 of 49152 tokens drafted, 8.40 MB.
 
 | held-out texts | head 0 | head 1 | head 2 | head 3 | head 4 | head 5 | head 6 | head 7 |
 |---|---|---|---|---|---|---|---|---|

@@ -1,5 +1,6 @@
 """Tests of draft models of another vocabulary: their laws, and the texts decoded with them."""
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from cases import LOSSLESS, RULES, TREES, WEIGHING, verifies
 from helpers.bridges import BEGIN, END, OTHER, OTHER_DRAFT, OTHER_LM, OTHER_PARAMS, OTHER_V, across, bridge
-from helpers.narrow import instance
+from helpers.narrow import instance, not_none
 from helpers.tiers import with_slow
 from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TOKENIZER, TOY, V, go, tokens
 from helpers.toys import decoder, random_request, request, texts, whole
@@ -26,7 +27,7 @@ from jaxspec.errors import VocabMismatch
 from jaxspec.generation import job
 from jaxspec.generation.drafting import Drafting
 from jaxspec.testing import TableLM, bias, check_drafter, model_law
-from jaxspec.text import Tokenizer
+from jaxspec.text import ChatTemplate, Tokenizer
 
 PARAMS = {"table": TABLE}
 PROMPT = [1, 6, 14, 7, 15, 4, 8, 9, 2]  # "a", "ab", "bc", "ca", ".", " ", "é", "b"
@@ -188,6 +189,35 @@ class TestOwnPrompts:
         assert tokens(more) == tokens(expected)
         own = instance(BridgedState, more.session.state.draft)
         assert int(own.covered[0]) == int(more.session.state.length[0])
+
+    def test_the_drafts_template_is_given_tools(self):
+        """Those of the prompt, and those of the call for prompts without any."""
+        source = not_none(not_none(OTHER_DRAFT.chat_template).source)
+        template = ChatTemplate("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + source)
+        draft = dataclasses.replace(OTHER_DRAFT, chat_template=template)
+        asked = [{"role": "user", "content": "abc"}]
+        a, b = ([{"type": "function", "function": {"name": name, "parameters": {}}}] for name in ("a", "b"))
+        prompts = [{"messages": asked, "tools": a}, asked, "abc"]
+        output = go(prompts, "model", draft=draft, chat=True, tools=b, max_new_tokens=4)
+        own = instance(BridgedState, output.session.state.draft).text
+        for row, tools in zip(np.asarray(own), (a, b, b)):
+            expected = OTHER.encode(template.render(asked, tools=tools))
+            assert row[: len(expected)].tolist() == expected
+
+    def test_a_conversation_that_is_read_again(self):
+        """From the first token on: the draft reads the whole conversation, with the answer of each sample."""
+        settings: dict[str, Any] = {"chat": True, "capacity": 512, "max_new_tokens": 8, "samples": 2}
+        output = go(["abc", "b"], "model", draft=OTHER_DRAFT, **settings)
+        other = dataclasses.replace(TOY, chat_template=ChatTemplate("b" + not_none(not_none(TOY.chat_template).source)))
+        more = go(["ca", "a"], "model", target=other, draft=OTHER_DRAFT, session=output.session, **settings)
+        state = more.session.state
+        own = instance(BridgedState, state.draft)
+        assert more[0].prompt_tokens != more[1].prompt_tokens
+        for b, row in enumerate(more):
+            expected = spelled(row.prompt_tokens + row.tokens)
+            assert row.prompt_tokens == np.asarray(state.tokens)[b, : len(row.prompt_tokens)].tolist()
+            assert np.asarray(own.text)[b, : int(own.length[b])].tolist() == expected[: int(own.length[b])]
+            assert int(own.length[b]) >= len(spelled(row.prompt_tokens))
 
     def test_rows_are_replaced(self):
         output, plain = self.asked(["abc b", "bc", "a", "cab", "c c"], batch=2)

@@ -192,3 +192,42 @@ def test_training_reads_a_conversation_as_it_is_decoded(kind):
     assert found.ids.tolist() == tokenizer.encode(template.render(messages))
     learnt = [tokenizer.token_bytes(i) for i, own in zip(found.ids.tolist(), found.mask) if own]
     assert b"".join(learnt) == b" b<eos> a<eos>"
+
+
+TAGGED = ChatTemplate(
+    "{% for m in messages %}{{ m.content }}{{ eos if m.role == 'assistant' else '\n' }}{% endfor %}",
+    {"eos": "<eos>"},
+)
+
+
+def conversation(contents: list[str]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(kinds, st.lists(st.text("ab \né", min_size=1, max_size=4), min_size=2, max_size=8))
+def test_training_encodes_each_answer_after_its_prompt(tokenizer, contents):
+    """200 conversations: what each message adds to the ids of the text before it, unless it changes them."""
+    messages = conversation(contents[: len(contents) // 2 * 2])
+    target = Model(LM, {"table": TABLE}, tokenizer, TAGGED, stop_ids=(EOS,))
+    (found,), _ = tokenized.texts_of(target, [Conversation(messages, None, "here")])
+    ids, mask, before = [], [], ""
+    for i, message in enumerate(messages):
+        text = TAGGED.render(messages[: i + 1])
+        known = tokenizer.encode(text)
+        held = known[: len(ids)] == ids
+        new = known[len(ids) :] if held else tokenizer.encode(text.removeprefix(before), begins=False)
+        ids, mask, before = ids + new, mask + [message["role"] == "assistant"] * len(new), text
+    assert (found.ids.tolist(), found.mask.tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_encodes_a_conversation_a_few_times(kind, monkeypatch):
+    """Of 20 turns, every character is encoded in the whole text and in its part, which may follow a special token."""
+    encoded, encode = [], Tokenizer._encode
+    monkeypatch.setattr(Tokenizer, "_encode", lambda self, texts, *a: encoded.extend(texts) or encode(self, texts, *a))
+    messages = conversation(["a", "ab"] * 20)
+    target = Model(LM, {"table": TABLE}, KINDS[kind], TAGGED, stop_ids=(EOS,))
+    tokenized.texts_of(target, [Conversation(messages, None, "here")])
+    breaks = 1 + len(messages)  # before what continues a text, see `encode_all`
+    assert sum(map(len, encoded)) <= 3 * len(TAGGED.render(messages)) + breaks

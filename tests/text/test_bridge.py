@@ -150,14 +150,14 @@ class TestPrompt:
         return build_bridge(side(template=TEMPLATE), side(OTHER, template=template, name="other"))
 
     def test_text(self):
-        assert self.bridge().prompt("abc", TOKENIZER.encode("abc"), False) == OTHER.encode("abc")
+        assert self.bridge().prompt("abc", TOKENIZER.encode("abc"), {}) == OTHER.encode("abc")
 
     def test_messages(self):
         expected = OTHER.encode("b abca ")
-        assert self.bridge().prompt("ab", [], True) == self.bridge().prompt(self.TALK, [], True) == expected
+        assert self.bridge().prompt(self.TALK, [], {}) == expected
 
     def test_ids(self):
-        assert self.bridge().prompt([6, 14, EOS], [6, 14, EOS], True) == [BEGIN, 3, 1, 4, END]
+        assert self.bridge().prompt([6, 14, EOS], [6, 14, EOS], {}) == [BEGIN, 3, 1, 4, END]
 
     @pytest.mark.parametrize("turns", [("ab",), ("ab", "c a", "b"), ("", "", "")])
     def test_ids_of_a_conversation(self, turns):
@@ -172,11 +172,11 @@ class TestPrompt:
             assert target.conversation(ids) == talk
             assert target.conversation(ids[:-1]) is None
             other = side(OTHER, template=OTHER_TEMPLATE)
-            assert build_bridge(target, other).prompt(ids, ids, False) == expected
+            assert build_bridge(target, other).prompt(ids, ids, {}) == expected
 
     def test_messages_without_a_template_or_that_it_refuses(self):
         for template in (None, ChatTemplate("{{ raise_exception('no') }}")):
-            assert self.bridge(template).prompt(self.TALK, [6], True) == [BEGIN, 3, 1]
+            assert self.bridge(template).prompt(self.TALK, [6], {}) == [BEGIN, 3, 1]
 
 
 def test_what_is_reported():
