@@ -102,7 +102,7 @@ def test_what_needs_no_target_is_refused_before_one_is_loaded(tmp_path, capsys):
     more = jax.device_count() + 1
     cases: list[tuple[str, list, str]] = [
         ("missing.jsonl", [], "missing.jsonl"),
-        (str(tmp_path), [], "expected .jsonl, .json or .txt"),
+        (str(tmp_path), [], "is a directory, expected a file"),
         ("empty.jsonl", [], "empty.jsonl"),
         ("rows.jsonl", [], "rows.jsonl"),
         (prompts, ["--bad-rows", "refuse", "--split", "word"], "split"),
