@@ -428,6 +428,9 @@ class Keeper:
         self.kept.append(bytearray(size))
         return bytes(2 * len(self.kept))
 
+    def fail(self):
+        raise SystemError("error return without exception set")
+
     def hold(self, size):
         held, end = b"a" * size, time.monotonic() + 0.3
         while time.monotonic() < end:
@@ -468,6 +471,14 @@ def test_the_watched_memory_does_not_grow_with_the_calls(monkeypatch, tmp_path):
         assert held.call("hold", 48 << 20, limits=limits) == b"a"
     finally:
         confined.close()
+
+
+@linux
+def test_an_allocation_that_python_loses_track_of_is_a_matter_of_memory(confined, monkeypatch, tmp_path):
+    (tmp_path / "serve.py").write_text(KEEPER.format(directory=str(SERVE.parent)))
+    monkeypatch.setattr(process, "PROGRAM", tmp_path / "serve.py")
+    with pytest.raises(LimitError, match="takes more than 64 MB of memory"):
+        template(confined).call("fail", limits=LIMITS)
 
 
 SERVE = process.PROGRAM

@@ -131,7 +131,8 @@ def describe(error):
 def refusal(error):
     """Returns the answer for an exception. The limits still hold: its message may be the text of any value."""
     try:
-        return (b"m", b"") if isinstance(error, MemoryError) else (b"e", describe(error))
+        # Python reports some allocations that failed as "SystemError: error return without exception set".
+        return (b"m", b"") if isinstance(error, (MemoryError, SystemError)) else (b"e", describe(error))
     except MemoryError:
         return b"m", b""
     except BaseException as other:  # such as values that are nested too deep
