@@ -97,7 +97,7 @@ def unloadable(monkeypatch):
 def test_what_needs_no_target_is_refused_before_one_is_loaded(tmp_path, capsys):
     prompts = trainees.write_prompts(tmp_path / "prompts.jsonl", 4)
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "rows.jsonl").write_text('{"question": "hi"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"colour": "hi"}\n')
     (tmp_path / "file").write_text("")
     more = jax.device_count() + 1
     cases: list[tuple[str, list, str]] = [
