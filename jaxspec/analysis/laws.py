@@ -14,8 +14,11 @@ from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 AnyArray = Array | np.ndarray
 
 
-def check(target: AnyArray, draft: AnyArray, children: int) -> None:
+def check(target: AnyArray, draft: AnyArray, children: int) -> int:
     """Checks that both laws are arrays of floats of one shape with at least `children` tokens.
+
+    Returns:
+        `children` as an integer of Python.
 
     Raises:
         InvalidConfig: a law is not an array of floats, or `children` is not an integer from 1 to V.
@@ -23,13 +26,14 @@ def check(target: AnyArray, draft: AnyArray, children: int) -> None:
     """
     floats("target", target)
     floats("draft", draft)
-    whole("children", children)
+    children = whole("children", children)
     if target.shape != draft.shape:
         raise ShapeMismatch(
             f"target and draft must be laws of the same shape [*b, V], got {target.shape} and {draft.shape}"
         )
     if children > target.shape[-1]:
         raise InvalidConfig(f"children must be at most the vocabulary size {target.shape[-1]}, got {children}")
+    return children
 
 
 def floats(name: str, values: Any) -> None:

@@ -63,14 +63,16 @@ def expected_length(rule: Rule, topology: Topology, target: Law, draft: Law) -> 
         draft: the draft's law after the tokens since the root.
 
     Raises:
-        InvalidConfig: the rule is coupled and the tree branches.
+        InvalidConfig: a law is not a function that returns an array of floats, or the rule is coupled and the tree
+            branches.
     """
     check_member("rule", rule, Rule)
     if not isinstance(topology, Topology):
         raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
     for name, law in (("target", target), ("draft", draft)):
-        if not callable(law):
+        if not callable(law) or isinstance(law, type):
             raise InvalidConfig(f"{name} must be a function from the tokens since the root to a law, got {shown(law)}")
+        laws.floats(f"{name}(())", first if isinstance(first := law(()), jax.Array) else np.asarray(first))
     if rule.noise is not Noise.SHARED:
         return accepted_length(rule, topology, target, draft)  # pyright: ignore[reportArgumentType]
     if not topology.is_chain:

@@ -58,7 +58,7 @@ def optimal_acceptance(
         InvalidConfig: `children` is not an integer from 1 to V.
         ShapeMismatch: the laws differ in shape.
     """
-    laws.check(target, draft, children)
+    children = laws.check(target, draft, children)
     whole("head", head)
     if flag("replacement", replacement):
         order = jnp.argsort(laws.ratio(target, draft), axis=-1)

@@ -45,7 +45,7 @@ def deterministic_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    laws.check(target, draft, children)
+    children = laws.check(target, draft, children)
     drafted, tokens = lax.top_k(draft, children)
     return jnp.cumsum(jnp.where(drafted > 0, jnp.take_along_axis(target, tokens, -1), 0.0), -1)
 
@@ -101,7 +101,7 @@ def coupled_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    laws.check(target, draft, children)
+    children = laws.check(target, draft, children)
     key, draws = as_key(key), whole("draws", draws)
     logs = [jnp.log(law) for law in (target, draft)]
 
@@ -144,7 +144,7 @@ def rejection_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    laws.check(target, draft, children)
+    children = laws.check(target, draft, children)
     draws = whole("draws", draws)
     if key is None:
         return jnp.cumsum(

@@ -57,9 +57,9 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
         number = False
     if not number:
         raise InvalidConfig(f"dtype must be a dtype of numbers such as jnp.float32, got {shown(dtype)}")
-    slots = whole_blocks(capacity)
-    keys = jnp.zeros((layers, batch, heads, slots, width), storage_dtype(dtype))
-    values = jnp.zeros((layers, batch, heads, slots, value_width or width), storage_dtype(dtype))
+    slots, stored = whole_blocks(capacity), storage_dtype(jax.dtypes.canonicalize_dtype(dtype))
+    keys = jnp.zeros((layers, batch, heads, slots, width), stored)
+    values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored)
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
 
 
