@@ -1,6 +1,6 @@
 """Continues conversations in sessions over published chat templates, and compares with the whole conversation.
 
-    python scripts/prove/sessions.py FOLDER
+    python -m scripts.prove.sessions FOLDER
 
 FOLDER contains `.jinja` files. For each template there is a tokenizer of bytes with the special tokens that the
 template names. Several conversations get answers of several kinds (ended, cut by their length, with reasoning, with
@@ -8,14 +8,12 @@ white space) and another message. The tokens of the session must then be those o
 conversation. No model is decoded.
 """
 
-import argparse
 import collections
 import itertools
 import json
 import pathlib
 import re
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +27,7 @@ from jaxspec.generation.turns import RowRecord
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer
 from jaxspec.text.ends import turn_end
+from scripts.prove.templates import report
 
 SPECIAL = re.compile(r"<[|｜][^<>|｜]{1,40}[|｜]>|</?(?:start|end)_of_\w+>|\[/?[A-Z_]{3,30}\]|</?s>|<bos>|<eos>")
 ASK, REPLY, AGAIN = (
@@ -108,21 +107,5 @@ def compare(path: pathlib.Path, counts: collections.Counter[str]) -> Iterator[st
             yield f"{path.name}: {name}, {kind}, {variables}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path)
-    arguments = parser.parse_args()
-    counts: collections.Counter[str] = collections.Counter()
-    start, differences = time.perf_counter(), 0
-    for path in sorted(arguments.folder.rglob("*.jinja")):
-        for line in compare(path, counts):
-            differences += 1
-            print(line, flush=True)
-    for name, count in counts.items():
-        print(f"{count:6} {name}")
-    print(f"{differences:6} differences, {time.perf_counter() - start:.1f} s")
-    return int(differences > 0 or not counts["sessions"])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(compare, __doc__, "sessions"))

@@ -17,7 +17,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -193,8 +193,20 @@ def compare(path: pathlib.Path, counts: collections.Counter[str]) -> Iterator[st
             counts["texts equal, of messages that the template reads otherwise unless they are converted"] += 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def report(
+    compare: Callable[[pathlib.Path, collections.Counter[str]], Iterable[str]], doc: str | None, cases: str
+) -> int:
+    """Compares the templates of the folder that the command line names, and prints differences and counts.
+
+    Args:
+        compare: yields a line for each difference of one template, and counts its cases.
+        doc: what `--help` says.
+        cases: the count without which nothing was compared.
+
+    Returns:
+        The exit status: 1 if anything differs, or if there was nothing to compare.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
@@ -206,8 +218,8 @@ def main() -> int:
     for name, count in counts.items():
         print(f"{count:6} {name}")
     print(f"{differences:6} differences, {time.perf_counter() - start:.1f} s")
-    return int(differences > 0 or not counts["templates"])
+    return int(differences > 0 or not counts[cases])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(compare, __doc__, "templates"))
