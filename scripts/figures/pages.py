@@ -121,15 +121,15 @@ def cpu_result(values: Values) -> str:
     return (
         f"**{found['times_plain']:.1f} times as fast on two CPU cores**, without training and without a second model: "
         f"chat {chat}, code {code}, copying edits {copying} (SmolLM2-135M-Instruct, float32). "
-        f"{found['same_texts']} of {found['prompts']} texts are those of plain decoding."
+        f"{found['same_texts']} of {found['prompts']} texts equal those of plain decoding."
     )
 
 
 def gpu_result(values: Values) -> str:
     row = next(row for row in values["parts"]["options"] if row["name"] == "prompt-lookup, chain 8")
     return (
-        f"**8 drafted tokens cost {row['times_plain'][1]:.2f} rounds of an 8B target on an H200** "
-        "(bfloat16, the shapes of Llama 3 8B): what is accepted is almost free."
+        f"**A round with 8 drafted tokens takes {row['times_plain'][1]:.2f} times as long as a plain round** of an 8B "
+        "target on an H200 (bfloat16, the shapes of Llama 3 8B): accepted tokens are almost free."
     )
 
 
@@ -142,9 +142,9 @@ def text_result(values: Values) -> str:
     drafted = [row for row in values["rows"] if row["drafter"] != "none"]
     same, texts = (sum(row[key] for row in drafted) for key in ("same_texts", "prompts"))
     return (
-        f"**On that H200 the 135M model is {at['mt-bench']} (chat) to {at['copy']} times (copying edits) as fast**, in "
-        f"bfloat16. A GPU rounds wide calls differently there: {texts - same} of {texts} drafted texts differ from "
-        "plain decoding."
+        f"**On the same H200, the 135M model is {at['mt-bench']} (chat) to {at['copy']} (copying edits) times as fast**"
+        " in bfloat16. In bfloat16, a GPU rounds a call of several tokens differently from a call of one token: "
+        f"{texts - same} of {texts} drafted texts differ from plain decoding."
     )
 
 
