@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
     from jaxspec.core.cache import empty_cache as empty_cache
+    from jaxspec.core.drafter import DrafterInputs as DrafterInputs
     from jaxspec.core.mesh import make_mesh as make_mesh
     from jaxspec.core.networks import HeadTarget as HeadTarget
     from jaxspec.core.networks import LanguageModel as LanguageModel
-    from jaxspec.core.protocols import DrafterInputs as DrafterInputs
     from jaxspec.core.records import KV as KV
     from jaxspec.core.records import Cache as Cache
     from jaxspec.core.records import Status as Status
     from jaxspec.core.records import Window as Window
     from jaxspec.core.sampling import Sampling as Sampling
-    from jaxspec.core.tree import Dynamic as Dynamic
-    from jaxspec.core.tree import Topology as Topology
-    from jaxspec.core.tree import branching as branching
-    from jaxspec.core.tree import chain as chain
-    from jaxspec.core.tree import dynamic as dynamic
-    from jaxspec.core.tree import from_paths as from_paths
+    from jaxspec.core.topology import Dynamic as Dynamic
+    from jaxspec.core.topology import Topology as Topology
+    from jaxspec.core.topology import branching as branching
+    from jaxspec.core.topology import chain as chain
+    from jaxspec.core.topology import dynamic as dynamic
+    from jaxspec.core.topology import from_paths as from_paths
     from jaxspec.core.tree_search import best_tree as best_tree
     from jaxspec.core.tree_search import expected_tokens as expected_tokens
     from jaxspec.core.tree_search import fastest_tree as fastest_tree
@@ -79,10 +79,10 @@ _MODULES = {
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.tree_spec": ("named_tree",),
     "jaxspec.core.networks": ("HeadTarget", "LanguageModel"),
-    "jaxspec.core.protocols": ("DrafterInputs",),
+    "jaxspec.core.drafter": ("DrafterInputs",),
     "jaxspec.core.records": ("Cache", "KV", "Status", "Window"),
     "jaxspec.core.sampling": ("Sampling",),
-    "jaxspec.core.tree": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
+    "jaxspec.core.topology": ("Dynamic", "Topology", "branching", "chain", "dynamic", "from_paths"),
     "jaxspec.decode.loop": ("Decoder",),
     "jaxspec.decode.session": ("Session",),
     "jaxspec.decode.state": ("Request", "Result", "Weights"),

@@ -10,9 +10,11 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoints.load import load as load
 from jaxspec.core import checks
-from jaxspec.core.protocols import Drafter, Rule, Schedule
+from jaxspec.core.drafter import Drafter
+from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.schedule import Schedule
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.decode.loop import FOREVER
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session

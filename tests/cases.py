@@ -19,9 +19,9 @@ from helpers.toys import RAGGED, noisy
 from jaxspec import registry
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Rule, Schedule, WeighingRule
-from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Topology, branching, chain, dynamic
+from jaxspec.core.rule import Rule, WeighingRule
+from jaxspec.core.schedule import Constant, Schedule
+from jaxspec.core.topology import Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads import dflash, eagle

@@ -17,10 +17,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Schedule, WeighingRule
 from jaxspec.core.records import Proposal
-from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Topology
+from jaxspec.core.rule import WeighingRule
+from jaxspec.core.schedule import Constant, Schedule
+from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig
 
 Law = Callable[[tuple[int, ...]], np.ndarray]

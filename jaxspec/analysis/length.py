@@ -12,9 +12,10 @@ from jaxspec.analysis import laws
 from jaxspec.analysis.enumeration import Law, accepted_length
 from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.position import match_probability
+from jaxspec.core.checks import check_member
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Rule, check_member
-from jaxspec.core.tree import Topology
+from jaxspec.core.rule import Rule
+from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, shown
 
 

@@ -25,10 +25,10 @@ from jaxspec.bench.records import PLAIN
 from jaxspec.bench.summary import interval
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
+from jaxspec.core.drafter import Drafter, ModelDrafter
 from jaxspec.core.laws import log_law, scores, tempered
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import seed_key
-from jaxspec.core.protocols import Drafter, ModelDrafter
 from jaxspec.core.records import Params
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.drafters.dflash import DFlash

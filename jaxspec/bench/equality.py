@@ -10,7 +10,7 @@ import numpy as np
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.worker import Worker
-from jaxspec.core.protocols import TreeDrafter
+from jaxspec.core.drafter import TreeDrafter
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model

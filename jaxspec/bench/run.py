@@ -19,7 +19,7 @@ from jaxspec.bench.tasks import Task, Turn
 from jaxspec.bench.worker import Worker
 from jaxspec.core.checks import whole
 from jaxspec.core.noise import seed_key
-from jaxspec.core.protocols import Rule
+from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError
 from jaxspec.generation import inputs, memory

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN, Method, Prompt
-from jaxspec.core.protocols import ModelDrafter, Rule
+from jaxspec.core.drafter import ModelDrafter
+from jaxspec.core.rule import Rule
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
 from jaxspec.decode.state import Weights

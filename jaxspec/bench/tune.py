@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
-from jaxspec.core.protocols import Drafter
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Dynamic, Topology, as_topology, chain
+from jaxspec.core.topology import Dynamic, Topology, as_topology, chain
 from jaxspec.core.tree_search import expected_tokens, fastest_tree
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session

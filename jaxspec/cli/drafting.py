@@ -15,7 +15,7 @@ from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
     from jaxspec.checkpoints.base import Checkpoint
-    from jaxspec.core.tree import Dynamic, Topology
+    from jaxspec.core.topology import Dynamic, Topology
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
@@ -170,7 +170,7 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
     Raises:
         UsageError: the drafter takes no such tree, or the rule takes no such tree or drafter.
     """
-    from jaxspec.core.tree import as_topology, chain
+    from jaxspec.core.topology import as_topology, chain
     from jaxspec.generation.members import check_together
 
     member, topology = find("drafter", drafter), as_topology(tree)
@@ -234,7 +234,7 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
         UsageError: if `--tuned` is combined with options that it sets.
         TuningError: if the file is not a tuned file.
     """
-    from jaxspec.core.tree import Topology
+    from jaxspec.core.topology import Topology
     from jaxspec.generation.drafting import Drafting
 
     others = (args.tree, args.draft_length, args.schedule)
@@ -317,7 +317,7 @@ def check_heads(source: str, args: argparse.Namespace) -> None:
         JaxspecError: there are none, or they are malformed.
     """
     from jaxspec.cli import show
-    from jaxspec.core.tree import as_topology
+    from jaxspec.core.topology import as_topology
     from jaxspec.heads.headers import open_heads
 
     config = open_heads(source, allow_pickle=args.allow_pickle, report=show.say).config_of_any_vocabulary()
@@ -400,7 +400,7 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
     Raises:
         UsageError: if it does not follow the grammar, or the tree is too large.
     """
-    from jaxspec.core.tree import branching, dynamic, from_paths
+    from jaxspec.core.topology import branching, dynamic, from_paths
     from jaxspec.core.tree_spec import NAMES, named_tree
 
     if spec in NAMES:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.bench.tune import tune
     from jaxspec.cli import show
     from jaxspec.core.noise import seed_key
-    from jaxspec.core.tree import Topology
+    from jaxspec.core.topology import Topology
     from jaxspec.generation import inputs
 
     texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]

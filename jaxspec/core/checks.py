@@ -5,7 +5,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -140,3 +140,40 @@ def named(like: Callable | None = None) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return decorate
+
+
+def check_member(kind: str, member: Any, protocol: type) -> None:
+    """Checks that a member is a hashable object with all members of its protocol.
+
+    Args:
+        kind: "drafter", "rule" or "schedule".
+        member: the object.
+        protocol: its protocol.
+
+    Raises:
+        InvalidConfig: it is not; the message names what is missing.
+    """
+    expected = f"{kind} must be a registered name or a {kind} object"
+    if isinstance(member, type):
+        raise InvalidConfig(f"{expected}, got the class {member.__name__}; make an object of it")
+    names = _declared(protocol)
+    missing = [name for name in names if not hasattr(member, name)]
+    if len(missing) == len(names):
+        raise InvalidConfig(f"{expected}, got {shown(member)}")
+    name = type(member).__name__
+    if missing:
+        raise InvalidConfig(f"{expected}; {name} has no {', '.join(missing)}, see {protocol.__module__}")
+    if kind == "rule" and not callable(member):
+        raise InvalidConfig(f"{expected}; {name} cannot be called, see {protocol.__module__}")
+    try:
+        hash(member)
+    except TypeError:
+        raise InvalidConfig(
+            f"a {kind} is a static argument and must be hashable, {name} is not; make it a frozen dataclass"
+        ) from None
+
+
+def _declared(protocol: type) -> list[str]:
+    """Returns the public members that a protocol and its bases declare."""
+    bases = [base for base in reversed(protocol.__mro__) if issubclass(base, Protocol) and base is not Protocol]
+    return [name for base in bases for name in vars(base) if not name.startswith("_")]

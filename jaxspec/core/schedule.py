@@ -1,6 +1,11 @@
-"""The default schedule of a decoder: every round drafts to the same depth."""
+"""The protocol of schedules, and the default schedule: every round drafts to the same depth.
+
+A schedule is a frozen, hashable dataclass, and is passed as a static argument: equal schedules do not retrace. Its
+state is a pytree of arrays, with one entry per row.
+"""
 
 import dataclasses
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,6 +14,44 @@ from jaxspec.core.checks import whole
 from jaxspec.core.records import RoundResult
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Decides how deep each row may draft, round by round.
+
+    It may use the row's earlier rounds and the draft's law after each node. It must not use the tokens that it decides
+    about, which would bias rules that compare laws, nor other rows.
+
+    Attributes:
+        widths: widths of target calls to compile, besides those of the decoder. A round runs at the smallest width that
+            holds all drafts.
+    """
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+
+    def init(self, batch: int, shape: TreeShape) -> Any:
+        """Returns the state before the first round; every leaf has a leading axis of rows."""
+        ...
+
+    def limit(self, state: Any) -> Int[Array, "B"]:
+        """Returns the depth to which each row may draft in this round; 0 for no draft."""
+        ...
+
+    def update(self, state: Any, result: RoundResult) -> Any:
+        """Returns the state after a round."""
+        ...
+
+    def stop_after(
+        self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
+    ) -> Bool[Array, "*b"] | None:
+        """Returns the nodes below which nothing is drafted, by the draft's log-law after each; None for no such test.
+
+        The law is the one that children are drawn from: tempered, and truncated if the rule reads it. `estimate` is
+        passed if the drafter has its own of how much of each law the target shares (`jaxspec.core.draw.Judged`).
+        """
+        ...
 
 
 def check_widths(widths: tuple[int, ...]) -> None:

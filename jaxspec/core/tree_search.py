@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.core.checks import whole
 from jaxspec.core.sizes import MAX_NODES
 from jaxspec.core.theory import node_acceptance
-from jaxspec.core.tree import Topology, from_paths
+from jaxspec.core.topology import Topology, from_paths
 from jaxspec.errors import InvalidConfig, shown
 
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray

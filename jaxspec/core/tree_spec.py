@@ -1,6 +1,6 @@
 """Trees with names."""
 
-from jaxspec.core.tree import Topology, from_paths
+from jaxspec.core.topology import Topology, from_paths
 from jaxspec.errors import UnknownName
 
 _PATHS = {

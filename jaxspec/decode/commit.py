@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.protocols import Drafter, Schedule
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.records import KV, Advance, Cache, Proposal, RoundResult, Seen, Status
+from jaxspec.core.schedule import Schedule
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
 

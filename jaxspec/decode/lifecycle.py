@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxspec.core.drafter import Drafter, SpellingDrafter
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import Drafter, Schedule, SpellingDrafter
 from jaxspec.core.records import Status
+from jaxspec.core.schedule import Schedule
 from jaxspec.decode import logprobs
 from jaxspec.decode.state import Request, RoundLog, State, Weights
 from jaxspec.errors import InvalidConfig

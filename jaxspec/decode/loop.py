@@ -18,22 +18,15 @@ from jaxtyping import Array
 
 from jaxspec.core import cache as caches
 from jaxspec.core import sizes
-from jaxspec.core.checks import flag, whole
+from jaxspec.core.checks import check_member, flag, whole
+from jaxspec.core.drafter import ChoosingDrafter, Drafter, ObservingDrafter, TapDrafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import (
-    ChoosingDrafter,
-    Drafter,
-    ObservingDrafter,
-    Rule,
-    Schedule,
-    TapDrafter,
-    check_member,
-)
 from jaxspec.core.records import KV, Context, Proposal, Status, Window
+from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import GREEDY
-from jaxspec.core.schedule import Constant, check_widths
+from jaxspec.core.schedule import Constant, Schedule, check_widths
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit
 from jaxspec.decode.prefill import prefill

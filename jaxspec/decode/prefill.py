@@ -6,8 +6,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxspec.core import cache as caches
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.networks import LanguageModel, no_feature
-from jaxspec.core.protocols import Drafter
 from jaxspec.core.records import Advance, Status, Window
 from jaxspec.decode.state import State, Weights
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core.draw import Noise
 from jaxspec.core.laws import highest, log_law, scores, tempered
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule
 from jaxspec.core.records import Proposal, Seen, Verdict
+from jaxspec.core.rule import CoupledRule, Rule, WeighingRule
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Tree
 

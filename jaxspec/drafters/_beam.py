@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
-from jaxspec.core.tree import Dynamic, build
+from jaxspec.core.topology import Dynamic
+from jaxspec.core.tree import build
 from jaxspec.drafters._level import Level, count_slots
 
 Count = Callable[[Float[Array, "B N1"]], Int[Array, "B"]]

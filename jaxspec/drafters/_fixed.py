@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
-from jaxspec.core.tree import Topology
+from jaxspec.core.topology import Topology
 from jaxspec.drafters._level import Level, count_slots
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.drafters._beam import Count, DynamicTree
 from jaxspec.drafters._fixed import FixedTree
 from jaxspec.drafters._level import Level

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.topology import Dynamic, Topology
 
 
 class Level(NamedTuple):

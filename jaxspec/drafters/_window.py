@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from jaxspec.core.cache import value_dtype
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig
 

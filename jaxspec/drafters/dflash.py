@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw, Judged
 from jaxspec.core.networks import LanguageModel, TappedTarget
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Cache, Context, Params, Proposal
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.core.checks import index
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, LayeredTarget
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._window import check_tree, empty_entries, model_reader
 from jaxspec.errors import InvalidConfig, shown

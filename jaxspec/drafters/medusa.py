@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TypedTarget
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft

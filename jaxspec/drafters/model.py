@@ -13,12 +13,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, no_feature
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.sizes import CHUNK
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level
 from jaxspec.drafters._window import check_tree, empty_entries, model_reader

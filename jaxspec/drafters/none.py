@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)

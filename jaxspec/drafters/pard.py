@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 from jaxspec.checkpoints.pard2 import read_projection
 from jaxspec.core import cache as caches
 from jaxspec.core.checks import whole
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, chain
+from jaxspec.core.topology import Dynamic, Topology, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level
 from jaxspec.drafters._tapped import dtype_of

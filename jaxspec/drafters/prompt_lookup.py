@@ -17,11 +17,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import whole
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.schedule import check_widths
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, build, dynamic
+from jaxspec.core.topology import Dynamic, Topology, dynamic
+from jaxspec.core.tree import TreeShape, build
 from jaxspec.drafters._match import TRUST, find_places
 from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
 from jaxspec.errors import InvalidConfig

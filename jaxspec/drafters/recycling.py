@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Candidates, Draw, Noise
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Params, Proposal, Seen
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, dynamic
+from jaxspec.core.topology import Dynamic, Topology, dynamic
+from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._match import TRUST, find_places

@@ -13,11 +13,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.core.protocols import ChoosingDrafter, Drafter, DrafterInputs, Rule, Schedule, check_member
+from jaxspec.core.checks import check_member
+from jaxspec.core.drafter import ChoosingDrafter, Drafter, DrafterInputs
 from jaxspec.core.records import Params
-from jaxspec.core.schedule import Constant
+from jaxspec.core.rule import Rule
+from jaxspec.core.schedule import Constant, Schedule
 from jaxspec.core.theory import assumed_cost
-from jaxspec.core.tree import Dynamic, Topology, TreeShape, as_topology, chain, read_parents
+from jaxspec.core.topology import Dynamic, Topology, as_topology, chain, read_parents
+from jaxspec.core.tree import TreeShape
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
+from jaxspec.core.drafter import RememberingDrafter, SpellingDrafter
 from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import groups, replicate, to_host
-from jaxspec.core.protocols import SpellingDrafter
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
@@ -23,7 +23,6 @@ from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
-from jaxspec.generation.members import RememberingDrafter
 from jaxspec.generation.turns import RowRecord, Turn
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard

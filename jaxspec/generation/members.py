@@ -2,37 +2,27 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxspec.core.checks import check_member
+from jaxspec.core.drafter import Drafter, ObservingDrafter
 from jaxspec.core.draw import Noise
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import Drafter, ObservingDrafter, Rule, Schedule, check_member
-from jaxspec.core.records import Params, Proposal, Verdict
+from jaxspec.core.records import Proposal, Verdict
+from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import Sampling
+from jaxspec.core.schedule import Schedule
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.decode.verify import apply_rule
 from jaxspec.errors import InvalidConfig, JaxspecError
 from jaxspec.registry import find
-
-
-@runtime_checkable
-class RememberingDrafter(Drafter, Protocol):
-    """A drafter that drafts from answers that have ended, too.
-
-    It is given them only under a rule with shared noise. Under others the number of rounds, and with it the text of a
-    key, would depend on them.
-    """
-
-    def remember(self, params: Params, tokens: Sequence[int]) -> Params:
-        """Returns the parameters with the tokens of an answer that has ended; runs on the host."""
-        ...
 
 
 def make_rule(rule: str | Rule) -> Rule:

@@ -9,10 +9,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.core import checks
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.mesh import groups
-from jaxspec.core.protocols import Drafter, Rule, Schedule
+from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.schedule import Schedule
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
 from jaxspec.generation.drafting import DRAFTER, Drafting, resolve_drafting

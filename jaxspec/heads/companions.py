@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.presets import PRESETS
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.networks import TypedTarget
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.find import shipped_heads
 from jaxspec.models.model import Model

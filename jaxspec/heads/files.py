@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
-from jaxspec.core.tree import Topology
+from jaxspec.core.topology import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.copies import share_tables

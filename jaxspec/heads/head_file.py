@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.checkpoints.base import StoredTensor, check_finite
 from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.core.tree import Topology
+from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.kinds import HeadSizes

@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoints import folder, torch_file
 from jaxspec.checkpoints.base import check_names, check_shape
 from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.core.tree import read_parents
+from jaxspec.core.topology import read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.dflash_config import DFlashConfig

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.amounts import size
 from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
-from jaxspec.core.tree import Topology
+from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.heads.config import INNER
 from jaxspec.heads.config import HeadsConfig as HeadsConfig

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.core.checks import number
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Proposal, StopLaw
+from jaxspec.core.rule import refuse_pruned
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules._siblings import sequential_acceptance

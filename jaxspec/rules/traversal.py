@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import refuse_pruned
 from jaxspec.core.records import Proposal, StopLaw
+from jaxspec.core.rule import refuse_pruned
 from jaxspec.core.tree import Tree, TreeShape
 from jaxspec.rules._siblings import child_tokens, reject_in_order, residual_law
 

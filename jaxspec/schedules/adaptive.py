@@ -18,7 +18,8 @@ from jaxspec.core.checks import number
 from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
 from jaxspec.core.theory import node_acceptance
-from jaxspec.core.tree import TreeShape, chain
+from jaxspec.core.topology import chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
 
 LARGEST = 1e12

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import Drafter
 from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import build

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.analysis.enumeration import bias, random_laws, stop_laws
+from jaxspec.core.checks import check_member
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import CoupledRule, Rule, WeighingRule, check_member
 from jaxspec.core.records import Proposal, StopLaw
+from jaxspec.core.rule import CoupledRule, Rule, WeighingRule
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, build, chain, dynamic, from_paths
+from jaxspec.core.topology import Topology, chain, dynamic, from_paths
+from jaxspec.core.tree import build
 from jaxspec.errors import InvalidConfig
 
 CHAIN = chain(4)

@@ -22,7 +22,8 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import Topology, TreeShape
+from jaxspec.core.topology import Topology
+from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
 
 TIE_GAP = 1e-3

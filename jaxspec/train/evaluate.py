@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.api import generate
 from jaxspec.core.mesh import replicate
-from jaxspec.core.tree import Topology
+from jaxspec.core.topology import Topology
 from jaxspec.core.tree_search import best_tree, expected_tokens
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig

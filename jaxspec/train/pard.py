@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Params, Window
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.models.model import Model

@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import Rule
-from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
+from jaxspec.core.rule import Rule
+from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.find import SHIPPED

@@ -35,7 +35,7 @@ from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.bench.summary import interval
 from jaxspec.cli.drafting import parse_tree
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
 from jaxspec.train.card import FIGURES
 from jaxspec.train.evaluate import ranks, trainee_of

@@ -33,7 +33,7 @@ import jaxspec
 from jaxspec.backend import command_buffer
 from jaxspec.bench.equality import first_difference
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
-from jaxspec.core.protocols import ChoosingDrafter
+from jaxspec.core.drafter import ChoosingDrafter
 from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import chain, from_paths
+from jaxspec.core.topology import chain, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft

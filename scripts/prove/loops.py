@@ -16,7 +16,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import jaxspec
-from jaxspec.core.protocols import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.decode.lifecycle import row_axes
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights

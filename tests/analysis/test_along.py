@@ -8,7 +8,7 @@ import pytest
 
 import jaxspec
 from jaxspec import analysis
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.rules.block import Block
 from jaxspec.rules.rejection import Rejection
 from jaxspec.rules.traversal import Traversal

@@ -11,7 +11,7 @@ import pytest
 from helpers.shapes import unchecked
 from jaxspec import analysis
 from jaxspec.analysis.enumeration import ordered_draws, top_tokens
-from jaxspec.core.tree import branching, chain, from_paths
+from jaxspec.core.topology import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.registry import find
 from jaxspec.testing import accepted_length, random_laws

@@ -20,7 +20,7 @@ from jaxspec.bench.acceptance import EVERY, Positions
 from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
 from jaxspec.cli.acceptance import counted
-from jaxspec.core.tree import branching
+from jaxspec.core.topology import branching
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation.drafting import Drafting

@@ -23,7 +23,7 @@ from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tune import scarcity, table
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import Topology, as_topology, branching, chain
+from jaxspec.core.topology import Topology, as_topology, branching, chain
 from jaxspec.decode.session import Session
 from jaxspec.decode.stats import Stats
 from jaxspec.drafters.model import ModelDraft

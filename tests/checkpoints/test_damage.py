@@ -25,9 +25,9 @@ from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
 from jaxspec.bench import tasks
 from jaxspec.checkpoints import hub
-from jaxspec.core.protocols import Schedule
 from jaxspec.core.records import Window
-from jaxspec.core.tree import Topology, branching
+from jaxspec.core.schedule import Schedule
+from jaxspec.core.topology import Topology, branching
 from jaxspec.errors import FetchError, JaxspecError
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.files import load_heads, save_heads

@@ -13,7 +13,7 @@ from helpers import toys
 from helpers.bounds import bounded
 from jaxspec.bench import tasks
 from jaxspec.checkpoints.source import open_checkpoint
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, TaskError, TuningError
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.export import export_heads

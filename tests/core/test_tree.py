@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.bounds import bounded
-from jaxspec.core.tree import MAX_NODES, Topology, TreeShape, branching, build, chain, from_paths, read_parents
+from jaxspec.core.sizes import MAX_NODES
+from jaxspec.core.topology import Topology, branching, chain, from_paths, read_parents
+from jaxspec.core.tree import TreeShape, build
 from jaxspec.core.tree_spec import NAMES, named_tree
 from jaxspec.errors import InvalidConfig, UnknownName
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxspec
 from jaxspec.core.theory import node_acceptance
-from jaxspec.core.tree import branching, chain, from_paths
+from jaxspec.core.topology import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules.deterministic import Deterministic
 from jaxspec.testing import accepted_length

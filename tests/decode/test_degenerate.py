@@ -16,7 +16,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.topology import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.decode.verify import apply_rule, pick

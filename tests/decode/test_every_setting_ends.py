@@ -18,7 +18,7 @@ import jaxspec
 from helpers.toys import generate, request
 from jaxspec.core.records import Status
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching
+from jaxspec.core.topology import branching
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft

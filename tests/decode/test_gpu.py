@@ -14,7 +14,7 @@ from helpers.toys import transformer as toy
 from jaxspec.backend import command_buffer
 from jaxspec.core import laws
 from jaxspec.core.records import KV
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup

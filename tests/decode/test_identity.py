@@ -28,7 +28,7 @@ from helpers.toys import (
 )
 from jaxspec.core.records import Window
 from jaxspec.core.sampling import GREEDY
-from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
 from jaxspec.drafters.model import ModelDraft

@@ -31,7 +31,7 @@ from helpers.toys import (
 )
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import Status
-from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode import session as sessions
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights

@@ -17,7 +17,7 @@ from jaxspec.cli.generate import logprobs_record
 from jaxspec.core import sizes
 from jaxspec.core.laws import highest, log_law, log_prob, scores
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.lifecycle import extend
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.narrow import not_none
 from helpers.toys import decoder, request, texts, transformer
-from jaxspec.core.tree import Topology, branching, chain, dynamic
+from jaxspec.core.topology import Topology, branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Session
 from jaxspec.decode.state import Weights

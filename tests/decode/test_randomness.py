@@ -10,7 +10,7 @@ import pytest
 from helpers.toys import request
 from jaxspec.core import noise as noises
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.topology import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft

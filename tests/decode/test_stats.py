@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from helpers.toys import RAGGED, decoder, generate, request, texts
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.decode.state import RoundLog, Weights
 from jaxspec.decode.stats import Stats, from_draft
 from jaxspec.drafters.none import NoDraft

@@ -12,7 +12,7 @@ from helpers.covering import pairwise
 from helpers.paths import ROOT
 from helpers.tiers import with_slow
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.drafters.none import NoDraft

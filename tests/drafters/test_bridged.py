@@ -18,7 +18,7 @@ from helpers.toy_text import EOS, LM, PROMPTS, TABLE, TOKENIZER, TOY, V, go, tok
 from helpers.toys import decoder, random_request, request, texts, whole
 from jaxspec import Model
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.topology import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import DraftPrompts, Weights
 from jaxspec.drafters.model import BridgedDraft, BridgedState, ModelDraft

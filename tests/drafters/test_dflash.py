@@ -21,7 +21,7 @@ from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.schedule import Constant
-from jaxspec.core.tree import branching, chain, dynamic, from_paths
+from jaxspec.core.topology import branching, chain, dynamic, from_paths
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.none import NoDraft

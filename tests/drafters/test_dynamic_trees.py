@@ -17,7 +17,8 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import TreeShape, branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
+from jaxspec.core.tree import TreeShape
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit

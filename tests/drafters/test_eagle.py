@@ -17,7 +17,7 @@ from helpers.toys import RAGGED
 from jaxspec.core.networks import with_taps
 from jaxspec.core.records import Advance, Window
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.none import NoDraft

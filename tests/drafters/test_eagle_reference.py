@@ -17,7 +17,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic
+from jaxspec.core.topology import Dynamic
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.heads.eagle import init_cache, module
 

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Dynamic, branching, chain, dynamic, from_paths
+from jaxspec.core.topology import Dynamic, branching, chain, dynamic, from_paths
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import count_slots
 

@@ -18,7 +18,7 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, StopLaw
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import dynamic
+from jaxspec.core.topology import dynamic
 from jaxspec.decode.verify import distinct, likeliest, rooted
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import KEPT, Recycling

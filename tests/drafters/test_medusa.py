@@ -18,7 +18,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain, dynamic, from_paths
+from jaxspec.core.topology import branching, chain, dynamic, from_paths
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.medusa import Medusa
@@ -93,7 +93,7 @@ def drawn(nodes: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
 
 def proposed(name: str, tree, kind: Noise):
     """What heads propose below two random texts, which they were told of; the texts, their last features, and T."""
-    drafter, params = Medusa.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=tree, heads=heads(name)))
+    drafter, params = Medusa.build(jaxspec.core.drafter.DrafterInputs(MODEL, tree=tree, heads=heads(name)))
     rng = np.random.default_rng(0)
     features = jnp.asarray(rng.normal(size=(2, 4, 64)), jnp.float32)
     tokens = jnp.asarray(rng.integers(0, 61, (2, 8)), jnp.int32)
@@ -193,7 +193,7 @@ def test_what_stands_below_a_doubt_is_not_computed(threshold, levels):
             jax.debug.callback(lambda: ran.append(head))
             return super()._project(params, context, head, features)
 
-    drafter, params = Noted.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(3), heads=heads("recurrent")))
+    drafter, params = Noted.build(jaxspec.core.drafter.DrafterInputs(MODEL, tree=chain(3), heads=heads("recurrent")))
     schedule = Confidence(threshold=threshold)
     draw = Draw(
         Noise.NONE, RoundNoise(KEYS, LENGTH, jnp.asarray(False), 61), Sampling().rows(2, 61),
@@ -222,7 +222,7 @@ def test_heads_untrained_are_the_targets_own():
     """Every head starts as the target's: it drafts again what the target said last time."""
     config = HeadsConfig(64, 61, 2)
     drafter, params = Medusa.build(
-        jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(2), heads=DraftHeads(config, init_params(config)))
+        jaxspec.core.drafter.DrafterInputs(MODEL, tree=chain(2), heads=DraftHeads(config, init_params(config)))
     )
     feature = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64)), jnp.float32)
     draw = Draw(
@@ -268,8 +268,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_decoding_heads_compile_once_per_configuration():
-    drafter, params = Medusa.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(2), heads=heads("hidden")))
-    again, _ = Medusa.build(jaxspec.core.protocols.DrafterInputs(MODEL, tree=chain(2), heads=heads("hidden")))
+    drafter, params = Medusa.build(jaxspec.core.drafter.DrafterInputs(MODEL, tree=chain(2), heads=heads("hidden")))
+    again, _ = Medusa.build(jaxspec.core.drafter.DrafterInputs(MODEL, tree=chain(2), heads=heads("hidden")))
     assert drafter == again
     assert hash(drafter) == hash(again)
     one, other = (Decoder(TARGET, d, find("rule", "coupled")()) for d in (drafter, again))

@@ -24,7 +24,7 @@ from jaxspec.core.networks import with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Context, Window
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain
+from jaxspec.core.topology import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft

@@ -15,7 +15,8 @@ from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
-from jaxspec.core.tree import branching, build, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
+from jaxspec.core.tree import build
 from jaxspec.drafters._match import TRUST
 from jaxspec.drafters._paying import Budget
 from jaxspec.drafters.prompt_lookup import PromptLookup

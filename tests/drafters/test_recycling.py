@@ -11,12 +11,12 @@ from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from helpers.toys import decoder, generate, request, texts
 from jaxspec import Model
+from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Candidates, Draw, Noise
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.protocols import DrafterInputs
 from jaxspec.core.records import Advance, Context, Seen
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching, chain, dynamic
+from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.decode.verify import likeliest

@@ -399,7 +399,7 @@ class Silent(Unfinished):
         ("drafter", Unfinished(), "a drafter object; Unfinished has no shape, absorb, propose, see jaxspec.core.prot"),
         ("drafter", Unfinished, "a drafter object, got the class Unfinished; make an object of it"),
         ("drafter", Loose(), "a drafter is a static argument and must be hashable, Loose is not; make it a frozen dat"),
-        ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.protocols"),
+        ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.rule"),
         ("rule", Silent(), "a rule object; Silent cannot be called"),
         ("schedule", Unfinished(), "a schedule object; Unfinished has no widths, limit, update"),
         ("schedule", 3, "a schedule object, got 3"),

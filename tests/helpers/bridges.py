@@ -9,9 +9,9 @@ import numpy as np
 from helpers.toy_text import EOS, SPELLING, TABLE, TOKENIZER, V
 from helpers.toy_text import PIECES as TARGET_PIECES
 from jaxspec import Model
-from jaxspec.core.protocols import Drafter
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.records import Params
-from jaxspec.core.tree import Dynamic, Topology
+from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.drafters.model import ModelDraft, bridged
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer

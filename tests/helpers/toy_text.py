@@ -12,7 +12,7 @@ import jaxspec
 from helpers.checkpoints import tiny_config
 from jaxspec import Model, Sampling
 from jaxspec.core import noise
-from jaxspec.core.protocols import Drafter
+from jaxspec.core.drafter import Drafter
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer

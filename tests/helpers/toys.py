@@ -13,7 +13,8 @@ from helpers.compiling import AS_USERS_DO, QUICK
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.core.tree import TreeShape, build, from_paths
+from jaxspec.core.topology import from_paths
+from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request

@@ -21,7 +21,7 @@ from helpers.paths import ROOT
 from helpers.toy_text import TINY, TOY
 from jaxspec.bench import mask_laws
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import chain
+from jaxspec.core.topology import chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.generation.drafting import Drafting

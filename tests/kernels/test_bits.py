@@ -14,7 +14,7 @@ from helpers.blocks import blocks_like
 from helpers.tiers import with_slow
 from helpers.toys import noisy
 from jaxspec import Sampling
-from jaxspec.core.tree import Dynamic, Topology, branching, chain, dynamic
+from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
 from jaxspec.models.block_kinds import KINDS
 from jaxspec.models.config import ModelConfig, is_table

@@ -16,7 +16,7 @@ from helpers.toys import decoder, generate, lively, request, texts
 from helpers.toys import transformer as toy
 from jaxspec.core.cache import storage_dtype
 from jaxspec.core.records import KV
-from jaxspec.core.tree import chain, dynamic
+from jaxspec.core.topology import chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup

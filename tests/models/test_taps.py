@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.toys import decoder, transformer
+from jaxspec.core.drafter import TapDrafter
 from jaxspec.core.networks import TappedTarget, no_feature, with_taps
-from jaxspec.core.protocols import TapDrafter
 from jaxspec.core.records import Window
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig

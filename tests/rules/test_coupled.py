@@ -14,7 +14,8 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Proposal
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, TreeShape, branching, build, chain
+from jaxspec.core.topology import Topology, branching, chain
+from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.rules import coupled as rule

@@ -13,7 +13,7 @@ from helpers.toys import allowed
 from jaxspec.analysis.enumeration import ordered_draws, total_variation
 from jaxspec.core.draw import Noise
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import Topology, branching, chain, from_paths
+from jaxspec.core.topology import Topology, branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.testing import TableLM, accepted_length, bias, joint_law, model_law, random_laws, round_law
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.analysis.enumeration import apply_to_all, enumerate_proposals
-from jaxspec.core.tree import branching, chain, from_paths
+from jaxspec.core.topology import branching, chain, from_paths
 from jaxspec.errors import InvalidConfig
 from jaxspec.rules.cascade import Cascade, Tolerant
 from jaxspec.rules.lenient import Lenient

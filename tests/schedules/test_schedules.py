@@ -29,7 +29,8 @@ from jaxspec.analysis.enumeration import enumerate_proposals, joint_law, total_v
 from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import best_length
-from jaxspec.core.tree import TreeShape, branching, chain
+from jaxspec.core.topology import branching, chain
+from jaxspec.core.tree import TreeShape
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft

@@ -12,11 +12,11 @@ import cases
 import jaxspec
 from helpers.paths import ROOT
 from helpers.toys import transformer
+from jaxspec.core.drafter import ObservingDrafter
 from jaxspec.core.draw import Noise
-from jaxspec.core.protocols import ObservingDrafter
 from jaxspec.core.records import StopLaw
 from jaxspec.core.sampling import Sampling
-from jaxspec.core.tree import branching
+from jaxspec.core.topology import branching
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.rules.block import Block
