@@ -116,6 +116,12 @@ _ONLY = {
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
 }
+_WHOLE = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
+    "max_window_layers",
+}  # fmt: skip
+"""Settings that are whole numbers. Some tools write them as floats, such as 4096.0."""
 _MAX_LAYERS = 4096
 
 
@@ -131,7 +137,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         CheckpointError: the model type or a setting is not supported, or a value is invalid.
     """
     family = _family(where, settings)
-    entries = dict(family.defaults) | {key: value for key, value in settings.items() if value is not None}
+    entries = dict(family.defaults) | {key: _number(key, value) for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
         entries["sliding_window"] = None
     for key, plain in _ONLY.items():
@@ -184,6 +190,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if "query_pre_attn_scalar" in entries and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
+
+
+def _number(key: str, value: Any) -> Any:
+    """Returns a setting's value; a float without a fraction as an int if the setting is a whole number."""
+    return int(value) if key in _WHOLE and type(value) is float and value.is_integer() else value
 
 
 def _family(where: str, settings: Mapping) -> Family:

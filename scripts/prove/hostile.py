@@ -4,8 +4,8 @@
 
 Each case damages one file of a small checkpoint: bits are flipped, the file is cut, emptied, deleted or extended, or a
 value of its JSON is replaced by an odd one. It must then be refused by an error of jaxspec in one line, or be read: in
-a format with checksums with the same weights, in others with the weights that the file holds. Nothing may take 5 s of
-processor time, or 256 MB.
+a format with checksums with the same weights, in others with the weights that the file holds. A job must resume from
+its damaged results file with the same texts, or refuse the file. Nothing may take 5 s of processor time, or 256 MB.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import pathlib
 import random
 import resource
+import shutil
 import tempfile
 import time
 import warnings
@@ -33,8 +34,10 @@ from jaxspec.checkpoints.load import read_params
 from jaxspec.checkpoints.source import open_checkpoint, read_headers
 from jaxspec.errors import JaxspecError
 from jaxspec.generation.drafting import Drafting
+from jaxspec.heads.files import save_heads
 from jaxspec.heads.headers import open_heads
 from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.testing import TableLM
 
 SECONDS, KILOBYTES = 5.0, 256 << 10
 ODD: list[Any] = [
@@ -57,6 +60,9 @@ ODD: list[Any] = [
 ]
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
+LETTERS = TableLM(24)
+JOB = jaxspec.Model(LETTERS, LETTERS.init_params(jax.random.key(0)))
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 
 
 class Format(NamedTuple):
@@ -123,6 +129,34 @@ def write_drafting(place: pathlib.Path) -> None:
     )
 
 
+def write_own_heads(place: pathlib.Path) -> None:
+    """Moves what `save_heads` writes into an existing directory."""
+    heads = jaxspec.load_heads(eagle_heads.write(place / "published", "eagle3"))
+    for file in save_heads(heads, place / "saved").iterdir():
+        file.rename(place / file.name)
+    for folder in ("published", "saved"):
+        shutil.rmtree(place / folder)
+
+
+def run_job(out: pathlib.Path | None, count: int = len(PROMPTS)) -> dict[str, np.ndarray]:
+    """Runs a job, or resumes it from its results file; returns its texts."""
+    texts = jaxspec.generate(JOB, PROMPTS[:count], drafter="none", max_new_tokens=12, stop_ids=[3], out=out)
+    return {str(number): np.asarray(text.tokens) for number, text in enumerate(texts)}
+
+
+def write_results(place: pathlib.Path) -> None:
+    for count in range(1, len(PROMPTS)):  # what a resumed job may need is compiled before anything is measured
+        run_job(None, count)
+    run_job(place / "texts.jsonl")
+
+
+def resume(place: pathlib.Path) -> dict[str, np.ndarray]:
+    """Resumes a job from copies of its files, which it changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(place, folder, dirs_exist_ok=True)
+        return run_job(pathlib.Path(folder, "texts.jsonl"))
+
+
 FORMATS = {
     "hf": Format(lambda place: write_hf(place, CONFIG, PARAMS, files={"generation_config.json": {"eos_token_id": [2]},
                  "tokenizer_config.json": {"eos_token": "</s>", "chat_template": "{{ messages }}"}}), read_model),
@@ -140,7 +174,9 @@ FORMATS = {
     "eagle3": Format(lambda place: eagle_heads.write(place, "eagle3"), read_heads),
     "dflash": Format(lambda place: dflash_heads.zlab().write(place), read_heads),
     "dspark": Format(lambda place: dflash_heads.speculators("rnn").write(place), read_heads),
+    "own heads": Format(write_own_heads, read_heads),
     "tuned": Format(write_drafting, read_drafting),
+    "results": Format(write_results, resume, checked=True),
 }  # fmt: skip
 
 
@@ -220,7 +256,7 @@ def run(count: int, seed: int) -> tuple[collections.Counter, list[str]]:
             places[name].mkdir()
             form.write(places[name])
             plain[name] = form.read(places[name])
-        weights = [1 if form.checked else 4 for form in FORMATS.values()]  # Orbax takes its time
+        weights = [1 if form.checked else 4 for form in FORMATS.values()]  # those with checksums take their time
         for name in rng.choices(list(FORMATS), weights, k=count):
             files = sorted(file for file in places[name].rglob("*") if file.is_file())
             file = rng.choice(files)

@@ -20,7 +20,7 @@ from helpers.checkpoints import assert_same_params, leaves
 from helpers.families import LENGTH, POSITIONS, tokens_of, write_checkpoint
 from helpers.paths import GOLDEN_DIR
 from helpers.tiers import with_slow
-from jaxspec.checkpoints.hf_families import FAMILIES
+from jaxspec.checkpoints.hf_families import FAMILIES, read_config
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.core import cache as caches
@@ -28,6 +28,15 @@ from jaxspec.core.records import Window
 from jaxspec.errors import CheckpointError, InvalidConfig
 
 GOLDEN = json.loads((GOLDEN_DIR / "families.json").read_text())["cases"]
+WHOLE = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+}
+"""Whole numbers that are read in every family."""
 PIECE = 8
 TOLERANCE = 1e-4
 
@@ -57,6 +66,22 @@ def logits_in_pieces(model, tokens: list[int]) -> np.ndarray:
 
 def test_the_cases_cover_every_family():
     assert {case["settings"]["model_type"] for case in GOLDEN.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_whole_numbers_may_be_written_as_floats(case):
+    """One at a time, and all at once: 4096.0 is 4096, and 4096.5 is refused."""
+    settings = dict(FAMILIES[GOLDEN[case]["settings"]["model_type"]].defaults) | GOLDEN[case]["settings"]
+    numbers = {name: float(value) for name, value in settings.items() if type(value) is int}
+    numbers = {name: value for name, value in numbers.items() if not name.endswith("_token_id")}
+    assert numbers.keys() >= WHOLE
+    expected = read_config("config.json", settings)
+    assert read_config("config.json", settings | numbers) == expected
+    for name, value in numbers.items():
+        assert read_config("config.json", settings | {name: value}) == expected, name
+        if name in WHOLE:
+            with pytest.raises(CheckpointError, match=f"{name} is {value + 0.5}"):
+                read_config("config.json", settings | {name: value + 0.5})
 
 
 @pytest.mark.parametrize("case", GOLDEN)
