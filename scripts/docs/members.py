@@ -26,7 +26,7 @@ from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
 
 ROOT = pathlib.Path(__file__).parents[2]
 BLOCK = re.compile(r"(<!-- members: ([\w-]+) -->\n).*?(<!-- /members -->)", re.DOTALL)
-NOISE = {Noise.SHARED: "the target's noise", Noise.FRESH: "noise of its own", Noise.NONE: "no noise"}
+NOISE = {Noise.SHARED: "the target's noise", Noise.FRESH: "separate noise", Noise.NONE: "no noise"}
 DEFAULTS = {"drafter": Drafting().drafter, "rule": Drafting().rule, "schedule": "constant"}
 
 
