@@ -7,10 +7,11 @@ imported on first use, so that `import jaxspec` is fast.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
-    from jaxspec.bench.tune import tune as tune
     from jaxspec.checkpoints.hf_write import export_model as export_model
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
@@ -69,8 +70,7 @@ if TYPE_CHECKING:
     from jaxspec.train.online import OnlineHeads as OnlineHeads
     from jaxspec.train.pard_settings import PardSettings as PardSettings
     from jaxspec.train.run import train_heads as train_heads
-
-__version__ = "0.1.0"
+    from jaxspec.tuning.tune import tune as tune
 
 _MODULES = {
     "jaxspec.api": ("generate", "stream"),
@@ -104,13 +104,13 @@ _MODULES = {
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
-    "jaxspec.bench.tune": ("tune",),
     "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings"),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.online": ("OnlineHeads",),
     "jaxspec.train.pard_settings": ("PardSettings",),
     "jaxspec.train.run": ("train_heads",),
+    "jaxspec.tuning.tune": ("tune",),
 }
 
 

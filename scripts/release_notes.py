@@ -10,7 +10,7 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VERSIONS = {
-    "jaxspec/__init__.py": r'^__version__ = "(.+)"$',
+    "jaxspec/version.py": r'^__version__ = "(.+)"$',
     "CITATION.cff": r"^version: (.+)$",
 }
 """Files besides pyproject.toml that have the version."""

@@ -73,9 +73,6 @@ class Measurement:
         return f"{self.id}@{re.sub(r'[^a-z0-9]+', '-', ' '.join(parts).lower()).strip('-')}.json"
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
-
-
 def add_record(add: Callable) -> None:
     """Adds `--record` to a parser's or a group's `add_argument`."""
     add(
@@ -122,29 +119,6 @@ def write(
     path = FOLDER / made.file
     path.write_text(json.dumps(dataclasses.asdict(made), indent=1, allow_nan=False) + "\n")
     return path
-
-
-def read(folder: pathlib.Path) -> list[Measurement]:
-    """Returns all records of a folder, by id and machine.
-
-    Raises:
-        InvalidConfig: a file is no record, or its name is not that of its id and machine.
-    """
-    return [_read(path) for path in sorted(folder.glob("*.json"))]
-
-
-def _read(path: pathlib.Path) -> Measurement:
-    try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidConfig(f"{path.name} is no JSON: {error}") from None
-    if not isinstance(fields, dict) or fields.keys() != set(FIELDS):
-        got = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-        raise InvalidConfig(f"{path.name}: expected the fields {sorted(FIELDS)}, got {got}")
-    found = Measurement(**fields)
-    if path.name != found.file:
-        raise InvalidConfig(f"{path.name}: its id and machine make the name {found.file}")
-    return found
 
 
 def command(words: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxspec.bench.equality import certify, first_difference
-from jaxspec.bench.prompt_lengths import need_one, too_long
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
 from jaxspec.bench.setup import Decoded, Setup, draft_call_s
 from jaxspec.bench.tasks import Task, Turn
@@ -27,6 +26,7 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTERS
+from jaxspec.tuning.prompt_lengths import need_one, too_long
 
 
 def buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads] = {}) -> list[Method]:

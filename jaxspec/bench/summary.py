@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxspec.bench.records import PLAIN, Row, Run
 from jaxspec.decode.stats import Stats
@@ -26,33 +25,6 @@ class Quartiles:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Quartiles":
         return cls(*np.percentile(list(values), (25, 50, 75)).tolist())
-
-
-RESAMPLES = 5000
-
-
-def interval(pairs: ArrayLike, seed: int = 0) -> tuple[float, float]:
-    """Returns the 95 % interval of a ratio of sums by bootstrap over prompts, from a (sum, count) each: `[N, 2]`."""
-    low, high = np.quantile(_ratios(pairs, seed), (0.025, 0.975)).tolist()
-    return low, high
-
-
-def difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[float, float, float]:
-    """Returns the difference of two ratios of sums over the same prompts, `[N, 2]` each, and its 95 % interval.
-
-    Both ratios are resampled with the same prompts, so that differences between prompts cancel.
-    """
-    (a, m), (b, n) = np.asarray(pairs, float).sum(0), np.asarray(others, float).sum(0)
-    low, high = np.quantile(_ratios(pairs, seed) - _ratios(others, seed), (0.025, 0.975)).tolist()
-    return float(a / m - b / n), low, high
-
-
-def _ratios(pairs: ArrayLike, seed: int) -> np.ndarray:
-    """Returns the ratio of sums for resampled prompts, `[RESAMPLES]`; equal seeds draw equal indices."""
-    pairs = np.asarray(pairs)
-    drawn = np.random.default_rng(seed).integers(0, len(pairs), (RESAMPLES, len(pairs)))
-    sums, counts = pairs[drawn].sum(1).T
-    return sums / counts
 
 
 @dataclasses.dataclass(frozen=True)

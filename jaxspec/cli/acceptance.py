@@ -35,8 +35,8 @@ from jaxspec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jaxspec.bench.acceptance import Figure, Positions
     from jaxspec.bench.table import Table
+    from jaxspec.tuning.acceptance import Figure, Positions
 
 FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
@@ -91,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     import jaxspec
-    from jaxspec.bench import acceptance
     from jaxspec.bench.environment import describe
-    from jaxspec.bench.prompt_lengths import fitting
     from jaxspec.cli import show
     from jaxspec.generation import inputs
     from jaxspec.generation.drafting import Drafting
+    from jaxspec.tuning import acceptance
+    from jaxspec.tuning.prompt_lengths import fitting
 
     sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
     tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in sources]

@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     check_output("--out", args.out)
 
     import jaxspec
-    from jaxspec.bench.prompt_lengths import fitting
-    from jaxspec.bench.tune import tune
     from jaxspec.cli import show
     from jaxspec.core.noise import seed_key
     from jaxspec.core.topology import Topology
     from jaxspec.generation import inputs
+    from jaxspec.tuning.prompt_lengths import fitting
+    from jaxspec.tuning.tune import tune
 
     texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(measured: dict, nodes: int | None = None) -> list[str]:
     """Returns the lines of a table with a row per depth; `nodes` are those of a tree, None for a chain."""
-    from jaxspec.bench.tune import by_depth
+    from jaxspec.tuning.tune import by_depth
 
     timed = {int(depth): [seconds] for depth, seconds in measured["round_s"].items()}
     every = by_depth(timed, len(measured["speedup_by_depth"]) - 1)

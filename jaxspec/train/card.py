@@ -10,7 +10,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-import jaxspec
 from jaxspec.amounts import plural, size
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
@@ -19,6 +18,7 @@ from jaxspec.train import calibration
 from jaxspec.train.evaluate import Candidate, Ranks
 from jaxspec.train.files import fingerprint, write_json
 from jaxspec.train.run import Trained
+from jaxspec.version import __version__
 
 CARD, FIGURES = "README.md", "evaluation.json"
 
@@ -86,7 +86,7 @@ def write(
         "",
         trained.trainee.served_by,
         "",
-        f"Trained by jaxspec {jaxspec.__version__} on {datetime.date.today().isoformat()}: "
+        f"Trained by jaxspec {__version__} on {datetime.date.today().isoformat()}: "
         f"{plural(trained.step, 'step')}, {plural(supervised, 'token')} to train on ({texts} to prompts of "
         f"{', '.join(pathlib.Path(p).name for p in prompts)}), {plural(trained.skipped, 'step')} skipped.",
         "",

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxspec.bench.measurements import FOLDER, Measurement, read
+from jaxspec.bench.measurements import FOLDER, Measurement
 from scripts.docs.pictures import ROOT, box, picture, text
 from scripts.figures.pages import newest
+from scripts.figures.records import read_records
 
 TASKS = {"mt-bench": "chat", "humaneval": "code", "copy": "copying edits"}
 """The tasks of the chart, and what they are called there."""
@@ -73,7 +74,7 @@ def draw(panels: Sequence[tuple[str, str, Speedups]]) -> str:
 
 def speedups() -> str:
     """Draws the chart from the newest records."""
-    records = newest(read(ROOT / FOLDER))
+    records = newest(read_records(ROOT / FOLDER))
     return draw(
         [
             ("2 CPU cores", "float32, AVX-512", on_cpu(records)),

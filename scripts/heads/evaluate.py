@@ -31,9 +31,9 @@ import jax
 import numpy as np
 
 import jaxspec
+from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.bench.summary import interval
 from jaxspec.cli.drafting import parse_tree
 from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
@@ -143,7 +143,7 @@ class Evaluation:
         """Returns tokens per round of one combination."""
         drafting = {"drafter": heads.config.drafter, "heads": heads, "tree": tree, "rule": rule}
         output = self.decode(tokens, temperature, **drafting)
-        ends = interval([(row.stats.committed, row.stats.rounds) for row in output])
+        ends = ratio_interval([(row.stats.committed, row.stats.rounds) for row in output])
         found = {
             "tokens_per_round": significant(output.stats.tokens_per_round),
             "interval": [significant(end) for end in ends],

@@ -16,8 +16,8 @@ import sys
 
 import numpy as np
 
+from jaxspec.analysis.bootstrap import ratio_difference
 from jaxspec.bench.measurements import add_record, write
-from jaxspec.bench.summary import difference
 
 BASE = "coupled"
 
@@ -34,7 +34,7 @@ def one_step(paths: list[pathlib.Path]) -> list[dict]:
             ours, theirs = ([(p["kept"][rule][child], p["count"]) for p in prompts] for rule in (figure["rule"], BASE))
             where = {name: run["sampling"][name] for name in ("temperature", "top_p")}
             on = f"{run['positions']} positions of {len(prompts)}"
-            rows.append(where | figure | {"difference": difference(ours, theirs), "on": on})
+            rows.append(where | figure | {"difference": ratio_difference(ours, theirs), "on": on})
     return rows
 
 
@@ -45,7 +45,7 @@ def rounds(paths: list[pathlib.Path]) -> list[dict]:
     for row in rows:
         theirs = base.get((row["temperature"], row["top_p"], row["tree"]))
         row["low"], row["high"] = row["tokens_per_round_95"]
-        row["difference"] = theirs and difference(row["prompts"], theirs)
+        row["difference"] = theirs and ratio_difference(row["prompts"], theirs)
     return rows
 
 

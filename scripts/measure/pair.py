@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.bench.summary import interval
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
 from jaxspec.generation import inputs
@@ -186,7 +186,7 @@ def main() -> int:
             failed += sum(gap > TIE for gap in gaps)
             stats = Stats.total(row.stats for row in out)
             prompts = [(row.stats.committed, row.stats.rounds) for row in out]
-            low, high = interval(prompts)
+            low, high = ratio_interval(prompts)
             row = {"temperature": temperature, "top_p": top_p, "tree": name, "rule": rule, "gaps": gaps}
             row |= {"same_text": len(ids) - other} if same else {}
             rows.append(row | {"tokens_per_round_95": (low, high), "prompts": prompts} | stats.as_dict())

@@ -27,7 +27,7 @@ import numpy as np
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.core.theory import assumed_cost
 from jaxspec.kernels.library import TOKEN_COSTS
-from scripts.measure.replayed import KEPT, Drafter, Table, Text, matches, rounds
+from scripts.library.replayed import KEPT, Drafter, Table, Text, matches, rounds
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
 FILLS = {

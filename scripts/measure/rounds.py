@@ -38,8 +38,8 @@ from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize
 from jaxspec.rules.coupled import Coupled
+from scripts.library import loops
 from scripts.measure.speed import reader
-from scripts.prove import loops
 
 ROUNDS = 16
 """Rounds in one turn."""

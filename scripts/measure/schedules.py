@@ -4,7 +4,7 @@
     python scripts/measure/schedules.py model             # the target drafts for itself: all accepted, nothing pays
     python scripts/measure/schedules.py prompt-lookup
 
-First `jaxspec.bench.tune` tunes on other prompts; then all configurations decode each prompt alternately. Times exclude
+First `jaxspec.tune` tunes on other prompts; then all configurations decode each prompt alternately. Times exclude
 compilation and prefill. The time of a prompt is the median of its repeats; ratios are relative to plain decoding.
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.bench.tune import tune
 from jaxspec.cli.tune import table
 from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import find
+from jaxspec.tuning.tune import tune
 
 MODEL = "smollm2-135m-instruct"
 

@@ -25,10 +25,9 @@ from jax.experimental import topologies
 
 from jaxspec.backend import command_buffer
 from jaxspec.core.sizes import BLOCK
-from jaxspec.testing import hlo, thunks
-from scripts.prove import loops, tier
-from scripts.prove.loops import Case
-from scripts.prove.tier import Chip
+from scripts.library import hlo, loops, thunks, tier
+from scripts.library.loops import Case
+from scripts.library.tier import Chip
 
 CHIPS = {  # NVIDIA's data sheets; bfloat16 without sparsity
     "h100": Chip("90", 3352e9, 989e12, 80e9),

@@ -8,7 +8,7 @@ The target has the shapes of Llama-3-8B in bfloat16, with drafters and trees, on
 (`jaxspec.make_mesh`); shapes alone, no weights. The compiler is the one of real TPUs (package libtpu). What must hold
 is checked, and makes the exit status 1: one loop for the rounds, nothing sent to or fetched from the host, nothing as
 large as a cache, a matrix or a drafter's table written inside the loop or before it, the caches updated in place. What
-is printed: the bytes of HBM that a round moves, counted in the compiled program (`jaxspec.testing.hlo`; of two branches
+is printed: the bytes of HBM that a round moves, counted in the compiled program (`scripts.library.hlo`; of two branches
 the costlier, of every loop inside one turn: the levels that a draft model drafts one after the other
 count once), beside those of the target's matrices, which every round must read; the FLOPs by the compiler's own count;
 and the time each would take at the chip's published bandwidth and peak. Nothing is run.
@@ -20,9 +20,9 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from scripts.prove import loops, tier
-from scripts.prove.loops import Case
-from scripts.prove.tier import Chip
+from scripts.library import loops, tier
+from scripts.library.loops import Case
+from scripts.library.tier import Chip
 
 CHIPS = {  # cloud.google.com/tpu/docs, system architecture
     "v5e": Chip("v5e:2x2", 819e9, 197e12, 16e9),

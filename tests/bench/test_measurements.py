@@ -12,6 +12,7 @@ from helpers.bench_runs import made_up
 from jaxspec.bench import environment, measurements, report
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import InvalidConfig
+from scripts.figures.records import read_records
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +23,7 @@ def test_what_is_written_is_read_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = report.figures([made_up()])
     path = measurements.write("mine", "bench", WORDS, values, {"torch": "2.13"})
-    (record,) = measurements.read(tmp_path / "measurements")
+    (record,) = read_records(tmp_path / "measurements")
     assert path.name == record.file
     assert path.name.startswith("mine@")
     assert (record.id, record.kind, record.command) == ("mine", "bench", "jaxspec bench --limit 3")
@@ -35,7 +36,7 @@ def test_what_is_written_is_read_again(tmp_path, monkeypatch):
     assert str(tmp_path) not in text
     assert not platform.node() or platform.node() not in text
     measurements.write("mine", "bench", WORDS, values | {"more": 1})  # takes the place of the first
-    assert [found.values["more"] for found in measurements.read(tmp_path / "measurements")] == [1]
+    assert [found.values["more"] for found in read_records(tmp_path / "measurements")] == [1]
 
 
 def test_figures_of_a_benchmark_by_hand():
@@ -66,14 +67,14 @@ def test_what_is_no_record_is_refused(tmp_path, monkeypatch):
     path = measurements.write("mine", "bench", WORDS, {"a": 1})
     fields = json.loads(path.read_text())
     for text, said in (
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "fields"),
         (json.dumps({**fields, "host": "x"}), "fields"),
-        (json.dumps(fields | {"id": "other"}), "the name other@"),
+        (json.dumps(fields | {"id": "other"}), "named other@"),
     ):
         path.write_text(text)
         with pytest.raises(InvalidConfig, match=said):
-            measurements.read(path.parent)
+            read_records(path.parent)
     with pytest.raises(InvalidConfig, match="hyphens"):
         measurements.write("../mine", "bench", WORDS, {"a": 1})
 
@@ -90,7 +91,7 @@ def test_the_option(capsys):
 def test_machines_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     measurements.write("mine", "bench", WORDS, {"a": 1})
-    (record,) = measurements.read(tmp_path / "measurements")
+    (record,) = read_records(tmp_path / "measurements")
     gpu = dict(record.machine) | {
         "cpu": "A (R) CPU @ 2.6GHz",
         "cores": 16,

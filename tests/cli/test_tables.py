@@ -9,11 +9,12 @@ from rich.console import Console
 
 from helpers.bench_runs import made_up
 from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_gguf, write_hf
-from jaxspec.bench import acceptance, report
+from jaxspec.bench import report
 from jaxspec.bench.table import Table
 from jaxspec.cli import main, show
 from jaxspec.cli.acceptance import as_table
 from jaxspec.cli.tune import table as tune_table
+from jaxspec.tuning import acceptance
 
 pytestmark = pytest.mark.quick
 

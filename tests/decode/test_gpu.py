@@ -21,9 +21,9 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.attention import attend
 from jaxspec.models.attention_once import FEW, MOST, attend_once, block_size
 from jaxspec.models.layers import look_up
-from jaxspec.testing import hlo, thunks
+from scripts.library import hlo, thunks
+from scripts.library.loops import Case
 from scripts.prove import gpu
-from scripts.prove.loops import Case
 
 pytestmark = pytest.mark.quick
 

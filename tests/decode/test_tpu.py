@@ -5,9 +5,9 @@ import pytest
 
 from helpers import defects
 from jaxspec.backend import layout
-from jaxspec.testing import hlo
-from scripts.prove import loops, tier, tpu
-from scripts.prove.loops import Case
+from scripts.library import hlo, loops, tier
+from scripts.library.loops import Case
+from scripts.prove import tpu
 
 pytestmark = pytest.mark.quick
 

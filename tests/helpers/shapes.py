@@ -15,7 +15,7 @@ from beartype import beartype
 PACKAGES = (
     "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.drafters", "jaxspec.decode", "jaxspec.kernels",
     "jaxspec.models", "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing",
-    "jaxspec.bench.acceptance", "jaxspec.bench.head_laws", "jaxspec.bench.mask_laws", "jaxspec.generation.rollout",
+    "jaxspec.tuning.acceptance", "jaxspec.tuning.head_laws", "jaxspec.tuning.mask_laws", "jaxspec.generation.rollout",
 )  # fmt: skip
 """The packages and modules whose annotations have shapes."""
 

@@ -7,14 +7,15 @@ import subprocess
 import pytest
 
 from helpers.paths import ROOT
-from jaxspec.bench.measurements import FOLDER, Measurement, read
+from jaxspec.bench.measurements import FOLDER, Measurement
 from jaxspec.errors import InvalidConfig
 from scripts.figures import pages
+from scripts.figures.records import read_records
 from scripts.figures.tables import RENDERERS
 
 pytestmark = pytest.mark.quick
 
-RECORDS = read(ROOT / FOLDER)
+RECORDS = read_records(ROOT / FOLDER)
 
 MEASURED = re.compile(
     r"\d[\d.,]*\s+(?:ms|milliseconds|tokens/s|tokens (?:a|per) (?:second|round)|GB/s|MiB|GiB)\b"

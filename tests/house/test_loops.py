@@ -19,13 +19,13 @@ import cases
 from helpers.bridges import OTHER_DRAFT
 from helpers.paths import ROOT
 from helpers.toy_text import TINY, TOY
-from jaxspec.bench import mask_laws
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
 from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import DRAFTERS, RULES
+from jaxspec.tuning import mask_laws
 
 PACKAGE = ROOT / "jaxspec"
 RULE_OF = dict(zip(DRAFTERS, [*RULES, "coupled"]))

@@ -157,7 +157,7 @@ def test_the_version_is_the_same_everywhere():
 def repository(tmp_path):
     (tmp_path / "jaxspec").mkdir()
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.2.0"\n')
-    (tmp_path / "jaxspec/__init__.py").write_text('__version__ = "0.2.0"\n')
+    (tmp_path / "jaxspec/version.py").write_text('__version__ = "0.2.0"\n')
     (tmp_path / "CITATION.cff").write_text("title: x\nversion: 0.2.0\n")
     sections = [
         "# Changelog\n",
@@ -179,7 +179,7 @@ def test_notes_are_the_section_of_the_version(repository):
     [
         ("pyproject.toml", "0.2.0", "0.2.1", "the version in pyproject.toml is 0.2.1"),
         ("pyproject.toml", "[project]", "[project]\nurls.Source = 'https://x/OWNER/jaxspec'", "write the real one"),
-        ("jaxspec/__init__.py", "0.2.0", "0.1.0", "the version in jaxspec/__init__.py is 0.1.0"),
+        ("jaxspec/version.py", "0.2.0", "0.1.0", "the version in jaxspec/version.py is 0.1.0"),
         ("CITATION.cff", "version: 0.2.0", "", "the version in CITATION.cff is none"),
         ("CHANGELOG.md", "2027-01-31", "unreleased", "write the date"),
         ("CHANGELOG.md", "## [0.2.0]", "## [0.2]", "no section"),

@@ -1,4 +1,4 @@
-"""A PARD model as the draft of `jaxspec.bench.acceptance`: its features along a text, by drafted token."""
+"""A PARD model as the draft of `jaxspec.tuning.acceptance`: its features along a text, by drafted token."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.bench.head_laws import DRAFTED
 from jaxspec.core import sizes
 from jaxspec.core.records import Params
 from jaxspec.drafters.pard import Pard
+from jaxspec.tuning.head_laws import DRAFTED
 
 
 @dataclasses.dataclass(frozen=True)

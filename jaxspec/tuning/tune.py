@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench import acceptance
 from jaxspec.core.checks import named, whole
 from jaxspec.core.drafter import Drafter
 from jaxspec.core.sampling import GREEDY, Sampling
@@ -36,6 +35,7 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.tuning import acceptance
 
 DEPTH = 8
 """The default length of the chain that is measured."""

@@ -14,11 +14,8 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
 from helpers.toys import noisy
-from jaxspec.bench import tune as tuning
-from jaxspec.bench.head_laws import DRAFTED
 from jaxspec.bench.records import Method
 from jaxspec.bench.setup import Setup
-from jaxspec.bench.tune import call_costs, conclude, in_turn, some_widths, tune
 from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tune import scarcity, table
@@ -35,6 +32,9 @@ from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
+from jaxspec.tuning import tune as tuning
+from jaxspec.tuning.head_laws import DRAFTED
+from jaxspec.tuning.tune import call_costs, conclude, in_turn, some_widths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))

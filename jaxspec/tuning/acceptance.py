@@ -18,11 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxspec import analysis
 from jaxspec.analysis.along import read_features
+from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.api import generate
-from jaxspec.bench.head_laws import HeadLaws, head_laws
-from jaxspec.bench.mask_laws import MaskLaws
-from jaxspec.bench.records import PLAIN
-from jaxspec.bench.summary import interval
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import Drafter, ModelDrafter
@@ -39,6 +36,8 @@ from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
+from jaxspec.tuning.head_laws import HeadLaws, head_laws
+from jaxspec.tuning.mask_laws import MaskLaws
 
 WithHeads = DFlash | Eagle | Medusa
 ByToken = HeadLaws | MaskLaws
@@ -175,7 +174,7 @@ def measure(
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     key = seed_key(seed)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i)))(np.arange(len(prompts)))
-    texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter=PLAIN, sampling=sampling,
+    texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter="none", sampling=sampling,
                      batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, verbose=False,
                      progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
     positions = []
@@ -262,7 +261,7 @@ def figures(positions: Sequence[Positions], children: Sequence[int], seed: int =
         counts = np.array([prompt.count for prompt in of])
         for rule in sorted(of[0].kept):
             kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in of]) for name in ("kept", "optimum"))
-            low, high = interval(np.stack([kept, counts], axis=1), seed) if len(of) > 1 else (None, None)
+            low, high = ratio_interval(np.stack([kept, counts], axis=1), seed) if len(of) > 1 else (None, None)
             shares = float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum())
             made.append(Figure(rule, count, *shares, token))
     return made

@@ -1,4 +1,4 @@
-"""Draft heads as the draft of `jaxspec.bench.acceptance`: their logits along a text, by drafted token."""
+"""Draft heads as the draft of `jaxspec.tuning.acceptance`: their logits along a text, by drafted token."""
 
 import dataclasses
 import functools

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.testing import hlo
-from scripts.prove import loops
-from scripts.prove.loops import Case, Program
+from scripts.library import hlo, loops
+from scripts.library.loops import Case, Program
 
 LARGE = 1_000_000  # bytes; what is smaller may be copied
 COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts, which may be as large by chance

@@ -15,9 +15,6 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec import analysis
-from jaxspec.bench import acceptance
-from jaxspec.bench.acceptance import EVERY, Positions
-from jaxspec.bench.head_laws import head_laws
 from jaxspec.cli import main
 from jaxspec.cli.acceptance import counted
 from jaxspec.core.topology import branching
@@ -27,6 +24,9 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads import dflash, eagle
 from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
+from jaxspec.tuning import acceptance
+from jaxspec.tuning.acceptance import EVERY, Positions
+from jaxspec.tuning.head_laws import head_laws
 
 V = 8
 LM = TableLM(V, context=512)

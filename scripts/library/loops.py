@@ -37,7 +37,7 @@ from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
-from jaxspec.testing import hlo
+from scripts.library import hlo
 
 BY_KERNEL = ("prompt-lookup, chain 8", "medusa, 64 nodes")
 """Drafters that the tiers also compile with attention in Pallas."""

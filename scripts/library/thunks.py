@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxspec.testing import hlo
+from scripts.library import hlo
 
 BUFFER = "kCommandBuffer"
 NO_LAUNCH = re.compile(r"k\w*Done|kNop|kPartitionId|kReplicaId")
@@ -68,7 +68,7 @@ def of_a_round(
 
     Args:
         thunks: of the program.
-        parts: its computations, from `jaxspec.testing.hlo`.
+        parts: its computations, from `scripts.library.hlo`.
         turns: the number of turns of an inner loop of which the compiler knows none.
 
     Raises:
