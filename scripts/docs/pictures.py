@@ -107,10 +107,10 @@ def a_round() -> str:
 
 
 def floors() -> list[list[str]]:
-    """Reads the packages of each floor, the lowest first, from the table in docs/architecture.md."""
+    """Reads the packages of each level, the lowest first, from the table in docs/architecture.md."""
     page = (ROOT / "docs/architecture.md").read_text()
-    table = re.search(r"^\| floor \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
-    assert table, "docs/architecture.md has the table of floors"
+    table = re.search(r"^\| level \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert table, "docs/architecture.md has the table of levels"
     rows = [line.split("|")[1:3] for line in table[1].splitlines()]
     found: dict[str, list[str]] = {}
     for number, names in rows:
@@ -119,7 +119,7 @@ def floors() -> list[list[str]]:
 
 
 def house() -> str:
-    """Draws the packages by floor; imports go down only."""
+    """Draws the packages by level; imports go down only."""
     parts, rows, height = [], floors(), 40
     top = 30 + (len(rows) - 1) * (height + 6)
     styles = {"decode": "node next"} | dict.fromkeys(("rules", "schedules", "drafters"), "node root")
@@ -135,7 +135,7 @@ def house() -> str:
     parts.append(f'<text class="small mid" transform="{turned}">imports go down</text>')
     legend = "blue: members, which do not know one another; yellow: the loop, which knows no member"
     parts.append(text(120, bottom + 28, legend, "small"))
-    return picture(960, bottom + 48, "The packages of jaxspec by floor: imports go down only", parts)
+    return picture(960, bottom + 48, "The packages of jaxspec by level: imports go down only", parts)
 
 
 LOGO_STYLE = """
