@@ -133,7 +133,7 @@ def house() -> str:
     parts.append(f'<path class="edge" d="M60 {y} L60 {bottom - 8} m-6 -10 l6 10 l6 -10"/>')
     turned = f"translate(48 {(y + bottom) / 2:g}) rotate(-90)"
     parts.append(f'<text class="small mid" transform="{turned}">imports go down</text>')
-    legend = "blue: members, which do not know one another; yellow: the loop, which knows no member"
+    legend = "blue: members, which do not import one another; yellow: the loop, which does not import members"
     parts.append(text(120, bottom + 28, legend, "small"))
     return picture(960, bottom + 48, "The packages of jaxspec by level: imports go down only", parts)
 

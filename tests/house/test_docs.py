@@ -33,7 +33,8 @@ from jaxspec.train import evaluate
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+GUIDES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/reports").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in GUIDES)]
 
 NOT_RUN = {
     r"jaxspec bench .*--peers ": "other systems are gigabytes of packages in environments of their own; test_peers.py",
