@@ -98,7 +98,13 @@ TRAINEES = Members(
     },
 )
 """Kinds of heads and draft models that can be trained: the classes of their settings
-(`jaxspec.train.trainee.TraineeSettings`)."""
+(`jaxspec.train.settings.TrainSettings`)."""
+
+
+def locate(location: str) -> Any:
+    """Imports a module and returns an object of it, by a location such as "jaxspec.rules.block:Block"."""
+    module, _, name = location.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def find(kind: str, name: str) -> Any:
@@ -116,9 +122,8 @@ def find(kind: str, name: str) -> Any:
     if name not in members:
         raise UnknownName(kind, name, members)
     location = members[name]
-    module, _, attribute = location.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return locate(location)
     except Exception as error:
         if members.own(name):
             raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
 from jaxspec.cli.options import Parser, UsageError, one_of, whole
+from jaxspec.core.descriptions import describe_fields
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.registry import TRAINEES, find
 from jaxspec.storage.reading import check_path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
     from jaxspec.train.evaluate import Candidate
     from jaxspec.train.run import Trained
-    from jaxspec.train.settings import Settings
+    from jaxspec.train.settings import TrainSettings
 
 KIND, FILE = "kind of heads", "file"
 TREE_LINES = 12
@@ -37,7 +38,7 @@ TREE_LINES = 12
 
 def add_options(parser: Parser) -> None:
     """Adds all options but --debug, which every command has."""
-    from jaxspec.train.settings import Settings
+    from jaxspec.train.settings import TrainSettings, own_fields
 
     names = "|".join(TRAINEES)
     parser.add_argument("kind", type=one_of(KIND, TRAINEES), metavar=names, help="kind of heads, or of draft model")
@@ -74,21 +75,20 @@ def add_options(parser: Parser) -> None:
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
         help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
     own = parser.add_argument_group("settings of the kind")
-    flags = {field.name: field for name in TRAINEES for field in dataclasses.fields(find(KIND, name))}
+    flags = {field.name: field for name in TRAINEES for field in own_fields(find(KIND, name))}
     special = {name: _add_setting(own.add_argument, flags[name]) for name in flags}
     common = parser.add_argument_group("settings").add_argument
-    shared = {field.name: _add_setting(common, field) for field in dataclasses.fields(Settings)}
+    shared = {field.name: _add_setting(common, field) for field in dataclasses.fields(TrainSettings)}
 
     def show_kind(words: list[str]) -> None:
         """Makes the help that of the kind that the words name: its own settings, with its own defaults."""
         name = next((word for word in words if word in TRAINEES), None)
-        kind = None if name is None else find(KIND, name)
+        kind = find(KIND, name) if name else TrainSettings
+        fields, described = {field.name: field for field in dataclasses.fields(kind)}, describe_fields(kind)
         own.title = f"settings of {name}"
         parser.usage = f"jaxspec train {name or 'KIND'} --prompts FILE [FILE ...] --out DIR [options]"
-        for actions, settings in ((special, kind), (shared, Settings)):
-            fields = {} if settings is None else {field.name: field for field in dataclasses.fields(settings)}
-            for each, action in actions.items():
-                action.help = _about(fields[each], kind) if each in fields else argparse.SUPPRESS
+        for each, action in (special | shared).items():
+            action.help = _about(fields[each], described[each], name) if each in fields else argparse.SUPPRESS
 
     parser.before_parsing = show_kind
     show_kind([])
@@ -105,54 +105,42 @@ def _add_setting(add: Callable, field: dataclasses.Field) -> argparse.Action:
     words: dict[str, Any] = {"type": type(field.default), "metavar": "N" if type(field.default) is int else "X"}
     if type(field.default) is str:
         words["metavar"] = field.name.upper()
-    if choices := field.metadata["choices"]:
+    if choices := field.metadata.get("choices"):
         words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
     if isinstance(field.default, bool):
         words = {"action": argparse.BooleanOptionalAction}
     return add(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
 
 
-def _about(field: dataclasses.Field, kind: Any) -> str:
-    """Returns the help of a setting, with the default that it has for a kind; None stands for no kind in particular."""
-    usual = {"loss": "usual_loss", "learning_rate": "usual_rate"}.get(field.name)
+def _about(field: dataclasses.Field, description: str, kind: str | None) -> str:
+    """Returns the help of a setting, with its default for a kind; None stands for no kind in particular."""
     default: Any = field.default
-    if usual is not None:
-        default = "that of the kind" if kind is None else getattr(kind, usual)
+    if kind is None and any(getattr(find(KIND, name), field.name) != default for name in TRAINEES):
+        default = "that of the kind"
     if isinstance(default, bool):
         default = "yes" if default else "no"
     if default == "":  # its meaning is in the description
-        default = "empty" if "empty" in field.metadata["about"] else "none"
-    return f"{field.metadata['about']} (default: {default})".replace("%", "%%")
+        default = "empty" if "empty" in description else "none"
+    return f"{description.removesuffix('.')} (default: {default})".replace("%", "%%")
 
 
-def _settings_of(args: argparse.Namespace, settings: Any) -> Any:
-    """Returns the settings of a class that the flags give."""
-    return settings(**{name: vars(args)[name] for name in _names(settings) if name in vars(args)})
-
-
-def _names(settings: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(settings)]
-
-
-def _check_kind(args: argparse.Namespace) -> None:
-    """Refuses flags of other kinds of heads."""
-    own = _names(find(KIND, args.kind))
+def settings_of(args: argparse.Namespace) -> "TrainSettings":
+    """Returns the settings that the options give; refuses options of other kinds."""
+    kind = find(KIND, args.kind)
+    known = {field.name for field in dataclasses.fields(kind)}
     for other in TRAINEES:
-        for name in _names(find(KIND, other)):
-            if name in vars(args) and name not in own:
-                raise UsageError(f"--{name.replace('_', '-')} is a setting of {other}, not of {args.kind}")
+        for field in dataclasses.fields(find(KIND, other)):
+            if field.name in vars(args) and field.name not in known:
+                raise UsageError(f"--{field.name.replace('_', '-')} is a setting of {other}, not of {args.kind}")
+    try:
+        return kind(**{name: vars(args)[name] for name in known if name in vars(args)})
+    except InvalidConfig as error:
+        raise UsageError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains heads or a draft model, fits a tree, and writes them."""
-    from jaxspec.train.settings import Settings, check_together
-
-    _check_kind(args)
-    try:
-        settings, kind = _settings_of(args, Settings), _settings_of(args, find(KIND, args.kind))
-        check_together(settings, kind)
-    except InvalidConfig as error:
-        raise UsageError(str(error)) from None
+    settings = settings_of(args)
     if not settings.held_out:
         raise UsageError("--held-out 0: the tree and the card need held-out texts; use a fraction above 0")
     if args.dtype == FILE:
@@ -167,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.train.monitor import Monitor
     from jaxspec.train.run import check_machine, train_heads
 
-    if kind.trains_target:
+    if settings.trains_target:
         if fit_dtype != args.dtype:
             raise UsageError(f"--fit-dtype {fit_dtype}: the target is trained in --dtype {args.dtype}; leave it out")
         show.say(
@@ -175,17 +163,15 @@ def run(args: argparse.Namespace) -> int:
             answer=True,
         )
     check_machine(settings)
-    _check_files(args, settings, kind)
+    _check_files(args, settings)
     target = show.load(args.target, args.dtype, kernels=False)
     try:
         with Monitor(out, args.log_to, settings.log_every) as monitor:
-            trained = train_heads(
-                target, args.prompts, out, kind, **dataclasses.asdict(settings), watch=monitor.watch, data=args.data
-            )
+            trained = train_heads(target, args.prompts, out, settings, watch=monitor.watch, data=args.data)
     except KeyboardInterrupt:
         show.say(f"everything so far is kept in {out}: the same command resumes the run", answer=True)
         raise
-    folder = out / (DRAFT if kind.trains_model else HEADS)
+    folder = out / (DRAFT if settings.trains_model else HEADS)
     try:
         _finish(trained, fit_dtype, folder, args)
     except KeyboardInterrupt:
@@ -197,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_files(args: argparse.Namespace, settings: "Settings", kind: Any) -> None:
+def _check_files(args: argparse.Namespace, settings: "TrainSettings") -> None:
     """Reads what is small before the target, whose weights may take minutes: prompts, and what training starts from."""
     from jaxspec.checkpoints.source import open_source
     from jaxspec.heads.headers import open_heads
@@ -208,7 +194,7 @@ def _check_files(args: argparse.Namespace, settings: "Settings", kind: Any) -> N
         raise UsageError(f"--data {args.data}: is a file; name a folder")
     read_prompts(args.prompts, settings, Watch())
     if settings.start:
-        (open_source if kind.trains_model else open_heads)(settings.start)
+        (open_source if settings.trains_model else open_heads)(settings.start)
 
 
 def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse.Namespace) -> None:
@@ -250,7 +236,7 @@ def _measure(
 
     prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
     target = trained.target if dtype == args.dtype else show.load(args.target, dtype)
-    if trained.kind.trains_model:
+    if trained.settings.trains_model:
         drafts: Model | DraftHeads = show.load(str(folder), dtype)
     else:
         drafts = load_heads(folder, target=target, dtype=activation_dtype(dtype))

@@ -5,7 +5,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,11 +70,11 @@ def write(
         StorageError: they cannot be written.
     """
     write_json(folder / FIGURES, measured)
+    values = dataclasses.asdict(trained.settings)
     changed = {
-        field.name: getattr(settings, field.name)
-        for settings in (trained.kind, trained.settings)
-        for field in dataclasses.fields(cast(Any, settings))
-        if getattr(settings, field.name) != field.default
+        field.name: values[field.name]
+        for field in dataclasses.fields(trained.settings)
+        if values[field.name] != field.default
     }
     supervised, count = int(trained.data.rows.mask.sum()), len(measured["top1"])
     texts = "the target’s answers" if trained.settings.distill else "the answers"

@@ -13,7 +13,7 @@ from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
 from jaxspec.train.manifest import ANSWERS
 from jaxspec.train.self_distill import answers
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 
 
 class Data(NamedTuple):
@@ -42,7 +42,7 @@ def prepare(
     conversations: Sequence[Conversation],
     unread: Sequence[BadRow],
     folder: pathlib.Path,
-    settings: Settings,
+    settings: TrainSettings,
     drafted: int,
     watch: Watch,
 ) -> Data:

@@ -28,7 +28,7 @@ from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here
-from jaxspec.train.settings import check_start
+from jaxspec.train.settings import check_start, parse_taps
 from jaxspec.train.target_layers import layers_like
 from jaxspec.train.trainee import Blocks
 
@@ -217,13 +217,12 @@ def attend_to_text_and_block(
     return (mixed + dot("bhgaij,bhajk->bhgaik", weights[..., size:], values)).reshape(queries.shape)
 
 
-def make_trainee(kind: Any, target: Model, draft_vocab: int, start: DraftHeads | None) -> DFlashTrainee:
+def make_trainee(settings: Any, target: Model, start: DraftHeads | None) -> DFlashTrainee:
     """Returns a DFlash or DSpark head to train for a target.
 
     Args:
-        kind: the settings of the kind of head, a `DFlashSettings` or a `DSparkSettings`.
+        settings: a `DFlashSettings` or a `DSparkSettings`.
         target: the target.
-        draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
         start: the head to start from, whose sizes are taken; None for a new one.
 
     Raises:
@@ -238,26 +237,26 @@ def make_trainee(kind: Any, target: Model, draft_vocab: int, start: DraftHeads |
         if start.config.is_second:
             raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
         config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
-        check_start(kind, config, ("anchors", "gamma", "confidence"))
+        check_start(settings, config, ("anchors", "gamma", "confidence"))
     else:
-        taps = tuple(int(part) for part in kind.taps.split(",")) if kind.taps else default_taps(lm.depth, kind.layers)
-        if kind.mask_token >= lm.vocab:
-            raise InvalidConfig(f"mask_token must be below the target's {lm.vocab} tokens, got {kind.mask_token}")
+        taps = parse_taps(settings.taps) or default_taps(lm.depth, settings.layers)
+        if settings.mask_token >= lm.vocab:
+            raise InvalidConfig(f"mask_token must be below the target's {lm.vocab} tokens, got {settings.mask_token}")
         config = DFlashConfig(
-            layers_like(target, kind.layers, qk_norm=True),
-            block_size=kind.block,
-            mask_token=kind.mask_token if kind.mask_token >= 0 else lm.vocab - 1,
-            from_anchor=kind.from_anchor,
+            layers_like(target, settings.layers, qk_norm=True),
+            block_size=settings.block,
+            mask_token=settings.mask_token if settings.mask_token >= 0 else lm.vocab - 1,
+            from_anchor=settings.from_anchor,
             taps=taps,
-            markov=kind.markov,
-            markov_rank=kind.markov_rank,
-            confidence=kind.confidence > 0,
-            confidence_reads_token=kind.confidence > 0 and kind.markov is not None,
-            draft_vocab_size=draft_vocab if 0 < draft_vocab < lm.vocab else None,
+            markov=settings.markov,
+            markov_rank=settings.markov_rank,
+            confidence=settings.confidence > 0,
+            confidence_reads_token=settings.confidence > 0 and settings.markov is not None,
+            draft_vocab_size=settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None,
         )
     check_target(config, target)
     with_taps(lm, config.taps or ())
-    return DFlashTrainee(config, Blocks(kind.anchors, kind.gamma, kind.confidence))
+    return DFlashTrainee(config, Blocks(settings.anchors, settings.gamma, settings.confidence))
 
 
 def trainee_of(heads: DraftHeads) -> DFlashTrainee | None:

@@ -28,13 +28,16 @@ from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
-from jaxspec.train.settings import check_start
+from jaxspec.train.eagle_settings import Eagle3Settings
+from jaxspec.train.settings import check_start, parse_taps
 from jaxspec.train.target_layers import layers_like
 
 JUDGED = 7
 """Steps in which heads are evaluated, however many they were trained with: EAGLE's own trees are as deep."""
 USUAL = 512
-"""Tokens of a text whose noise is as wide as the setting says."""
+"""Text length at which the noise has the width of the setting."""
+SWITCHES = ("fc_bias", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "own_projection")
+"""Settings that are fields of `EagleConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,50 +208,40 @@ def attend_to_rows_and_chain(
     return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)
 
 
-def make_trainee(
-    kind: Any,
-    target: Model,
-    draft_vocab: int,
-    start: DraftHeads | None,
-    *,
-    taps: tuple[int, ...] | None = None,
-    qk_norm: bool = False,
-    **switches: bool,
-) -> EagleTrainee:
+def make_trainee(settings: Any, target: Model, start: DraftHeads | None) -> EagleTrainee:
     """Returns an EAGLE head to train for a target.
 
     Args:
-        kind: the settings of the kind of head, an `Eagle1Settings` or an `Eagle3Settings`.
+        settings: an `Eagle1Settings` or an `Eagle3Settings`.
         target: the target.
-        draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
         start: the head to start from, whose sizes are taken; None for a new one.
-        taps: the taps; None for EAGLE-3's own.
-        qk_norm: whether queries and keys are normed.
-        switches: those of `EagleConfig`.
 
     Raises:
         InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
     """
     lm: Any = target.lm
+    version, taps, given = 1, None, vars(settings)
     need_members(lm, ["unembedding", "embedding"], "EAGLE heads are trained on a target with a method")
+    if isinstance(settings, Eagle3Settings):
+        version, taps = 3, parse_taps(settings.taps)
     if start is not None:
         config = start.config
-        if not isinstance(config, EagleConfig) or config.version != kind.version:
-            raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{kind.version} head is trained")
+        if not isinstance(config, EagleConfig) or config.version != version:
+            raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{version} head is trained")
         depth = lm.depth if isinstance(lm, TappedTarget) else 0
         config = dataclasses.replace(config, taps=config.taps_of(depth) or None)
-        check_start(kind, config, ("depth", "feature_loss", "noise"))
+        check_start(settings, config, ("depth", "feature_loss", "noise"))
     else:
-        if kind.version == 3:
+        if version == 3:
             need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
-            taps = default_taps(lm.depth) if taps is None else taps
-        reduced = draft_vocab if 0 < draft_vocab < lm.vocab else None
-        decoder = layers_like(target, kind.layers, qk_norm)
-        config = EagleConfig(decoder, kind.version, taps=taps, draft_vocab_size=reduced, **switches)
+            taps = taps or default_taps(lm.depth)
+        reduced = settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None
+        decoder = layers_like(target, settings.layers, given.get("qk_norm", False))
+        switches = {name: given[name] for name in SWITCHES if name in given}
+        config = EagleConfig(decoder, version, taps=taps, draft_vocab_size=reduced, **switches)
     check_target(config, target)
     with_taps(lm, config.taps or ())
-    own = {name: vars(kind)[name] for name in ("feature_loss", "noise") if name in vars(kind)}
-    return EagleTrainee(config, kind.drafted, **own)
+    return EagleTrainee(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
 
 
 def trainee_of(heads: DraftHeads) -> EagleTrainee | None:

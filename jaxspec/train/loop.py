@@ -20,7 +20,7 @@ from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
 from jaxspec.train.manifest import CHECKPOINTS
 from jaxspec.train.order import make_order
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, TrainState, learning_rate, train_step
 from jaxspec.train.trainee import Trainee
 
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
         spread: the sharding of a batch.
     """
 
-    settings: Settings
+    settings: TrainSettings
     trainee: Trainee
     network: LanguageModel
     frozen: losses.Frozen
@@ -195,7 +195,7 @@ def shares(found: losses.Sums) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(settings: Settings, trainee: Trainee, network: LanguageModel) -> tuple[Callable, Callable]:
+def _compiled(settings: TrainSettings, trainee: Trainee, network: LanguageModel) -> tuple[Callable, Callable]:
     """Returns a compiled step and a compiled evaluation, which the runs of a process share."""
     keep_compilations()
     step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)

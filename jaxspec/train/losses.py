@@ -24,7 +24,7 @@ from jaxspec.train.batch import Frozen as Frozen
 from jaxspec.train.batch import ahead as ahead
 from jaxspec.train.batch import here, kept
 from jaxspec.train.batch import wanted as wanted
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
 
 LEAST, MIX = 1e-5, 3.0
@@ -81,24 +81,24 @@ class Sums(NamedTuple):
     blocks: calibration.BlockSums | None = None
 
     @classmethod
-    def zeros(cls, settings: Settings, trainee: Trainee) -> Self:
+    def zeros(cls, settings: TrainSettings, trainee: Trainee) -> Self:
         """Returns the sums over no position."""
         judged = trainee.blocks is not None and has_law(settings, trainee)
         blocks = calibration.BlockSums.zeros(trainee.drafted) if judged else None
         return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
 
 
-def has_law(settings: Settings, trainee: Trainee) -> bool:
+def has_law(settings: TrainSettings, trainee: Trainee) -> bool:
     """Returns whether the target's law is computed: for the loss, or for the acceptance of heads that guess blocks."""
     return settings.loss != "ce" or (trainee.blocks is not None and trainee.reads_features)
 
 
-def needs_features(settings: Settings, trainee: Trainee) -> bool:
+def needs_features(settings: TrainSettings, trainee: Trainee) -> bool:
     """Returns whether the target's features are read at all."""
     return trainee.reads_features or has_law(settings, trainee)
 
 
-def needs_laws(settings: Settings, trainee: Trainee) -> bool:
+def needs_laws(settings: TrainSettings, trainee: Trainee) -> bool:
     """Returns whether a loss needs the target's law without renormalising it on the drafted tokens."""
     return trainee.blocks is not None or settings.loss not in ("ce", "kl")
 
@@ -144,7 +144,7 @@ def of_law(
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
 
-def counted(settings: Settings, trainee: Trainee, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B A"]:
+def counted(settings: TrainSettings, trainee: Trainee, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B A"]:
     """Returns the positions with a loss: cross-entropy alone needs a token that can be drafted."""
     batch = batch if trainee.blocks is None else kept(batch, trainee.blocks.shares, step)
     there = here(batch, wanted(batch, step, trainee.blocks is not None))
@@ -163,7 +163,7 @@ def target_law(frozen: Frozen, features: Float[Array, "B T F"]) -> Float[Array, 
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
-def sums(settings: Settings, trainee: Trainee, params: Params, frozen: Frozen, batch: Batch) -> Sums:
+def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: Frozen, batch: Batch) -> Sums:
     """Computes loss and accuracy of every drafted token on some rows."""
     # Features of padding may be anything, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
@@ -219,7 +219,7 @@ def accepted_length(found: Sums) -> Array:
     return 1 + accepted_shares(found).sum()
 
 
-def head_weights(settings: Settings, running: Float[Array, "n"], gamma: float | None = None) -> Float[Array, "n"]:
+def head_weights(settings: TrainSettings, running: Float[Array, "n"], gamma: float | None = None) -> Float[Array, "n"]:
     """Returns the weight of each drafted token in the loss; `running` are the running top-1 accuracies.
 
     `gamma` is that of blocks, in place of `decay`.

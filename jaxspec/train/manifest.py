@@ -18,7 +18,7 @@ from typing import Any
 from jaxspec.errors import TrainingError
 from jaxspec.storage.reading import check_path
 from jaxspec.train.files import write_json
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 
 ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "checkpoints"
 HEADS, DRAFT = "heads", "draft"
@@ -49,21 +49,20 @@ LATER = {
 """The values that manifests of earlier versions do not hold, and their descriptions."""
 
 
-def of_answers(settings: Settings) -> dict[str, Any]:
+def of_answers(settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings that answers depend on."""
     found = {"answer_tokens": settings.answer_tokens, "answer_temperature": settings.answer_temperature}
     return found | ({"seed": settings.seed} if settings.answer_temperature else {})
 
 
-def of_features(settings: Settings) -> dict[str, Any]:
+def of_features(settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings that the division of texts into rows depends on."""
     return {name: getattr(settings, name) for name in SPLIT} | (of_answers(settings) if settings.distill else {})
 
 
-def of_run(settings: Settings, kind: Any) -> dict[str, Any]:
-    """Returns the settings that the result depends on, including those of the kind of heads, but for `start`."""
-    every = dataclasses.asdict(kind) | dataclasses.asdict(settings)
-    return {name: every[name] for name in every if name not in (*FREE, "start")}
+def of_run(settings: TrainSettings) -> dict[str, Any]:
+    """Returns the settings that the result depends on, except `start`."""
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in (*FREE, "start")}
 
 
 def folder_of(path: str | os.PathLike) -> pathlib.Path:

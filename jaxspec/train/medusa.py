@@ -29,6 +29,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import check_start
 from jaxspec.train.trainee import Joint
 
@@ -122,28 +123,26 @@ class MedusaTrainee:
         return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
 
 
-def make_trainee(
-    kind: Any, target: Model, draft_vocab: int, start: DraftHeads | None, joint: Joint | None
-) -> MedusaTrainee:
+def make_trainee(settings: MedusaSettings, target: Model, start: DraftHeads | None) -> MedusaTrainee:
     """Returns Medusa heads to train for a target.
 
     Args:
-        kind: the sizes, a `MedusaSettings`.
+        settings: the settings.
         target: the target.
-        draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
         start: the heads to start from, whose sizes are taken; None for new ones.
-        joint: how the target is trained, too; None if it is frozen.
 
     Raises:
         InvalidConfig: the target lacks a method, its `head` computes something else than features times projection, or
             it is to be trained and its weights are int8.
         ShapeMismatch: a table has the wrong shape.
     """
-    lm, params = target.lm, target.params
+    lm, params, joint = target.lm, target.params, None
+    if settings.medusa2:
+        joint = Joint(settings.medusa2_warmup, settings.medusa2_heads, settings.medusa2_rate)
     if start is not None:
         check_kind(start, HeadsConfig, "medusa")
-        check_start(kind, start.config, [name for name in vars(kind) if name.startswith("medusa2")])
-    inputs = kind.inputs if start is None else start.config.inputs
+        check_start(settings, start.config, [name for name in vars(settings) if name.startswith("medusa2")])
+    inputs = settings.inputs if start is None else start.config.inputs
     tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
     need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
     no_text = no_feature(lm, params, lm.init_cache(1, 0))
@@ -166,11 +165,11 @@ def make_trainee(
     config = HeadsConfig(
         hidden_size=width,
         vocab_size=vocabulary(target),
-        num_heads=kind.heads,
-        num_layers=kind.layers,
+        num_heads=settings.heads,
+        num_layers=settings.layers,
         inputs=inputs,
-        projection=kind.projection,
-        draft_vocab_size=draft_vocab if 0 < draft_vocab < lm.vocab else None,
+        projection=settings.projection,
+        draft_vocab_size=settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None,
     )
     return MedusaTrainee(config, joint)
 

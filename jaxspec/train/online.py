@@ -1,7 +1,7 @@
 """Draft heads that follow a policy: trained inside a program on the texts that the policy draws; `OnlineHeads`."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch
 from jaxspec.train.losses import freeze, needs_laws
 from jaxspec.train.medusa_settings import MedusaSettings
-from jaxspec.train.settings import Settings, check_together
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, Trainable, TrainState, read, start, train_step
-from jaxspec.train.trainee import Trainee, TraineeSettings
+from jaxspec.train.trainee import Trainee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,33 +25,31 @@ class OnlineHeads:
 
     Attributes:
         trainee: the heads.
-        settings: loss and optimiser.
+        settings: the settings, of which loss and optimiser count.
     """
 
     trainee: Trainee
-    settings: Settings
+    settings: TrainSettings
 
     @classmethod
-    def of(cls, policy: Model, kind: TraineeSettings = MedusaSettings(), **settings: Any) -> Self:
+    def of(cls, policy: Model, settings: TrainSettings = MedusaSettings()) -> Self:
         """Returns heads for a policy, whose parameters may change later.
 
         Args:
             policy: the policy.
-            kind: the kind of heads and their sizes, such as `MedusaSettings(heads=3)`.
-            settings: `steps`, `learning_rate`, `warmup`, `loss` and other settings of `train_heads` that decide a step;
-                the learning rate decays to 0 at `steps`.
+            settings: the heads and their training, such as `MedusaSettings(heads=3, steps=60)`. The settings of a step
+                count: loss, optimiser, and `steps`, at which the learning rate has decayed to 0.
 
         Raises:
             InvalidConfig, ShapeMismatch: a setting is invalid, or heads of this kind cannot be trained for this policy.
         """
         check_model("policy", policy)
-        if not isinstance(kind, TraineeSettings) or kind.trains_target:
-            raise InvalidConfig(f"kind must be settings of heads such as jaxspec.MedusaSettings(), got {shown(kind)}")
-        fields = {field.name for field in dataclasses.fields(Settings)} - {"draft_vocab", "accumulate", "start"}
-        if unknown := settings.keys() - fields:
-            raise InvalidConfig(f"{min(unknown)!r} is no setting of a step of online heads")
-        made = check_together(Settings(**settings), kind)
-        return cls(kind.trainee(policy), made)
+        if not isinstance(settings, TrainSettings) or settings.trains_target or settings.trains_model:
+            raise InvalidConfig(f"settings must be of heads, such as jaxspec.MedusaSettings(), got {shown(settings)}")
+        for name in ("draft_vocab", "accumulate", "start"):
+            if getattr(settings, name) != getattr(TrainSettings, name):
+                raise InvalidConfig(f"online heads have no setting {name}: leave it at its default")
+        return cls(settings.trainee(policy), settings)
 
     def init(self, policy: Model) -> TrainState:
         """Returns the state of new heads, which guess what the policy's own projection does."""

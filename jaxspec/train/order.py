@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxspec.errors import MissingPackage
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 
 
 def need_grain() -> Any:
@@ -21,7 +21,7 @@ def need_grain() -> Any:
     return grain
 
 
-def make_order(rows: int, settings: Settings) -> Any:
+def make_order(rows: int, settings: TrainSettings) -> Any:
     """Returns an endless iterator over batches of row numbers, shuffled in every epoch.
 
     Its position is read by `get_state` and set by `set_state`.

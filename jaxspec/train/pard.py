@@ -24,6 +24,7 @@ from jaxspec.errors import InvalidConfig, shown
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here, kept, positions_of
+from jaxspec.train.pard_settings import PardSettings
 from jaxspec.train.trainee import Blocks
 
 CHUNK = 64
@@ -146,11 +147,11 @@ class PardTrainee:
         return dataclasses.replace(start, params=params, name=name, preset=None, pard_token=self.token)
 
 
-def make_trainee(kind: Any, target: Model, start: Any) -> PardTrainee:
+def make_trainee(settings: PardSettings, target: Model, start: Any) -> PardTrainee:
     """Returns a draft model to train for a target.
 
     Args:
-        kind: its settings, a `PardSettings`.
+        settings: the settings.
         target: the target.
         start: the draft model to start from.
 
@@ -162,10 +163,10 @@ def make_trainee(kind: Any, target: Model, start: Any) -> PardTrainee:
         raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
     if start.pard2 is not None:
         raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
-    token = start.pard_token if kind.pard_token < 0 else kind.pard_token
+    token = start.pard_token if settings.pard_token < 0 else settings.pard_token
     if token is None:
         token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
     draft = dataclasses.replace(start, pard_token=token)
-    drafter, _ = Pard.build(DrafterInputs(target, draft, chain(kind.depth)))
-    shares = tuple(max(kind.retention**i, kind.retention_min) if i else 1.0 for i in range(kind.depth))
-    return PardTrainee(drafter.network, drafter.token, drafter.vocab, kind.depth, shares)
+    drafter, _ = Pard.build(DrafterInputs(target, draft, chain(settings.depth)))
+    shares = tuple(max(settings.retention**i, settings.retention_min) if i else 1.0 for i in range(settings.depth))
+    return PardTrainee(drafter.network, drafter.token, drafter.vocab, settings.depth, shares)

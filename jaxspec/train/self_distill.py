@@ -20,7 +20,7 @@ from jaxspec.train.files import digest_of
 from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.manifest import Say, of_answers, write_or_match_manifest
 from jaxspec.train.packing import Text
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 
 MANIFEST, TEXTS = "answers.json", "answers.jsonl"
 
@@ -29,7 +29,7 @@ def answers(
     target: Model,
     identity: TargetIdentity,
     prompts: Sequence[list[int]],
-    settings: Settings,
+    settings: TrainSettings,
     drafted: int,
     folder: pathlib.Path,
     progress: Callable[[int, int], Any] | None = None,

@@ -1,18 +1,23 @@
-"""Settings of training that all kinds of heads share: data, loss, optimiser, log. Nothing here imports JAX.
+"""Settings of training that all kinds of heads and draft models share. Nothing here imports JAX.
 
-The sizes of a kind of heads are settings of that kind, such as `jaxspec.train.medusa_settings.MedusaSettings`. The
-command line has a flag for each field of both, with its description as the help.
+A kind is a class derived from `TrainSettings`, such as `jaxspec.train.medusa_settings.MedusaSettings`, with fields for
+its sizes. The command line has an option for each field; the description of the field is the help of the option.
 """
 
+import abc
 import dataclasses
-import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.amounts import plural
-from jaxspec.core.checks import whole
+from jaxspec.core.settings import check_fields, setting, settings_class
 from jaxspec.errors import InvalidConfig, shown
+from jaxspec.registry import locate
 from jaxspec.storage.prompt_files import SPLITS
+
+if TYPE_CHECKING:
+    from jaxspec.models.model import Model
+    from jaxspec.train.trainee import Trainee
 
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda", "ce-l1")
 WEIGHTS = ("decay", "acceptance")
@@ -20,127 +25,91 @@ BAD_ROWS = ("report", "refuse")
 PRECISIONS = ("float32", "bfloat16")
 
 
-def setting(default: Any, about: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    """Declares a field of a class of settings.
+@settings_class
+class TrainSettings(abc.ABC):
+    """The settings that all kinds share; equal settings, prompts and target give equal bits on one machine.
 
-    Args:
-        default: the default, whose type is the type of the setting.
-        about: the description, for the help of the command and the documentation of `train_heads`.
-        choices: the values that a string may have; empty for any.
-        least: the smallest value of a number; None for 1 if it is an integer, and for any value above 0 if it is not.
-    """
-    return dataclasses.field(default=default, metadata={"about": about, "choices": choices, "least": least})
+    A kind sets `maker`, the location "module:function" of a function that makes its `Trainee` from the settings, a
+    target and a start. It is imported when it is needed: JAX takes a second to import, and help does not need it.
+    `trains_model` is True if a draft model is trained, and False for heads.
 
-
-def check_fields(settings: Any) -> None:
-    """Checks the type and range of every field that was declared by `setting`.
-
-    Raises:
-        InvalidConfig: a field has another type or is out of range.
-    """
-    for field in dataclasses.fields(settings):
-        value, choices, least = getattr(settings, field.name), field.metadata["choices"], field.metadata["least"]
-        must = f"{field.name} must be"
-        if isinstance(field.default, str):
-            if not isinstance(value, str) or (choices and value not in choices):
-                allowed = f"one of {', '.join(choices)}" if choices else "a string"
-                raise InvalidConfig(f"{must} {allowed}, got {shown(value)}")
-        elif isinstance(field.default, bool):
-            if not isinstance(value, bool):
-                raise InvalidConfig(f"{must} true or false, got {shown(value)}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidConfig(f"{must} a number, got {shown(value)}")
-        elif isinstance(field.default, int):
-            low = 1 if least is None else int(least)
-            if not isinstance(value, int):
-                raise InvalidConfig(f"{must} a whole number from {low}, got {shown(value)}")
-            whole(field.name, value, low)
-        elif not 0 <= value < math.inf or (value == 0 and least is None):
-            limit = "above" if least is None else "at least"
-            raise InvalidConfig(f"{must} finite and {limit} 0, got {shown(value)}")
-
-
-class OfHeads:
-    """What the settings of all kinds of heads share, see `jaxspec.train.trainee.TraineeSettings`."""
-
-    usual_rate = 1e-3
-    trains_model = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings that all kinds of heads share; equal settings, prompts and target give equal bits on one machine.
-
-    Raises:
-        InvalidConfig: a setting has an invalid value.
+    Attributes:
+        draft_vocab: number of tokens to draft from, those most frequent in the answers (of all layouts, only vLLM's
+            holds them); 0 for the whole vocabulary.
+        distill: whether to train on the target's own answers instead of those in the files.
+        answer_tokens: maximum number of tokens of each of the target's answers.
+        answer_temperature: temperature of the target's answers.
+        answer_batch: number of prompts that are answered at once.
+        split: what a text of a .txt file is: a line, a part between blank lines (blank), or the whole file.
+        bad_rows: what to do with invalid rows: report them and leave them out, or refuse the file.
+        held_out: fraction of the texts that is held out for evaluation.
+        row_tokens: number of tokens of each row that texts are packed into.
+        cache_features: whether to compute the target's features once and keep them on disk.
+        start: what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted
+            tokens, or for pard the draft model.
+        loss: cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss
+            (lk-alpha, lk-lambda), or cross-entropy and the sum of absolute differences of the distributions (ce-l1).
+        ce_share: share of the cross-entropy in the loss ce-l1.
+        head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
+            (acceptance).
+        decay: base of the weights decay^i.
+        steps: number of optimiser steps.
+        batch: number of rows of each step.
+        accumulate: number of parts of each batch whose gradients are added.
+        learning_rate: peak learning rate of AdamW.
+        matrix_rate: factor of the learning rate for the matrices of the heads.
+        warmup: number of steps of linear warm-up, which a cosine decay to 0 follows.
+        weight_decay: weight decay of AdamW.
+        clip: maximum norm of the gradient; 0 for no clipping.
+        precision: dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32.
+        devices: number of devices that the rows of a batch are sharded over.
+        seed: seed of the order of the rows and of sampled answers.
+        max_bad_steps: number of consecutive steps with a non-finite loss that ends the run.
+        log_every: steps between lines of the log.
+        eval_every: steps between evaluations on the held-out texts.
+        save_every: steps between checkpoints.
     """
 
-    draft_vocab: int = setting(
-        0,
-        "number of tokens to draft from, those most frequent in the answers (of all layouts, only vLLM's holds them); "
-        "0 for the whole vocabulary",
-        least=0,
-    )
+    maker: ClassVar[str]
+    trains_model: ClassVar[bool] = False
 
-    distill: bool = setting(True, "whether to train on the target's own answers instead of those in the files")
-    answer_tokens: int = setting(192, "maximum number of tokens of each of the target's answers")
-    answer_temperature: float = setting(0.0, "temperature of the target's answers", least=0)
-    answer_batch: int = setting(32, "number of prompts that are answered at once")
-    split: str = setting(
-        "line", "what a text of a .txt file is: a line, a part between blank lines (blank), or the whole file", SPLITS
-    )
-    bad_rows: str = setting(
-        "report", "what to do with invalid rows: report them and leave them out, or refuse the file", BAD_ROWS
-    )
-    held_out: float = setting(0.03, "fraction of the texts that is held out for evaluation", least=0)
-    row_tokens: int = setting(512, "number of tokens of each row that texts are packed into")
-    cache_features: bool = setting(True, "whether to compute the target's features once and keep them on disk")
+    draft_vocab: int = setting(0, least=0)
 
-    start: str = setting(
-        "",
-        "what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted "
-        "tokens, or for pard the draft model",
-    )
-    loss: str = setting(
-        "auto",
-        "cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss "
-        "(lk-alpha, lk-lambda), or cross-entropy and the sum of absolute differences of the distributions (ce-l1); "
-        "auto for ce with Medusa and DFlash heads and PARD models, kl with EAGLE heads, and ce-l1 with DSpark heads",
-        (*LOSSES, "auto"),
-    )
-    ce_share: float = setting(0.1, "share of the cross-entropy in the loss ce-l1", least=0)
-    head_weights: str = setting(
-        "decay",
-        "weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it (acceptance)",
-        WEIGHTS,
-    )
-    decay: float = setting(0.8, "base of the weights decay^i")
+    distill: bool = True
+    answer_tokens: int = 192
+    answer_temperature: float = setting(0.0, least=0)
+    answer_batch: int = 32
+    split: str = setting("line", SPLITS)
+    bad_rows: str = setting("report", BAD_ROWS)
+    held_out: float = setting(0.03, least=0)
+    row_tokens: int = 512
+    cache_features: bool = True
 
-    steps: int = setting(1000, "number of optimiser steps")
-    batch: int = setting(8, "number of rows of each step")
-    accumulate: int = setting(1, "number of parts of each batch whose gradients are added")
-    learning_rate: float = setting(
-        0.0, "peak learning rate of AdamW; 0 for the usual one, 0.001 for heads and 0.00003 for PARD models", least=0
-    )
-    matrix_rate: float = setting(1.0, "factor of the learning rate for the matrices of the heads")
-    warmup: int = setting(40, "number of steps of linear warm-up, which a cosine decay to 0 follows", least=0)
-    weight_decay: float = setting(0.0, "weight decay of AdamW", least=0)
-    clip: float = setting(1.0, "maximum norm of the gradient; 0 for no clipping", least=0)
-    precision: str = setting(
-        "float32", "dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32", PRECISIONS
-    )
-    devices: int = setting(1, "number of devices that the rows of a batch are sharded over")
-    seed: int = setting(0, "seed of the order of the rows and of sampled answers", least=0)
-    max_bad_steps: int = setting(10, "number of consecutive steps with a non-finite loss that ends the run")
+    start: str = ""
+    loss: str = setting("ce", LOSSES)
+    ce_share: float = setting(0.1, least=0, most=1)
+    head_weights: str = setting("decay", WEIGHTS)
+    decay: float = 0.8
 
-    log_every: int = setting(10, "steps between lines of the log")
-    eval_every: int = setting(200, "steps between evaluations on the held-out texts")
-    save_every: int = setting(200, "steps between checkpoints")
+    steps: int = 1000
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 0.001
+    matrix_rate: float = 1.0
+    warmup: int = setting(40, least=0)
+    weight_decay: float = setting(0.0, least=0)
+    clip: float = setting(1.0, least=0)
+    precision: str = setting("float32", PRECISIONS)
+    devices: int = 1
+    seed: int = setting(0, least=0)
+    max_bad_steps: int = 10
+
+    log_every: int = 10
+    eval_every: int = 200
+    save_every: int = 200
 
     def __post_init__(self):
         check_fields(self)
-        if self.ce_share > 1:
-            raise InvalidConfig(f"ce_share must be at most 1, got {self.ce_share}")
         if self.held_out >= 1:
             raise InvalidConfig(f"held_out must be below 1, got {self.held_out}")
         if self.batch % (self.accumulate * self.devices):
@@ -148,39 +117,74 @@ class Settings:
                 f"a batch of {plural(self.batch, 'row')} cannot be read in {plural(self.accumulate, 'part')} over "
                 f"{plural(self.devices, 'device')}"
             )
+        if self.row_tokens < self.drafted + 3:
+            raise InvalidConfig(f"rows of {self.row_tokens} tokens have no place for {self.drafted} drafted tokens")
+        self.check()
+        if self.start and self.draft_vocab:
+            raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")
+
+    @property
+    @abc.abstractmethod
+    def drafted(self) -> int:
+        """The number of tokens that are guessed from each position."""
+
+    @property
+    def trains_target(self) -> bool:
+        """True if the target is trained as well."""
+        return False
+
+    def check(self) -> None:  # noqa: B027
+        """Refuses settings that the kind does not allow; called when the settings are made.
+
+        Raises:
+            InvalidConfig: a setting does not fit the kind or another setting.
+        """
+
+    def trainee(self, target: "Model", start: Any = None) -> "Trainee":
+        """Returns the heads or the draft model to train for a target.
+
+        Args:
+            target: the target.
+            start: the `DraftHeads` to start from, whose sizes are taken; None for new heads. If `trains_model` is True,
+                the draft `Model` to start from.
+
+        Raises:
+            InvalidConfig, ShapeMismatch, VocabMismatch: heads of this kind cannot be trained for this target.
+        """
+        return locate(self.maker)(self, target, start)
 
 
-def check_together(settings: Settings, kind: Any) -> Settings:
-    """Checks shared settings and those of a kind of heads (`jaxspec.train.trainee.TraineeSettings`) together.
+def own_fields(kind: Any) -> list[dataclasses.Field]:
+    """Returns the fields of a kind, or of its settings, that are not shared with other kinds."""
+    shared = {field.name for field in dataclasses.fields(TrainSettings)}
+    return [field for field in dataclasses.fields(kind) if field.name not in shared]
 
-    Returns:
-        The shared settings, with the kind's loss in place of "auto", and its learning rate in place of 0.
+
+def parse_taps(text: str) -> tuple[int, ...] | None:
+    """Returns the layers that a setting such as "2,15,27" names; None for an empty setting.
 
     Raises:
-        InvalidConfig: they cannot be combined.
+        InvalidConfig: the text is not a list of layers.
     """
-    if settings.row_tokens < kind.drafted + 3:
-        raise InvalidConfig(f"rows of {settings.row_tokens} tokens have no place for {kind.drafted} drafted tokens")
-    kind.check(settings)
-    if settings.start and settings.draft_vocab:
-        raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")
-    loss = kind.usual_loss if settings.loss == "auto" else settings.loss
-    return dataclasses.replace(settings, loss=loss, learning_rate=settings.learning_rate or kind.usual_rate)
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidConfig(f"taps must be layers of the target such as '2,15,27', got {shown(text)}")
+    return tuple(map(int, parts)) or None
 
 
-def check_start(kind: Any, config: Any, free: Iterable[str]) -> None:
+def check_start(settings: TrainSettings, config: Any, free: Iterable[str]) -> None:
     """Refuses sizes that differ from those of the heads to start from.
 
     Args:
-        kind: the settings of a kind of heads.
+        settings: the settings.
         config: the sizes of the heads to start from.
-        free: names of the settings that are not sizes.
+        free: names of settings that may change when training starts from heads.
 
     Raises:
         InvalidConfig: a setting is neither at its default nor that of the heads.
     """
-    for field in dataclasses.fields(kind):
-        given = getattr(kind, field.name)
+    for field in own_fields(settings):
+        given = getattr(settings, field.name)
         if field.name in free or given == field.default:
             continue
         held = _size_of(config, field.name)

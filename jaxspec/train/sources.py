@@ -18,7 +18,7 @@ from jaxspec.train.files import fingerprint
 from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
 from jaxspec.train.manifest import of_features
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
 
 
@@ -58,7 +58,7 @@ def cached(
     identity: TargetIdentity,
     rows: packing.Rows,
     trainee: Trainee,
-    settings: Settings,
+    settings: TrainSettings,
     folder: pathlib.Path,
     watch: Watch,
 ) -> Source:

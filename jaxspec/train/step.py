@@ -12,7 +12,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
 from jaxspec.train.batch import draw_places, positions_of
 from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
 
 SMOOTH = 0.98
@@ -60,14 +60,14 @@ class Report(NamedTuple):
     gradient: Float[Array, ""]
 
 
-def learning_rate(settings: Settings) -> optax.Schedule:
+def learning_rate(settings: TrainSettings) -> optax.Schedule:
     """Returns the learning rate by step: linear warm-up, then a cosine decay to 0 at the last step."""
     warmup = min(settings.warmup, settings.steps - 1)
     return optax.warmup_cosine_decay_schedule(0.0 if warmup else settings.learning_rate, settings.learning_rate, warmup,
                                               settings.steps)  # fmt: skip
 
 
-def optimizer(settings: Settings, joint: Joint | None) -> optax.GradientTransformation:
+def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTransformation:
     """Returns AdamW with clipping, a factor for matrices, and the target's own learning rate if it is trained, too."""
     rate = learning_rate(settings)
 
@@ -95,7 +95,7 @@ def optimizer(settings: Settings, joint: Joint | None) -> optax.GradientTransfor
     )
 
 
-def start(settings: Settings, trainee: Trainee, params: Trainable) -> TrainState:
+def start(settings: TrainSettings, trainee: Trainee, params: Trainable) -> TrainState:
     """Returns the state before the first step."""
     count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
     nothing, running = Sums.zeros(settings, trainee), jnp.zeros(trainee.drafted)
@@ -112,7 +112,7 @@ def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> F
 
 
 def train_step(
-    settings: Settings, trainee: Trainee, lm: LanguageModel, frozen: Frozen, state: TrainState, batch: Batch
+    settings: TrainSettings, trainee: Trainee, lm: LanguageModel, frozen: Frozen, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Report]:
     """Takes a step on the parts of a batch, `[A, B, ...]`.
 

@@ -8,8 +8,8 @@ from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.dataset import Data
-from jaxspec.train.settings import Settings
-from jaxspec.train.trainee import Trainee, TraineeSettings
+from jaxspec.train.settings import TrainSettings
+from jaxspec.train.trainee import Trainee
 
 
 class Trained(NamedTuple):
@@ -23,8 +23,7 @@ class Trained(NamedTuple):
         step: number of steps taken.
         skipped: steps whose loss or gradient was not finite.
         trainee: the heads as training knows them.
-        kind: the kind of heads and their sizes.
-        settings: the shared settings.
+        settings: the settings.
     """
 
     result: DraftHeads | Model
@@ -34,18 +33,17 @@ class Trained(NamedTuple):
     step: int
     skipped: int
     trainee: Trainee
-    kind: TraineeSettings
-    settings: Settings
+    settings: TrainSettings
 
     @property
     def heads(self) -> DraftHeads:
         """The result, if heads were trained.
 
         Raises:
-            InvalidConfig: a draft model was.
+            InvalidConfig: the run trained a draft model.
         """
         if not isinstance(self.result, DraftHeads):
-            raise InvalidConfig("a draft model was trained, and no heads: it is the attribute draft")
+            raise InvalidConfig("this run trained a draft model, not heads; read `.draft`")
         return self.result
 
     @property
@@ -53,15 +51,15 @@ class Trained(NamedTuple):
         """The result, if a draft model was trained.
 
         Raises:
-            InvalidConfig: heads were.
+            InvalidConfig: the run trained heads.
         """
         if not isinstance(self.result, Model):
-            raise InvalidConfig("heads were trained, and no draft model: they are the attribute heads")
+            raise InvalidConfig("this run trained heads, not a draft model; read `.heads`")
         return self.result
 
 
-def begun_from(settings: Settings, kind: TraineeSettings, target: Model) -> DraftHeads | Model | None:
+def begun_from(settings: TrainSettings, target: Model) -> DraftHeads | Model | None:
     """Loads what a run starts from, in float32; returns None for new heads."""
     if not settings.start:
         return None
-    return load(settings.start, kernels=False) if kind.trains_model else load_heads(settings.start, target=target)
+    return load(settings.start, kernels=False) if settings.trains_model else load_heads(settings.start, target=target)

@@ -1,8 +1,9 @@
 """The protocol of what is trained: a kind of draft heads, or a draft model.
 
-A kind is two classes. `TraineeSettings` holds its sizes as a user gives them, and is registered in
-`jaxspec.registry.TRAINEES`. `Trainee` is made from them for a target, and is all that training knows of the kind: data,
-losses, optimiser, checkpoints, evaluation and the card are shared. What is said of heads holds for a draft model, too.
+A kind is two classes. Its settings (`jaxspec.train.settings.TrainSettings`) hold what a user chooses, and are
+registered in `jaxspec.registry.TRAINEES`. They make a `Trainee` for a target, which is all that training knows of the
+kind: data, losses, optimiser, checkpoints, evaluation and the card are shared. What is said of heads holds for a draft
+model as well.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,6 @@ from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, Frozen, Guess
-from jaxspec.train.settings import Settings
 
 
 class Joint(NamedTuple):
@@ -150,62 +150,6 @@ class Trainee(Protocol):
             params: the parameters.
             ids: the drafted tokens, ascending; None for the whole vocabulary.
             name: of the heads or the model.
-            start: what the training started from, see `TraineeSettings.trainee`.
+            start: what the training started from, see `TrainSettings.trainee`.
         """
-        ...
-
-
-@runtime_checkable
-class TraineeSettings(Protocol):
-    """The sizes of a kind of heads: a frozen dataclass whose fields are declared by `jaxspec.train.settings.setting`.
-
-    The command line has a flag for each field. Importing its module must not import JAX.
-    """
-
-    @property
-    def drafted(self) -> int:
-        """The number of tokens that are guessed from each position."""
-        ...
-
-    @property
-    def trains_target(self) -> bool:
-        """True if the target is trained, too."""
-        ...
-
-    @property
-    def trains_model(self) -> bool:
-        """True if a draft model is trained, and False for heads."""
-        ...
-
-    @property
-    def usual_loss(self) -> str:
-        """The loss that "auto" stands for."""
-        ...
-
-    @property
-    def usual_rate(self) -> float:
-        """The learning rate that 0 stands for."""
-        ...
-
-    def check(self, settings: Settings) -> None:
-        """Raises `InvalidConfig` if the shared settings cannot be combined with these."""
-        ...
-
-    def trainee(self, target: Model, draft_vocab: int = 0, start: Any = None) -> Trainee:
-        """Returns the heads to train for a target.
-
-        Args:
-            target: the target.
-            draft_vocab: number of tokens to draft from; 0 for the whole vocabulary.
-            start: the `DraftHeads` to start from, whose sizes are taken; None for new ones. If `trains_model`, the
-                draft `Model` to start from.
-
-        Raises:
-            InvalidConfig, ShapeMismatch, VocabMismatch: heads of this kind cannot be trained for this target.
-        """
-        ...
-
-    @staticmethod
-    def trainee_of(heads: DraftHeads) -> Trainee | None:
-        """Returns the trainee that heads of this kind come from; None for heads of another kind."""
         ...

@@ -28,7 +28,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.train import losses
 from jaxspec.train.eagle import EagleTrainee
 from jaxspec.train.medusa import MedusaTrainee
-from jaxspec.train.settings import Settings
+from jaxspec.train.medusa_settings import MedusaSettings
+from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Trainable, start, train_step
 from jaxspec.train.trainee import Trainee
 
@@ -122,7 +123,7 @@ def torch_eagle(features, tokens, table, drafted: int, trainee: EagleTrainee, pa
     return list(head.parameters()), compute
 
 
-def torch_stepper(parameters: list, compute: Any, settings: Settings):
+def torch_stepper(parameters: list, compute: Any, settings: TrainSettings):
     """Returns a function that takes a step in torch and returns its loss."""
     adam = torch.optim.AdamW(parameters, lr=settings.learning_rate, eps=1e-8, weight_decay=0.0)
 
@@ -139,7 +140,7 @@ def torch_stepper(parameters: list, compute: Any, settings: Settings):
     return step
 
 
-def jax_stepper(features, tokens, table, drafted: int, trainee: Trainee, params: Any, settings: Settings):
+def jax_stepper(features, tokens, table, drafted: int, trainee: Trainee, params: Any, settings: TrainSettings):
     """Returns a function that takes a step in jaxspec and returns its loss."""
     state = start(settings, trainee, Trainable(params))
     ones = np.ones_like(tokens)
@@ -165,7 +166,7 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     table = (rng.normal(size=(args.vocab, args.width)) * args.width**-0.5).astype(np.float32)
     tokens = rng.integers(0, args.drafted, (args.rows, args.tokens)).astype(np.int32)
     loss = "kl" if eagle3 else "ce"
-    settings = Settings(warmup=0, steps=10**6, batch=args.rows, loss=loss, learning_rate=1e-3)
+    settings = MedusaSettings(warmup=0, steps=10**6, batch=args.rows, loss=loss, learning_rate=1e-3)
     if eagle3:  # sizes of SmolLM2-135M's layers
         decoder = ModelConfig(args.vocab, args.width, args.width * 8 // 3, 1, args.width // 64, args.width // 192, 64)
         config = eagle.EagleConfig(decoder, taps=TAPS, fc_norm=True, norm_output=True)

@@ -55,11 +55,11 @@ def make(folder: pathlib.Path) -> tuple[jaxspec.Model, jaxspec.DraftHeads]:
     target = jaxspec.load(write_hf(folder / "target", config, random_params(config, 0, 0.15)))
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    heads = jaxspec.train_heads(
-        target, prompts, folder / "run", jaxspec.Eagle3Settings(depth=LENGTH), draft_vocab=256, answer_tokens=TOKENS,
-        answer_batch=32, held_out=0.1, row_tokens=64, batch=8, steps=400, warmup=10, learning_rate=3e-3, log_every=50,
-        eval_every=200, save_every=400,
-    ).heads  # fmt: skip
+    settings = jaxspec.Eagle3Settings(
+        depth=LENGTH, draft_vocab=256, answer_tokens=TOKENS, answer_batch=32, held_out=0.1, row_tokens=64, batch=8,
+        steps=400, warmup=10, learning_rate=3e-3, log_every=50, eval_every=200, save_every=400,
+    )  # fmt: skip
+    heads = jaxspec.train_heads(target, prompts, folder / "run", settings).heads
     for layout in LAYOUTS:
         shutil.rmtree(folder / layout, ignore_errors=True)
         export_heads(heads, folder / layout, layout, target=target, base=str(folder / "target"))

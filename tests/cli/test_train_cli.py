@@ -10,15 +10,18 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.narrow import instance
 from jaxspec.cli import main, show
+from jaxspec.core.descriptions import describe_fields
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import HeadsConfig, init_params
 from jaxspec.registry import TRAINEES, find
+from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.monitor import STEP_LINES, Monitor
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings, own_fields
 
 KINDS = {name: find("kind of heads", name) for name in TRAINEES}
-FIELDS = sorted({field.name for kind in KINDS.values() for field in dataclasses.fields(kind)})
+FIELDS = sorted({field.name for kind in KINDS.values() for field in own_fields(kind)})
 OF_KINDS = [(name, field) for name in KINDS for field in FIELDS]
 
 
@@ -47,7 +50,7 @@ def page(pages, capsys, kind: str) -> str:
 @pytest.mark.quick
 @pytest.mark.parametrize(("kind", "field"), OF_KINDS)
 def test_the_help_of_a_kind_lists_its_own_settings_with_its_own_defaults(pages, capsys, kind, field):
-    own = {each.name: each for each in dataclasses.fields(KINDS[kind])}
+    own = {each.name: each for each in own_fields(KINDS[kind])}
     shown = option(page(pages, capsys, kind), field)
     if field not in own:
         assert not shown
@@ -57,7 +60,7 @@ def test_the_help_of_a_kind_lists_its_own_settings_with_its_own_defaults(pages, 
     written = {True: "yes", False: "no"}[default] if isinstance(default, bool) else written
     assert shown.endswith(f"(default: {written})")
     assert shown.count("(default:") == 1
-    assert " ".join(own[field].metadata["about"].split()[:4]) in shown
+    assert " ".join(describe_fields(KINDS[kind])[field].split()[:4]) in shown
 
 
 @pytest.mark.quick
@@ -65,8 +68,8 @@ def test_the_help_of_a_kind_lists_its_own_settings_with_its_own_defaults(pages, 
 def test_the_help_of_a_kind_begins_with_it_and_has_its_usual_values(pages, capsys, kind):
     shown = page(pages, capsys, kind)
     assert shown.startswith(f"usage: jaxspec train {kind} --prompts FILE [FILE ...] --out DIR [options]\n")
-    assert option(shown, "learning_rate").endswith(f"(default: {KINDS[kind].usual_rate})")
-    assert option(shown, "loss").endswith(f"(default: {KINDS[kind].usual_loss})")
+    assert option(shown, "learning_rate").endswith(f"(default: {KINDS[kind].learning_rate})")
+    assert option(shown, "loss").endswith(f"(default: {KINDS[kind].loss})")
     assert "(default: )" not in shown
     others = [name for name in KINDS if f"settings of {name}:" in shown]
     assert others == [kind]
@@ -76,7 +79,7 @@ def test_the_help_of_a_kind_begins_with_it_and_has_its_usual_values(pages, capsy
 def test_the_help_without_a_kind_lists_what_all_kinds_share(capsys):
     shown = help_of(capsys)
     assert shown.startswith("usage: jaxspec train KIND --prompts FILE [FILE ...] --out DIR [options]\n")
-    assert all(option(shown, field.name) for field in dataclasses.fields(Settings))
+    assert all(option(shown, field.name) for field in dataclasses.fields(TrainSettings))
     assert not any(option(shown, field) for field in FIELDS)
     assert "settings of" not in shown.replace("lists the settings of a kind", "")
     assert option(shown, "learning_rate").endswith("(default: that of the kind)")
@@ -133,11 +136,11 @@ def test_heads_to_start_from_name_the_size_they_have(tmp_path, inputs, given):
     kind = jaxspec.MedusaSettings(inputs=given)
     heads = jaxspec.load_heads(start)
     if inputs == given:
-        assert kind.trainee(target, 0, heads).config == config
+        assert instance(MedusaTrainee, kind.trainee(target, heads)).config == config
         return
     with pytest.raises(InvalidConfig, match=f"leave out inputs .--inputs.: the heads to start from have inputs "
                        f"'{inputs}', got '{given}'"):  # fmt: skip
-        kind.trainee(target, 0, heads)
+        kind.trainee(target, heads)
 
 
 @pytest.mark.quick

@@ -28,6 +28,7 @@ from jaxspec.analysis import (
     optimal_acceptance,
     rejection_acceptance,
 )
+from jaxspec.core.descriptions import describe_fields, parse_attributes
 from jaxspec.core.draw import Noise
 from jaxspec.core.noise import seed_key
 from jaxspec.core.schedule import Constant
@@ -48,7 +49,6 @@ from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import check_rule, random_laws
-from jaxspec.train.settings import Settings
 
 pytestmark = pytest.mark.quick
 
@@ -184,9 +184,9 @@ def cases():
     for name in ("model", "directory"):
         yield jaxspec.save, name, {"model": TOY, "directory": "saved"}
     yield jaxspec.Drafting.load, "path", {}
-    for name in ("target", "prompts", "out", "kind", "steps", "loss", "distill", "learning_rate", "watch", "data"):
+    for name in ("target", "prompts", "out", "settings", "watch", "data"):
         yield jaxspec.train_heads, name, {"target": TINY, "prompts": "nowhere.jsonl", "out": "run"}
-    for name in ("heads", "inputs", "medusa2", "medusa2_rate"):
+    for name in ("heads", "inputs", "medusa2", "medusa2_rate", "steps", "loss", "distill", "learning_rate"):
         yield jaxspec.MedusaSettings, name, {}
     yield from of_the_core()
     yield from of_analysis()
@@ -557,36 +557,19 @@ def test_every_argument_is_explained_alike():
     }  # fmt: skip
 
 
-def test_every_setting_of_training_is_an_argument_and_is_explained_as_in_the_command():
-    found, signature = explained(jaxspec.train_heads), inspect.signature(jaxspec.train_heads).parameters
-    assert list(found) == list(signature)
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
-    own = ["target", "prompts", "out", "kind"]
-    assert list(signature) == [*own, *fields, "watch", "data"]
-    assert all(signature[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*fields, "watch", "data"])
-    for name, field in fields.items():
-        assert (signature[name].default, signature[name].annotation) == (field.default, field.type), name
-        assert found[name] == f"{field.metadata['about']}."
+@pytest.mark.parametrize("name", ["MedusaSettings", "Eagle3Settings", "Eagle1Settings", "DFlashSettings",
+                                  "DSparkSettings", "PardSettings"])  # fmt: skip
+def test_help_explains_every_setting(name):
+    kind = getattr(jaxspec, name)
+    described, fields = describe_fields(kind), dataclasses.fields(kind)
+    assert described.keys() == {field.name for field in fields} == inspect.signature(kind).parameters.keys()
+    assert parse_attributes(kind.__doc__) == described, "inherited fields are in the docstring as well"
+    assert all(text.endswith(".") for text in described.values())
 
 
-def test_every_setting_reaches_the_run(nowhere, monkeypatch):
-    """Values other than the defaults arrive under their own names."""
-    changed: dict[str, Any] = {"split": "blank", "bad_rows": "refuse", "loss": "kl", "head_weights": "acceptance"}
-    changed |= {"precision": "bfloat16", "start": "heads"}
-    for number, field in enumerate(dataclasses.fields(Settings)):
-        if isinstance(field.default, bool):
-            changed[field.name] = not field.default
-        elif isinstance(field.default, int | float):
-            changed[field.name] = field.default + number + 1
-    changed |= {"batch": 12, "accumulate": 3, "devices": 2, "held_out": 0.5, "ce_share": 0.5}
-    seen = []
-
-    def check_together(settings, kind):
-        seen.append(settings)
-        raise InvalidConfig("seen")
-
-    monkeypatch.setattr("jaxspec.train.run.check_together", check_together)
-    with pytest.raises(InvalidConfig, match="seen"):
-        jaxspec.train_heads(TINY, "nowhere.jsonl", "run", **changed)
-    assert seen == [Settings(**changed)]
-    assert all(getattr(seen[0], field.name) != field.default for field in dataclasses.fields(Settings))
+def test_settings_take_named_arguments_alone():
+    kind: Any = jaxspec.MedusaSettings
+    with pytest.raises(WrongArguments, match=r"MedusaSettings\(\) has no argument 'step'; did you mean steps="):
+        kind(**{"step": 5})
+    with pytest.raises(WrongArguments, match=r"MedusaSettings\(\) takes keyword arguments alone, got 5"):
+        kind(5)

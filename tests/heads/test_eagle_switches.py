@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import jaxspec
 from helpers.eagle_heads import STEPS, SWITCHES, drafted, parameters, supervision, switch_inputs
 from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
@@ -25,7 +26,6 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.train import losses
 from jaxspec.train.batch import Batch, Frozen
 from jaxspec.train.eagle import EagleTrainee
-from jaxspec.train.settings import Settings
 
 GOLDEN = json.loads((GOLDEN_DIR / "eagle_switches.json").read_text())["cases"]
 LOSSES = json.loads((GOLDEN_DIR / "eagle_losses.json").read_text())["cases"]
@@ -83,7 +83,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     trained = {key: leaf for key, leaf in heads.params.items() if key != "tokens"}
 
     def loss(params):
-        found = losses.sums(Settings(loss="kl"), EagleTrainee(heads.config, STEPS), params, frozen, batch)
+        found = losses.sums(jaxspec.Eagle3Settings(), EagleTrainee(heads.config, STEPS), params, frozen, batch)
         each = 0.8 ** jnp.arange(STEPS) * found.loss / found.counted
         return each.sum(), each
 

@@ -109,7 +109,7 @@ def test_the_settings_are_those_of_train():
         parser = Parser(prog="train")
         train.add_options(parser)
         words = shlex.split(f"{kind} --prompts p --out o {settings} {ship.COMMON}")
-        train._check_kind(parser.parse_options(words))
+        train.settings_of(parser.parse_options(words))
 
 
 @pytest.mark.slow

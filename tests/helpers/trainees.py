@@ -12,6 +12,7 @@ from helpers import toys
 from jaxspec.text import ChatTemplate, Tokenizer
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.run import Trained, train_heads
+from jaxspec.train.settings import TrainSettings
 
 END = 0
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -41,23 +42,13 @@ def target() -> jaxspec.Model:
 
 
 SIZES: dict[str, Any] = {"heads": 3}
-KIND = {field.name for field in dataclasses.fields(MedusaSettings)}
 
 
-def shared(changes: dict) -> dict:
-    """The settings that all kinds of heads share among some settings."""
-    return {name: value for name, value in changes.items() if name not in KIND}
-
-
-def kind(**changes) -> MedusaSettings:
-    """The settings of Medusa heads among some settings."""
-    return MedusaSettings(**SIZES | {name: value for name, value in changes.items() if name in KIND})
-
-
-def train(model: jaxspec.Model, prompts, out, watch=None, data=None, of=None, **changes) -> Trained:
-    """Trains small heads: Medusa heads, or those of the settings `of`; `changes` are settings of both."""
-    of, changes = (kind(**changes), shared(changes)) if of is None else (of, changes)
-    return train_heads(model, prompts, out, of, **TINY | changes, watch=watch, data=data)
+def train(
+    model: jaxspec.Model, prompts, out, watch=None, data=None, of: TrainSettings = MedusaSettings(**SIZES), **changes
+) -> Trained:
+    """Trains small heads: Medusa heads, or those of the settings `of`; `changes` are settings."""
+    return train_heads(model, prompts, out, dataclasses.replace(of, **TINY | changes), watch=watch, data=data)
 
 
 def write_prompts(path, count: int = 24) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec
 from helpers import trainees
+from helpers.narrow import instance
 from helpers.tiers import with_slow
 from helpers.trainees import train
 from jaxspec.core.networks import HeadTarget
@@ -19,6 +20,7 @@ from jaxspec.heads.network import HeadsConfig
 from jaxspec.text.conversations import Conversation, read
 from jaxspec.train import tokenized
 from jaxspec.train.log import Watch
+from jaxspec.train.medusa import MedusaTrainee
 
 VOCAB, WIDTH = 31, 16
 
@@ -172,7 +174,8 @@ def test_what_training_needs_and_does_not_get_is_named_first(tmp_path):
     values = TARGET.params | {"bias": jnp.linspace(0, 3, VOCAB)}
     refused(InvalidConfig, r"Biased.head must give its features times .* a bias becomes", Biased(), tmp_path, values)
     unbiased = jaxspec.Model(Biased(), values | {"bias": jnp.zeros(VOCAB)})
-    assert trainees.kind().trainee(unbiased).config == HeadsConfig(WIDTH, VOCAB, 3, inputs="path")
+    trained = instance(MedusaTrainee, jaxspec.MedusaSettings(heads=3).trainee(unbiased))
+    assert trained.config == HeadsConfig(WIDTH, VOCAB, 3, inputs="path")
 
 
 def test_text_without_a_tokenizer_is_refused_with_what_to_give(tmp_path):

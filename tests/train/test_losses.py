@@ -12,8 +12,9 @@ from helpers.tiers import with_slow
 from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
 from jaxspec.train import losses
 from jaxspec.train.medusa import MedusaTrainee
+from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.packing import Text, pack, pack_supervised_spans
-from jaxspec.train.settings import LOSSES, Settings
+from jaxspec.train.settings import LOSSES
 from jaxspec.train.step import Trainable, start, train_step
 from jaxspec.train.tokenized import frequent
 
@@ -21,7 +22,7 @@ LM, E = trainees.LM, 64
 V = LM.vocab
 PARAMS = LM.init_params(jax.random.key(0))
 IDS = np.arange(0, V, 2)
-CE = Settings(loss="ce")
+CE = MedusaSettings(loss="ce")
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def reference(kind: str, config: HeadsConfig, named: dict, reduced: bool, weight
     return float(total)
 
 
-def objective(settings: Settings, config: HeadsConfig, reduced: bool):
+def objective(settings: MedusaSettings, config: HeadsConfig, reduced: bool):
     frozen = losses.freeze(
         MedusaTrainee(config), LM, PARAMS, IDS if reduced else None, laws=settings.loss not in ("ce", "kl")
     )
@@ -121,7 +122,7 @@ def objective(settings: Settings, config: HeadsConfig, reduced: bool):
 def test_loss_and_gradient_equal_the_reference(kind, inputs, reduced):
     """To 1e-5, at a random direction of every parameter; "lk-lambda" has its mixture held fast, as its paper has."""
     config, named = heads(inputs, reduced)
-    loss, weights = objective(Settings(loss=kind), config, reduced)
+    loss, weights = objective(MedusaSettings(loss=kind), config, reduced)
     precise = {name: np.asarray(a, np.float64) for name, a in named.items()}
     value = reference(kind, config, precise, reduced, weights)
     assert float(loss(named)) == pytest.approx(value, abs=1e-5, rel=1e-5)
@@ -164,9 +165,7 @@ def test_what_is_not_finite_and_not_counted_does_no_harm():
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sums(
-                Settings(loss="ce"), MedusaTrainee(config), unflatten(named), frozen, spoilt
-            ).loss.sum()
+            lambda named: losses.sums(CE, MedusaTrainee(config), unflatten(named), frozen, spoilt).loss.sum()
         )
     )(named)
     assert np.isfinite(value)
@@ -197,11 +196,11 @@ def test_labels_are_those_two_and_more_ahead():
 def test_a_step_in_parts_is_the_step_in_one():
     """Gradients of two parts of unlike shares add up to those of the whole."""
     config, named = heads("hidden", False)
-    state = functools.partial(lambda: start(Settings(), MedusaTrainee(config), Trainable(unflatten(named))))
+    state = functools.partial(lambda: start(MedusaSettings(), MedusaTrainee(config), Trainable(unflatten(named))))
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):
-        settings = Settings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10, learning_rate=1e-3)
+        settings = MedusaSettings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10, learning_rate=1e-3)
         batch = jax.tree.map(lambda a, parts=parts: a.reshape(parts, 2 // parts, *a.shape[1:]), rows())
         step = jax.jit(functools.partial(train_step, settings, MedusaTrainee(config), LM))
         end, report = step(frozen, state(), batch)
@@ -245,7 +244,11 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
     both = [
         losses.sums(
-            Settings(loss="ce"), MedusaTrainee(config), params, frozen, losses.Batch(*map(jnp.asarray, (*rows, a)))
+            MedusaSettings(loss="ce"),
+            MedusaTrainee(config),
+            params,
+            frozen,
+            losses.Batch(*map(jnp.asarray, (*rows, a))),
         )
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]

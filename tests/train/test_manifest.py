@@ -20,7 +20,7 @@ from jaxspec.text import ChatTemplate
 from jaxspec.train import manifest
 from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import LOG, Watch
-from jaxspec.train.settings import Settings
+from jaxspec.train.settings import TrainSettings, own_fields
 
 LM = toys.transformer(vocab_size=16, num_layers=2)
 LM = dataclasses.replace(LM, config=dataclasses.replace(LM.config, window=4, window_rope=Rope(theta=100.0)))
@@ -66,21 +66,29 @@ def changed_fields(value: Any) -> dict[str, Any]:
 
 NETWORKS = changed_fields(LM)
 SETTINGS = {(name, kind.__name__): kind for kind in (find("kind of heads", name) for name in TRAINEES) for name in
-            [field.name for field in dataclasses.fields(kind)]}  # fmt: skip
-SETTINGS |= {(field.name, "Settings"): Settings for field in dataclasses.fields(Settings) if field.name != "start"}
+            [field.name for field in own_fields(kind)]}  # fmt: skip
+SETTINGS |= {(field.name, "shared"): jaxspec.MedusaSettings for field in dataclasses.fields(TrainSettings)
+             if field.name != "start"}  # fmt: skip
 
 
 def other_setting(kind: Any, name: str) -> Any:
     """Returns settings with one of them at another valid value."""
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
-    choices = [choice for choice in field.metadata["choices"] if choice != field.default]
+    choices = [choice for choice in field.metadata.get("choices", ()) if choice != field.default]
     if isinstance(field.default, str):
         value = choices[0] if choices else "1,2"
     elif isinstance(field.default, float):
         value = (field.default + 0.9) / 2 if field.default < 1 else field.default * 2
     else:
         value = another("", field.default)
-    return kind(**{name: value, **({"batch": value * 8} if name in ("accumulate", "devices") else {})})
+    with_it = {"batch": value * 8} if name in ("accumulate", "devices") else {}
+    with_it |= {"cache_features": False} if name == "medusa2" else {}
+    return valid(kind, **{name: value}, **with_it)
+
+
+def valid(kind: Any, **changes: Any) -> TrainSettings:
+    """Returns settings of a kind, with the draft model that PARD models need."""
+    return kind(**({"start": "draft"} if kind.trains_model else {}), **changes)
 
 
 @pytest.fixture
@@ -101,9 +109,9 @@ def begun(tmp_path):
     return write, match, tmp_path
 
 
-def about_of(lm: TransformerLM = LM, settings: Settings | None = None, kind: Any = None) -> dict:
+def about_of(lm: TransformerLM = LM, settings: TrainSettings | None = None) -> dict:
     identity = TargetIdentity.of(jaxspec.Model(lm, {}, stop_ids=(0,)))
-    asked = manifest.of_run(settings or Settings(), kind or jaxspec.MedusaSettings())
+    asked = manifest.of_run(settings or jaxspec.MedusaSettings())
     return identity.of_answers | asked | describe_start(None)
 
 
@@ -125,9 +133,8 @@ def test_every_field_of_the_network_binds_a_run_or_is_listed_as_free(name, begun
 def test_every_setting_binds_a_run_or_is_listed_as_free(name, kind, begun):
     write, match, _ = begun
     of, changed = SETTINGS[name, kind], other_setting(SETTINGS[name, kind], name)
-    common = of is Settings
-    write(about_of(kind=None if common else of()))
-    now = about_of(settings=changed) if common else about_of(kind=changed)
+    write(about_of(settings=valid(of)))
+    now = about_of(settings=changed)
     if name in manifest.FREE:
         assert match(now) == []
         return

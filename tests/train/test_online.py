@@ -1,5 +1,7 @@
 """Tests heads that follow a policy: they learn its texts inside a program, and change no token."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,8 +16,8 @@ PARAMS = lively(LM.init_params(jax.random.key(0)))
 POLICY = jaxspec.Model(LM, PARAMS)
 TOKENS, COUNT = jnp.array([[3, 1, 4], [5, 0, 0], [9, 2, 0], [6, 6, 0]]), jnp.array([3, 1, 2, 2])
 KINDS = {
-    "medusa": jaxspec.MedusaSettings(heads=2, inputs="recurrent"),
-    "eagle": jaxspec.Eagle3Settings(depth=2),
+    "medusa": jaxspec.MedusaSettings(heads=2, inputs="recurrent", steps=60, learning_rate=1e-2, warmup=0),
+    "eagle": jaxspec.Eagle3Settings(depth=2, steps=60, learning_rate=1e-2, warmup=0),
 }
 
 
@@ -30,7 +32,7 @@ def draw(params, key, drafting) -> jaxspec.Rollout:
 @pytest.mark.slow
 def test_heads_follow_a_policy_that_changes(kind):
     """Sixty policies: nothing compiles after the first; more tokens are accepted, and texts stay as without heads."""
-    online = jaxspec.OnlineHeads.of(POLICY, KINDS[kind], steps=60, learning_rate=1e-2, warmup=0)
+    online = jaxspec.OnlineHeads.of(POLICY, KINDS[kind])
 
     def turn(params, state, key):
         rollout = draw(params, key, jaxspec.Drafting(kind, heads=online.heads(state), tree=2))
@@ -54,9 +56,9 @@ def test_heads_follow_a_policy_that_changes(kind):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(InvalidConfig, match="'draft_vocab' is no setting of a step"):
-        jaxspec.OnlineHeads.of(POLICY, draft_vocab=8)
-    with pytest.raises(InvalidConfig, match="kind must be settings of heads"):
-        jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(medusa2=True))
-    with pytest.raises(InvalidConfig, match="loss"):
-        jaxspec.OnlineHeads.of(POLICY, loss="none")
+    changes: dict[str, Any] = {"draft_vocab": 8, "accumulate": 2, "start": "heads"}
+    for name, value in changes.items():
+        with pytest.raises(InvalidConfig, match=f"online heads have no setting {name}: leave it at its default"):
+            jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(**{name: value}))
+    with pytest.raises(InvalidConfig, match="settings must be of heads, such as jaxspec"):
+        jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(medusa2=True, cache_features=False))

@@ -15,7 +15,7 @@ import pytest
 import jaxspec
 from helpers import toys, trainees
 from helpers.checkpoints import hf_config, hf_tensors, random_params, tiny_config, write_hf
-from helpers.narrow import not_none
+from helpers.narrow import instance, not_none
 from jaxspec.cli import main
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, VocabMismatch
@@ -27,13 +27,12 @@ from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.packing import Text, pack
 from jaxspec.train.pard import PardTrainee
-from jaxspec.train.settings import Settings, check_together
 
 LM = trainees.LM
 V, K = LM.vocab, 4
 LENGTHS = (9, 6, 12)
-SETTINGS = jaxspec.PardSettings(depth=K, pard_token=V - 2, retention=0.6, retention_min=0.3)
-CE = Settings(loss="ce", batch=2, clip=0.0, start="draft")
+SETTINGS = jaxspec.PardSettings(depth=K, pard_token=V - 2, retention=0.6, retention_min=0.3, start="draft")
+CE = dataclasses.replace(SETTINGS, batch=2, clip=0.0)
 
 
 @functools.cache
@@ -46,8 +45,8 @@ def draft() -> jaxspec.Model:
     return dataclasses.replace(target(), params=toys.noisy(target().params, 1, 0.3), name="draft")
 
 
-def trainee(settings: jaxspec.PardSettings = SETTINGS) -> PardTrainee:
-    return settings.trainee(target(), 0, draft())
+def trainee(settings: jaxspec.PardSettings = SETTINGS, start: jaxspec.Model | None = None) -> PardTrainee:
+    return instance(PardTrainee, settings.trainee(target(), start or draft()))
 
 
 @functools.cache
@@ -220,7 +219,7 @@ def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
 
 def test_places_thin_out_by_the_retention():
     """The places with one more mask are among those with one mask less; those where a loss is wanted come first."""
-    assert jaxspec.PardSettings().trainee(target(), 0, draft()).shares == pytest.approx(
+    assert trainee(jaxspec.PardSettings(start="draft")).shares == pytest.approx(
         (1, 0.7, 0.49, 0.343, 0.2401, 0.2, 0.2, 0.2)
     )
     rows = batch()
@@ -242,9 +241,9 @@ def test_the_law_of_the_target_is_computed_only_for_a_loss_that_needs_it():
     Rows that pad the vocabulary are no tokens, and places that thin out are those of all sums.
     """
     assert not losses.needs_features(CE, trainee())
-    kl, lm, rows = Settings(loss="kl"), dataclasses.replace(LM, known=V - 3), batch()
+    kl, lm, rows = dataclasses.replace(SETTINGS, loss="kl"), dataclasses.replace(LM, known=V - 3), batch()
     padded = dataclasses.replace(draft(), lm=lm)
-    one = SETTINGS.trainee(padded, 0, padded)
+    one = instance(PardTrainee, SETTINGS.trainee(padded, padded))
     assert (one.vocab_size, one.token) == (V - 3, V - 2)
     assert losses.needs_features(kl, one)
     rows = rows._replace(tokens=rows.tokens % (V - 3), places=draw_places(rows, None), key=None)
@@ -313,7 +312,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(start, tmp_path):
     assert by_step[-1] < by_step[0]
     assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {"checkpoints"}
     assert (whole.draft.pard_token, whole.draft.tokenizer is None) == (V - 2, False)
-    with pytest.raises(InvalidConfig, match="it is the attribute draft"):
+    with pytest.raises(InvalidConfig, match=r"a draft model, not heads; read `\.draft`"):
         _ = whole.heads
 
 
@@ -414,19 +413,19 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
         (lambda: jaxspec.PardSettings(depth=0), InvalidConfig, "depth must be a whole number from 1, got 0"),
         (lambda: jaxspec.PardSettings(retention=1.5), InvalidConfig, "retention must be at most 1, got 1.5"),
         (lambda: jaxspec.PardSettings(retention_min=-1), InvalidConfig, "retention_min must be finite and at least 0"),
-        (lambda: check_together(Settings(), SETTINGS), InvalidConfig, r"from a draft model: set start \(--start\)"),
-        (lambda: check_together(dataclasses.replace(CE, draft_vocab=9), SETTINGS), InvalidConfig, "draft_vocab at 0"),
-        (lambda: check_together(dataclasses.replace(CE, decay=0.5), SETTINGS), InvalidConfig, "retention in place of"),
-        (lambda: SETTINGS.trainee(target(), 0, None), InvalidConfig, "is trained from a draft model"),
-        (lambda: jaxspec.OnlineHeads.of(target(), SETTINGS), InvalidConfig, "is trained from a draft model"),
+        (lambda: jaxspec.PardSettings(), InvalidConfig, r"from a draft model: set start \(--start\)"),
+        (lambda: dataclasses.replace(CE, draft_vocab=9), InvalidConfig, "draft_vocab at 0"),
+        (lambda: dataclasses.replace(CE, decay=0.5), InvalidConfig, "retention in place of"),
+        (lambda: SETTINGS.trainee(target(), None), InvalidConfig, "is trained from a draft model"),
+        (lambda: jaxspec.OnlineHeads.of(target(), SETTINGS), InvalidConfig, "settings must be of heads"),
         (
-            lambda: jaxspec.PardSettings(pard_token=V).trainee(target(), 0, draft()),
+            lambda: jaxspec.PardSettings(pard_token=V, start="draft").trainee(target(), draft()),
             InvalidConfig,
             f"pard_token must be a whole number from 0 to {V - 1}, got {V}",
         ),
-        (lambda: SETTINGS.trainee(target(), 0, longer), VocabMismatch, f"longer has {V + 1} tokens and tiny {V}"),
+        (lambda: SETTINGS.trainee(target(), longer), VocabMismatch, f"longer has {V + 1} tokens and tiny {V}"),
         (
-            lambda: SETTINGS.trainee(target(), 0, dataclasses.replace(draft(), pard2=Pard2((1,)))),
+            lambda: SETTINGS.trainee(target(), dataclasses.replace(draft(), pard2=Pard2((1,)))),
             InvalidConfig,
             "is a PARD-2 model",
         ),
@@ -434,12 +433,11 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
     ):
         with pytest.raises(error, match=why):
             make()
-    assert check_together(CE, SETTINGS).learning_rate == 3e-5
-    assert check_together(Settings(), jaxspec.MedusaSettings()).learning_rate == 1e-3
+    assert (SETTINGS.learning_rate, jaxspec.MedusaSettings().learning_rate) == (3e-5, 1e-3)
     own = dataclasses.replace(draft(), pard_token=7)
-    assert jaxspec.PardSettings().trainee(target(), 0, own).token == 7
-    assert jaxspec.PardSettings().trainee(target(), 0, draft()).token == V - 1
-    assert SETTINGS.trainee(target(), 0, own).token == V - 2
+    assert trainee(jaxspec.PardSettings(start="draft"), own).token == 7
+    assert trainee(jaxspec.PardSettings(start="draft")).token == V - 1
+    assert trainee(SETTINGS, own).token == V - 2
     words = ["train", "pard", "--prompts", prompts, "--out", str(tmp_path / "run")]
     assert main(words) == 2
     assert "set start (--start)" in capsys.readouterr().err

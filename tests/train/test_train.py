@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,6 @@ from jaxspec.train.features import Cached
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.medusa import MedusaTrainee
-from jaxspec.train.settings import Settings
 from jaxspec.train.step import Trainable, start
 
 
@@ -119,7 +119,7 @@ def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     """Every array of the optimizer's state is a scalar or shaped like a head's."""
     trained = run[0]
     heads = trained.heads
-    state = start(Settings(), MedusaTrainee(heads.config), Trainable(heads.params))
+    state = start(jaxspec.MedusaSettings(), MedusaTrainee(heads.config), Trainable(heads.params))
     shapes = set(heads.config.param_shapes().values())
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt)]
     assert {shape for shape in moments if shape} <= shapes
@@ -174,9 +174,10 @@ def reach(*_, **__):
 def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_path, monkeypatch):
     """A run by what decides what is learnt, features by what divides the texts, answers by what asks for them."""
 
-    def refused(words, folder, shelf=None, **changes):
+    def refused(words, folder, shelf=None, **changes: Any):
+        changes = {"steps": 60} | changes
         with pytest.raises(TrainingError, match=words) as error:
-            train(trainees.target(), [prompts], folder, data=shelf, **{"steps": 60} | changes)
+            train(trainees.target(), [prompts], folder, data=shelf, **changes)
         assert "\n" not in str(error.value)
 
     whole = run[1]
@@ -424,7 +425,7 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     """No file may grow past two kilobytes: the cause in one line, and what was saved is whole."""
     config = HeadsConfig(64, 61, 2)
-    begun = start(Settings(), MedusaTrainee(config), Trainable(init_params(config)))
+    begun = start(jaxspec.MedusaSettings(), MedusaTrainee(config), Trainable(init_params(config)))
     store = Checkpoints(tmp_path)
     store.save(Checkpoint(begun, {"next_index": 0}, None))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -19,17 +19,16 @@ from helpers import trainees
 
 folder, kind = pathlib.Path(sys.argv[2]), sys.argv[3]
 of = {
-    "medusa": None, "eagle3": jaxspec.Eagle3Settings(depth=2), "eagle1": jaxspec.Eagle1Settings(),
+    "medusa": jaxspec.MedusaSettings(heads=3), "eagle3": jaxspec.Eagle3Settings(depth=2),
+    "eagle1": jaxspec.Eagle1Settings(),
     "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
-    "pard": jaxspec.PardSettings(depth=3),
+    "pard": jaxspec.PardSettings(depth=3, start=str(folder / "draft")),
 }[kind]
 prompts = trainees.write_prompts(folder / "prompts.jsonl")
 for devices in (1, 8):
     changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
-    if of is not None and of.trains_model:
-        changes["start"] = str(folder / "draft")
-        if devices == 1:
-            jaxspec.save(trainees.target(), folder / "draft")
+    if of.trains_model and devices == 1:
+        jaxspec.save(trainees.target(), folder / "draft")
     place, data = folder / str(devices), folder / "data"
     trained = trainees.train(trainees.target(), [prompts], place, data=data, of=of, **changes)
     about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
