@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from jaxspec.heads.export import export_heads as export_heads
     from jaxspec.heads.files import load_heads as load_heads
     from jaxspec.heads.files import save_heads as save_heads
+    from jaxspec.heads.medusa_config import HeadsConfig as HeadsConfig
     from jaxspec.heads.network import DraftHeads as DraftHeads
-    from jaxspec.heads.network import HeadsConfig as HeadsConfig
     from jaxspec.models.attention import attend as attend
     from jaxspec.models.functional import FunctionLM as FunctionLM
     from jaxspec.models.functional import from_flax as from_flax
@@ -94,7 +94,8 @@ _MODULES = {
     "jaxspec.heads.files": ("load_heads", "save_heads"),
     "jaxspec.heads.dflash_config": ("DFlashConfig",),
     "jaxspec.heads.eagle_config": ("EagleConfig",),
-    "jaxspec.heads.network": ("DraftHeads", "HeadsConfig"),
+    "jaxspec.heads.medusa_config": ("HeadsConfig",),
+    "jaxspec.heads.network": ("DraftHeads",),
     "jaxspec.models.model": ("Model",),
     "jaxspec.checkpoints.hf_write": ("export_model",),
     "jaxspec.checkpoints.load": ("load",),

@@ -86,6 +86,14 @@ SCHEDULES = Members(
     },
 )
 
+HEADS = {
+    "medusa": "jaxspec.heads.medusa_layouts:MEDUSA",
+    "dflash": "jaxspec.heads.dflash_layouts:DFLASH",
+    "eagle": "jaxspec.heads.eagle_layouts:EAGLE",
+}
+"""Kinds of draft heads (`jaxspec.heads.kinds.HeadKind`), by the names of their drafters. If layouts of several kinds
+match a file, the first kind opens it."""
+
 TRAINEES = Members(
     "jaxspec.trainees",
     {

@@ -24,7 +24,6 @@ from jaxspec.core.schedule import Constant, Schedule
 from jaxspec.core.topology import Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads import dflash, eagle
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import flatten, init_params, unflatten
@@ -112,7 +111,7 @@ def random_eagle(target: jaxspec.Model) -> jaxspec.DraftHeads:
     config = EagleConfig(
         decoder, taps=(1, 1), draft_vocab_size=len(ids), fc_norm=True, norm_output=True, own_projection=True
     )
-    return jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(0), tokens=ids))
+    return jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0), tokens=ids))
 
 
 def random_dflash(target: jaxspec.Model) -> jaxspec.DraftHeads:
@@ -123,7 +122,7 @@ def random_dflash(target: jaxspec.Model) -> jaxspec.DraftHeads:
     config = DFlashConfig(
         decoder, 5, 0, taps=(1, 1), markov="rnn", markov_rank=4, confidence=True, draft_vocab_size=len(ids)
     )
-    return jaxspec.DraftHeads(config, dflash.init_params(config, jax.random.key(0), tokens=ids))
+    return jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0), tokens=ids))
 
 
 RANDOM: dict[str, Callable[[jaxspec.Model], jaxspec.DraftHeads]] = {

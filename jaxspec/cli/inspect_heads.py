@@ -16,8 +16,6 @@ PROMPTS = (
     "def fibonacci(n):",
 )
 TOKENS = 32
-CHAIN = 5
-"""The tokens that an EAGLE head drafts."""
 FLOOR = 0.1
 """The least acceptance rate of a first head that works; those of trained heads are at least three times as high."""
 
@@ -63,28 +61,27 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[str, Any]:
     """Decodes prompts greedily with a chain, and returns the acceptance rate of each drafted token.
 
-    An EAGLE head is also tried with the target's rotary positions, if it has others.
+    Heads whose drafter has the option `rope_theta` are also tried with the target's base of rotary positions, if theirs
+    is another.
     """
     import jaxspec
-    from jaxspec.heads.config import HeadsConfig
-    from jaxspec.heads.eagle_config import EagleConfig
+    from jaxspec import registry
     from jaxspec.models.transformer import TransformerLM
 
     config, rates = heads.config, {}
-    eagle = isinstance(config, EagleConfig)
-    length = CHAIN if eagle else config.num_heads if isinstance(config, HeadsConfig) else config.max_depth
+    takes = registry.find("drafter", config.drafter).takes
 
     def decode(**options: Any) -> Any:
         return jaxspec.generate(
-            target, list(prompts), drafter=config.drafter, heads=heads, tree=length,
+            target, list(prompts), drafter=config.drafter, heads=heads, tree=config.usual_depth,
             max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose, drafter_options=options,
         )  # fmt: skip
 
     texts = decode()
     stats = texts.stats
     first = stats.acceptance_by_position[0]
-    if eagle and isinstance(target.lm, TransformerLM) and target.lm.config.rope.theta != config.decoder.rope.theta:
-        theta = target.lm.config.rope.theta
+    theta = target.lm.config.rope.theta if isinstance(target.lm, TransformerLM) and "rope_theta" in takes else None
+    if theta is not None and theta != config.decoder.rope.theta:
         shares = decode(rope_theta=theta).stats.acceptance_by_position
         rates = {f"acceptance_with_rope_theta_{theta:g}": [round(share, 4) for share in shares]}
     return {

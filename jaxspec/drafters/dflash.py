@@ -27,8 +27,9 @@ from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig, MissingDraft
-from jaxspec.heads.dflash import DFlashConfig, DFlashHead, init_cache, module
-from jaxspec.heads.network import check_kind, check_target
+from jaxspec.heads.dflash import DFlashHead
+from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.network import check_kind, check_target, init_cache, module
 from jaxspec.models.layers import look_up
 
 
@@ -70,7 +71,7 @@ class DFlash:
         heads = inputs.heads
         if heads is None:
             raise MissingDraft("the drafter 'dflash' needs a DFlash or DSpark head (heads=..., or --heads)")
-        check_kind(heads, DFlashConfig, "dflash")
+        check_kind(heads, "dflash")
         config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
         config, params = prepare(config, heads, inputs.target)

@@ -22,8 +22,9 @@ from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
 from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
 from jaxspec.errors import MissingDraft
-from jaxspec.heads.eagle import EagleConfig, EagleHead, init_cache, module
-from jaxspec.heads.network import check_kind, check_target
+from jaxspec.heads.eagle import EagleHead
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import check_kind, check_target, init_cache, module
 from jaxspec.models.layers import look_up, matmul
 
 
@@ -62,7 +63,7 @@ class Eagle:
         heads = inputs.heads
         if heads is None:
             raise MissingDraft("the drafter 'eagle' needs an EAGLE head (heads=..., or --heads)")
-        check_kind(heads, EagleConfig, "eagle")
+        check_kind(heads, "eagle")
         config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
         config, params = prepare(config, heads, inputs.target)

@@ -23,7 +23,9 @@ from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.errors import InvalidConfig, MissingDraft
-from jaxspec.heads.network import HeadsConfig, check_kind, check_target, module, normed
+from jaxspec.heads.medusa import normed
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import check_kind, check_target, module
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.packed import Packed, pack_param, take_rows
 from jaxspec.models.transformer import TransformerLM
@@ -74,7 +76,7 @@ class Medusa:
         heads, lm = inputs.heads, inputs.target.lm
         if heads is None:
             raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
-        check_kind(heads, HeadsConfig, "medusa")
+        check_kind(heads, "medusa")
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm

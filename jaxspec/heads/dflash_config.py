@@ -1,11 +1,12 @@
 """The sizes of a DFlash head, and of what DSpark and DFlash 2 add to it. Nothing here imports JAX."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxspec.amounts import plural
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.tapped_config import TappedSizes
+from jaxspec.heads.sizes import TappedSizes, name_field, whole_field
 from jaxspec.models.config import ModelConfig
 
 MARKOV = ("vanilla", "gated", "rnn")
@@ -58,66 +59,41 @@ class DFlashConfig(TappedSizes):
         selector_top: the number of these tokens, which are all that can be drafted there; 0 without a selector.
 
     Raises:
-        InvalidConfig: a value is out of range or of another type, or two values exclude one another.
+        InvalidConfig: a value is out of range or of another type, or two values cannot be used together.
     """
 
     decoder: ModelConfig
-    block_size: int
-    mask_token: int
+    block_size: int = whole_field(least=lambda c: 1 if c.from_anchor else 2, most=1 << 10)
+    mask_token: int = whole_field(least=0, most=lambda c: c.vocab_size - 1)
     from_anchor: bool = False
     causal: tuple[bool, ...] = ()
-    target_size: int | None = None
+    target_size: int | None = whole_field(None)
     taps: tuple[int, ...] | None = None
-    markov: str | None = None
-    markov_rank: int = 0
+    markov: str | None = name_field(None, MARKOV)
+    markov_rank: int = whole_field(0, least=0)
     confidence: bool = False
     confidence_reads_token: bool = False
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
     own_embedding: bool = False
     own_projection: bool = False
-    conv_size: int = 0
-    conv_group: int = 0
-    selector_rank: int = 0
-    selector_top: int = 0
+    conv_size: int = whole_field(0, least=0, most=1 << 10)
+    conv_group: int = whole_field(0, least=0, most=lambda c: c.hidden_size)
+    selector_rank: int = whole_field(0, least=0)
+    selector_top: int = whole_field(0, least=0, most=lambda c: c.vocab_size)
 
     drafter: ClassVar[str] = "dflash"
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                raise InvalidConfig(f"{field.name} of a head must be true or false, got {getattr(self, field.name)!r}")
-        if not isinstance(self.decoder, ModelConfig):
-            raise InvalidConfig(f"decoder of a DFlash head must be a ModelConfig, got {self.decoder!r:.80}")
-        vocab, most = self.decoder.vocab_size, (1 << 31) - 1
-        ranges = {
-            "block_size": (1 if self.from_anchor else 2, 1 << 10),
-            "mask_token": (0, vocab - 1),
-            "target_size": (1, most),
-            "markov_rank": (0, most),
-            "draft_vocab_size": (1, vocab),
-            "conv_size": (0, 1 << 10),
-            "conv_group": (0, self.decoder.hidden_size),
-            "selector_rank": (0, most),
-            "selector_top": (0, vocab),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            optional = name in ("target_size", "draft_vocab_size") and value is None
-            if not optional and (type(value) is not int or not low <= value <= high):
-                raise InvalidConfig(f"{name} of a head must be a whole number from {low} to {high}, got {value!r:.80}")
-        self._check_taps()
-        if self.taps == ():
-            raise InvalidConfig("a DFlash head reads at least one tap of the target")
-        self._check_combinations()
+    copies: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **TappedSizes.copies, "head": ("own_projection", "unembedding"),
+    }  # fmt: skip
 
     def _check_combinations(self) -> None:
+        if self.taps == ():
+            raise InvalidConfig("a DFlash head reads at least one tap of the target")
         layers = self.decoder.num_layers
         if not isinstance(self.causal, tuple) or not all(isinstance(flag, bool) for flag in self.causal):
-            raise InvalidConfig(f"causal of a head must be true or false for each layer, got {self.causal!r:.80}")
+            raise InvalidConfig(f"causal of heads must be true or false for each layer, got {self.causal!r:.80}")
         if len(self.causal) not in (0, layers):
-            raise InvalidConfig(f"causal of a head must have {layers} entries, one for each layer, or none")
-        if self.markov is not None and self.markov not in MARKOV:
-            raise InvalidConfig(f"markov of a head must be one of {', '.join(MARKOV)}, got {self.markov!r:.80}")
+            raise InvalidConfig(f"causal of heads must have {layers} entries, one for each layer, or none")
         if (self.markov is None) != (self.markov_rank == 0):
             raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
         if self.confidence_reads_token and not (self.confidence and self.markov):
@@ -133,13 +109,12 @@ class DFlashConfig(TappedSizes):
             raise InvalidConfig(f"a selector of rank {self.selector_rank} cannot choose of {self.selector_top} tokens")
         if self.selector_rank and (self.markov or self.confidence or self.draft_vocab_size is not None):
             raise InvalidConfig("a head with a selector has no Markov head, confidence head or reduced vocabulary")
-        self._check_width()
         if self.decoder.window_rope is not None:
             raise InvalidConfig("the layers of a DFlash head have the same rotary positions")
 
     @property
     def max_depth(self) -> int:
-        """The greatest depth of a tree: the number of tokens that a block names."""
+        # The number of tokens that a block names.
         return self.block_size - self.skipped
 
     @property
@@ -154,7 +129,6 @@ class DFlashConfig(TappedSizes):
 
     @property
     def summary(self) -> str:
-        """The kind of head in a few words."""
         layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
         kind = "DFlash 2" if self.is_second else kind
         return f"a {kind} head of {plural(layers, 'layer')}, blocks of {self.block_size}"
@@ -165,8 +139,11 @@ class DFlashConfig(TappedSizes):
         return self.conv_size > 0 or self.selector_rank > 0
 
     @property
+    def has_laws(self) -> bool:
+        return not self.is_second
+
+    @property
     def num_taps(self) -> int:
-        """The number of taps that the head reads."""
         return self.decoder.num_layers if self.taps is None else len(self.taps)
 
     def taps_of(self, depth: int) -> tuple[int, ...]:
@@ -199,10 +176,6 @@ class DFlashConfig(TappedSizes):
                 shapes[f"convs.{layer}.{part}_base"] = (2, self.conv_size, e)
                 shapes[f"convs.{layer}.{part}_mix"] = (e, 2 * self.conv_size * e // self.conv_group)
         shapes["norm"] = (e,)
-        if self.own_embedding:
-            shapes["embed"] = (self.vocab_size, e)
-        if self.own_projection:
-            shapes["head"] = (self.rows, e)
         if self.markov is not None:
             shapes |= {"markov_in": (self.vocab_size, r), "markov_out": (self.rows, r)}
         if self.markov in ("gated", "rnn"):
@@ -213,6 +186,4 @@ class DFlashConfig(TappedSizes):
         if self.selector_rank:
             tables = dict.fromkeys(("selector_in", "selector_out"), (self.vocab_size, self.selector_rank))
             shapes |= {"selector_mix": (e, self.selector_rank)} | tables
-        if self.draft_vocab_size is not None:
-            shapes["tokens"] = (self.draft_vocab_size,)
-        return shapes
+        return shapes | self.table_shapes()

@@ -1,31 +1,40 @@
-"""The layouts in which other systems store DFlash and DSpark heads: a row of `DFLASH_LAYOUTS` each. Without JAX.
+"""DFlash and DSpark heads in files: the layouts of other systems, and how files in them are read. Without JAX.
 
-All have tensors of the same names, those of a Qwen3 model without the prefix `model.`; linear maps are [out, in]. Their
-config.json differ, and tell them apart.
+All layouts have tensors of the same names, those of a Qwen3 model without the prefix `model.`; linear maps are
+[out, in]. The contents of config.json differ, and tell the layouts apart.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from jaxspec.checkpoints.folder import WHOLE
+from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig
-from jaxspec.heads.eagle_layouts import layer_names, layer_settings, named, scales_positions, speculators_settings
+from jaxspec.heads.kinds import Layout
+from jaxspec.heads.layered import (
+    LayeredKind,
+    LayerLayout,
+    LayerReader,
+    layer_names,
+    layer_settings,
+    named,
+    speculators_settings,
+)
 
-LAYERS = "layers.{}."
-"""The prefix of a layer's tensors."""
+_LAYERS = "layers.{}."
 SLIDING = "sliding_attention"
-NAMES = layer_names(LAYERS) | {
+NAMES = layer_names(_LAYERS) | {
     "fc": ("fc.weight",),
     "hidden_norm": ("hidden_norm.weight",),
     "markov_in": ("markov_head.markov_w1.weight",),
     "markov_out": ("markov_head.markov_w2.weight",),
     "confidence": ("confidence_head.proj.weight",),
     "confidence_bias": ("confidence_head.proj.bias",),
-    "attention_base": (LAYERS + "attention_conv.base_kernel",),
-    "attention_mix": (LAYERS + "attention_conv.kernel_projection.weight",),
-    "mlp_base": (LAYERS + "mlp_conv.base_kernel",),
-    "mlp_mix": (LAYERS + "mlp_conv.kernel_projection.weight",),
+    "attention_base": (_LAYERS + "attention_conv.base_kernel",),
+    "attention_mix": (_LAYERS + "attention_conv.kernel_projection.weight",),
+    "mlp_base": (_LAYERS + "mlp_conv.base_kernel",),
+    "mlp_mix": (_LAYERS + "mlp_conv.kernel_projection.weight",),
     "selector_mix": ("candidate_selector.hidden_projection.weight",),
     "selector_in": ("candidate_selector.predecessor_codebook",),
     "selector_out": ("candidate_selector.successor_codebook",),
@@ -49,48 +58,203 @@ def second_settings(config: DFlashConfig) -> dict[str, int]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class DFlashLayout:
-    """A layout in which another system stores DFlash heads; the first attributes are those of `Layout`.
+KINDS = {"dflash": False, "dspark": True}
+"""The kinds of heads of speculators that are read, and whether the first row of their blocks names a token."""
+NEUTRAL: dict[str, Any] = {
+    "output_multiplier": 1.0,
+    "input_embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "fc_layernorm": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "is_neox_style": True,
+    "use_swa": False,
+}
+"""Entries of config.json that change the law of some heads, with the values that change nothing."""
 
-    Attributes:
-        name: the name that users write.
-        summary: one line for the help of `jaxspec export`.
-        readers: the systems that read the layout.
-        taps_key: the key of config.json that states the taps.
-        first_tap: what to add to its numbers for the numbers of `jaxspec.core.networks.TappedTarget`.
-        nested: True if config.json describes the layers in an entry of their own, as speculators does.
-        exported: True if `export_heads` writes the layout.
-        prefix: the beginning of every name.
-    """
 
-    name: str
-    summary: str
-    readers: str
-    taps_key: str
-    first_tap: int
-    nested: bool = False
-    exported: bool = True
-    prefix: str = ""
+class DFlashReader(LayerReader):
+    """Reads the sizes of a DFlash or DSpark head."""
 
-    drafter: ClassVar[str] = DFlashConfig.drafter
-    files: ClassVar[tuple[str, ...]] = (WHOLE,)
-    mark: ClassVar[str] = r"hidden_norm\.weight"
-    other_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
-    in_model: ClassVar[bool] = False
+    entry = "dflash_config"
+    # Files of speculators also have copies of the target's tensors, which only training reads.
+    ignored = re.compile(rf"{LayerReader.ignored.pattern}|verifier_(norm|lm_head)\.weight", re.DOTALL)
+    known = re.compile(
+        "|".join(
+            re.escape(name).replace(r"\{\}", r"\d{1,4}")
+            for names in (*NAMES.values(), *mix_names("gated").values(), *mix_names("rnn").values())
+            for name in names
+        )
+    )
 
-    def names_for(self, config: DFlashConfig) -> dict[str, tuple[str, ...]]:
-        """Returns the tensors of each kind of parameter, as in `Family.all_names`."""
-        return NAMES | (mix_names(config.markov) if config.markov in ("gated", "rnn") else {})
+    def read(self, vocab: int | None, drafted: int | None) -> DFlashConfig:
+        self._check_settings()
+        hidden, windowed = self._matrix("fc.weight")[0], self._windowed()
+        count, causal = self._count_taps(hidden), self._causal(windowed)
+        windows = {"window": self._window(), "windowed": windowed} if any(windowed) else {}
+        decoder = self._decoder(hidden, vocab, drafted, **windows)
+        try:
+            return DFlashConfig(
+                decoder,
+                block_size=self._stated("block_size"),
+                mask_token=self._stated("mask_token_id"),
+                from_anchor=self._from_anchor(),
+                causal=causal if any(causal) else (),
+                target_size=self._target_size(hidden),
+                taps=self._taps(count, None if self._layout.nested else decoder.num_layers),
+                draft_vocab_size=drafted,
+                own_embedding="embed_tokens.weight" in self._shapes,
+                own_projection=self.rows is not None,
+                **self._small_heads(hidden),
+                **self._second(hidden),
+            )
+        except InvalidConfig as error:
+            raise CheckpointError(f"{self._where}: {error}") from None
 
-    def config_json(self, config: DFlashConfig, base: str | None, taps: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the content of config.json.
+    def _check_settings(self) -> None:
+        kind = self._settings.get("speculators_model_type")
+        if self._layout.nested and (not isinstance(kind, str) or kind not in KINDS):
+            raise CheckpointError(f"{self._where}: speculators_model_type is {kind!r:.40}, expected dflash or dspark")
+        for key, value in NEUTRAL.items():
+            if (said := self._more.get(key, self._entries.get(key, value))) != value:
+                raise CheckpointError(f"{self._where}: config.json says {key} {said!r:.40}, which is not understood")
+        if not self._has_theta():
+            raise CheckpointError(f"{self._where}: config.json does not say rope_theta")
 
-        Args:
-            config: sizes of the head.
-            base: the target's name, or None.
-            taps: the taps.
-        """
+    def _from_anchor(self) -> bool:
+        if "sample_from_anchor" in self._more:
+            return self._flag("sample_from_anchor")
+        if self._layout.nested:
+            return KINDS[self._settings["speculators_model_type"]]
+        if "dflash_config" in self._settings and "markov_head.markov_w1.weight" in self._shapes:
+            raise CheckpointError(
+                f"{self._where}: config.json does not say sample_from_anchor: whether the first row of a block names "
+                "a token, as in DeepSpec's files, or none, as in DFlash's"
+            )
+        return "dflash_config" not in self._settings
+
+    def _windowed(self) -> tuple[bool, ...]:
+        layers, types = self._count_layers(), self._entries.get("layer_types")
+        if types is None:
+            if self._entries.get("use_sliding_window", False) is not False:
+                raise CheckpointError(f"{self._where}: config.json says use_sliding_window, and no layer_types")
+            return (False,) * layers
+        known = ("full_attention", SLIDING)
+        if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
+            raise CheckpointError(
+                f"{self._where}: layer_types is {types!r:.80}, expected {' or '.join(known)} for {layers} layers each"
+            )
+        return tuple(kind == SLIDING for kind in types)
+
+    def _window(self) -> int:
+        value = self._more.get("swa_window_size", self._entries.get("sliding_window"))
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise CheckpointError(f"{self._where}: sliding_window is {value!r:.80}, expected a positive whole number")
+        return value
+
+    def _causal(self, windowed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Returns whether each layer is causal inside a block, by the first of its statements, as vLLM does."""
+        if self._layout.nested:
+            both_ways = self._flag("sliding_window_non_causal")
+            return tuple(window and not both_ways for window in windowed)
+        for key in ("is_causal", "causal"):
+            if key in self._more:
+                return (self._flag(key),) * len(windowed)
+        return windowed
+
+    def _small_heads(self, hidden: int) -> dict[str, Any]:
+        """Returns the sizes of the Markov head and of the confidence head."""
+        has = self._shapes.__contains__
+        found: dict[str, Any] = {}
+        said: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": has("confidence_head.proj.weight")}
+        if has("markov_head.markov_w1.weight"):
+            kind = "gated" if has("markov_head.gate_proj.weight") else "vanilla"
+            kind = "rnn" if has("markov_head.joint_proj.weight") else kind
+            found |= {"markov": kind, "markov_rank": self._matrix("markov_head.markov_w1.weight")[1]}
+            said |= {"markov_rank": found["markov_rank"], "markov_head_type": kind}
+        if has("confidence_head.proj.weight"):
+            reads_token = self._matrix("confidence_head.proj.weight")[1] != hidden
+            found |= {"confidence": True, "confidence_reads_token": reads_token}
+            said["confidence_head_with_markov"] = reads_token
+        for key, value in said.items():
+            if key in self._more and self._more[key] != value:
+                raise CheckpointError(
+                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {value!r}"
+                )
+        return found
+
+    def _second(self, hidden: int) -> dict[str, Any]:
+        """Returns the sizes of the convolutions and of the selector of DFlash 2."""
+        found: dict[str, Any] = {}
+        first = f"{_LAYERS.format(0)}attention_conv."
+        if (base := self._shapes.get(f"{first}base_kernel")) is not None:
+            rows = self._matrix(f"{first}kernel_projection.weight")[0]
+            if len(base) != 3 or base[0] != 2 or 0 in base or rows % (2 * base[1]) or hidden % (rows // (2 * base[1])):
+                raise CheckpointError(
+                    f"{self._where}: {first}base_kernel has shape {list(base)} and its kernel_projection {rows} rows, "
+                    f"expected [2, rows, {hidden}] and kernels for groups of channels"
+                )
+            found |= {"conv_size": base[1], "conv_group": hidden // (rows // (2 * base[1]))}
+        if "candidate_selector.hidden_projection.weight" in self._shapes:
+            rank = self._matrix("candidate_selector.hidden_projection.weight")[0]
+            found |= {"selector_rank": rank, "selector_top": self._stated("selector_top_k")}
+        keys = {"conv_size": "conv_kernel_size", "conv_group": "conv_group_size", "selector_rank": "selector_rank"}
+        for ours, key in keys.items():
+            if key in self._more and self._more[key] != found.get(ours, 0):
+                raise CheckpointError(
+                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {found.get(ours, 0)}"
+                )
+        return found
+
+    def _stated(self, key: str) -> int:
+        value = self._more.get(key)
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected a whole number")
+        return value
+
+
+class DFlashKind(LayeredKind):
+    """DFlash and DSpark heads in files."""
+
+    def layout_of(self, layout: Layout, settings: Mapping[str, Any]) -> Layout:
+        zlab, speculators, deepspec = self.layouts
+        other = zlab if "dflash_config" in settings else deepspec
+        return dataclasses.replace(speculators if "speculators_model_type" in settings else other, prefix=layout.prefix)
+
+    def names(self, config: DFlashConfig, layout: LayerLayout) -> Mapping[str, tuple[str, ...]]:
+        return {**layout.names} | (mix_names(config.markov) if config.markov in ("gated", "rnn") else {})
+
+    def obstacle(self, config: DFlashConfig, layout: LayerLayout) -> str | None:
+        if not config.decoder.qk_norm:
+            return f"the layout {layout.name} has norms of queries and keys, this head has none"
+        if (reason := super().obstacle(config, layout)) is not None:
+            return reason
+        if config.is_second and (layout.nested or not (config.conv_size and config.selector_rank)):
+            return f"the layout {layout.name} has no place for the convolutions or the selector of this DFlash 2 head"
+        if layout.nested:
+            windows = [config.decoder.window_of(layer) is not None for layer in range(config.decoder.num_layers)]
+            if any(config.causal) and list(config.causal) != windows:
+                return (
+                    f"the layout {layout.name} has causal blocks in all layers with sliding windows, and in no others"
+                )
+            return None
+        if config.markov or config.confidence:
+            return f"the layout {layout.name} has no place for the heads of DSpark"
+        if config.from_anchor:
+            return f"in the layout {layout.name} the first row of a block names no token"
+        if config.own_embedding or config.own_projection or config.draft_vocab_size is not None:
+            return f"the layout {layout.name} shares the target's embedding and projection, this head has its own"
+        if len(set(config.causal)) > 1:
+            return f"the layout {layout.name} has causal blocks in all layers or in none"
+        return None
+
+    def sizes_in(self, config: DFlashConfig, layout: LayerLayout) -> DFlashConfig:
+        return config if config.draft_vocab_size is None else dataclasses.replace(config, own_projection=True)
+
+    def config_json(
+        self, config: DFlashConfig, layout: LayerLayout, base: str | None, depth: int | None
+    ) -> dict[str, Any]:
         d = config.decoder
         windows = [d.window_of(layer) is not None for layer in range(d.num_layers)]
         layer = layer_settings(d) | {
@@ -98,9 +262,14 @@ class DFlashLayout:
             "use_sliding_window": any(windows),
             "sliding_window": d.window if any(windows) else None,
         }
-        ids = [tap - self.first_tap for tap in taps]
-        if not self.nested:
-            switches = {"mask_token_id": config.mask_token, self.taps_key: ids, "causal": config.is_causal(0)}
+        if config.taps is None and depth is None:
+            raise InvalidConfig(
+                f"the layout {layout.name} states the taps, and this head has the default ones of its target; give the "
+                "target (target=..., or --target)"
+            )
+        ids = [tap - layout.first_tap for tap in config.taps_of(depth or 0)]
+        if not layout.nested:
+            switches = {"mask_token_id": config.mask_token, layout.taps_key: ids, "causal": config.is_causal(0)}
             own: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
             if config.is_second:
                 switches |= {"block_size": own.pop("block_size")} | second_settings(config)
@@ -109,14 +278,14 @@ class DFlashLayout:
         switches = {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token,
-            self.taps_key: ids,
+            layout.taps_key: ids,
             "sample_from_anchor": config.from_anchor,
             "sliding_window_non_causal": not any(config.causal),
             "draft_vocab_size": config.rows,
             "target_hidden_size": config.target_size,
         }
-        kind = "dspark" if config.markov or config.confidence else "dflash"
-        if kind == "dspark":
+        kind = "DSpark" if config.markov or config.confidence else "DFlash"
+        if kind == "DSpark":
             switches |= {
                 "markov_rank": config.markov_rank,
                 "markov_head_type": config.markov or "vanilla",
@@ -125,66 +294,39 @@ class DFlashLayout:
             }
         return switches | speculators_settings(kind, layer, config.max_depth, base)
 
-    def obstacle(self, config: Any) -> str | None:
-        """Returns the reason why the layout cannot hold a head of these sizes; None if it can."""
-        if not isinstance(config, DFlashConfig):
-            return f"the layout {self.name} is for DFlash and DSpark heads"
-        if not config.decoder.qk_norm:
-            return f"the layout {self.name} has norms of queries and keys, this head has none"
-        if scales_positions(config.decoder):
-            return f"the layout {self.name} has no scaled rotary positions here"
-        if config.is_second and (self.nested or not (config.conv_size and config.selector_rank)):
-            return f"the layout {self.name} has no place for the convolutions or the selector of this DFlash 2 head"
-        taps = config.taps or ()
-        if sorted(taps) != list(taps):
-            return f"the layout {self.name} has taps in ascending order, this head has {taps}"
-        if self.nested:
-            windows = [config.decoder.window_of(layer) is not None for layer in range(config.decoder.num_layers)]
-            if any(config.causal) and list(config.causal) != windows:
-                return f"the layout {self.name} has causal blocks in all layers with sliding windows, and in no others"
-            return None
-        if config.markov or config.confidence:
-            return f"the layout {self.name} has no place for the heads of DSpark"
-        if config.from_anchor:
-            return f"in the layout {self.name} the first row of a block names no token"
-        if config.own_embedding or config.own_projection or config.draft_vocab_size is not None:
-            return f"the layout {self.name} shares the target's embedding and projection, this head has its own"
-        if len(set(config.causal)) > 1:
-            return f"the layout {self.name} has causal blocks in all layers or in none"
-        return None
+
+def _layout(**more: Any) -> LayerLayout:
+    return LayerLayout(drafter=DFlashConfig.drafter, mark=r"hidden_norm\.weight", names=NAMES, **more)
 
 
-DFLASH_LAYOUTS = (
-    DFlashLayout(
-        name="dflash",
-        summary="DFlash without tables of its own",
-        readers="DFlash, vLLM, SGLang",
-        taps_key="target_layer_ids",
-        first_tap=1,
-    ),
-    DFlashLayout(
-        name="dflash-speculators",
-        summary="DFlash and DSpark with every switch",
-        readers="vLLM",
-        taps_key="aux_hidden_state_layer_ids",
-        first_tap=0,
-        nested=True,
-    ),
-    DFlashLayout(
-        name="deepspec",
-        summary="DFlash and DSpark, as DeepSpec trains them",
-        readers="DeepSpec, vLLM, SGLang",
-        taps_key="target_layer_ids",
-        first_tap=1,
-        exported=False,
+DFLASH = DFlashKind(
+    title="DFlash and DSpark heads",
+    sizes=DFlashConfig,
+    network="jaxspec.heads.dflash:DFlashHead",
+    reader=DFlashReader,
+    layouts=(
+        _layout(
+            name="dflash",
+            summary="DFlash without tables of its own",
+            readers="DFlash, vLLM, SGLang",
+            taps_key="target_layer_ids",
+            first_tap=1,
+        ),
+        _layout(
+            name="dflash-speculators",
+            summary="DFlash and DSpark with every switch",
+            readers="vLLM",
+            taps_key="aux_hidden_state_layer_ids",
+            first_tap=0,
+            nested=True,
+        ),
+        _layout(
+            name="deepspec",
+            summary="DFlash and DSpark, as DeepSpec trains them",
+            readers="DeepSpec, vLLM, SGLang",
+            taps_key="target_layer_ids",
+            first_tap=1,
+            exported=False,
+        ),
     ),
 )
-"""All have the same mark: `jaxspec.heads.dflash_files` finds the layout of a file by its config.json."""
-
-
-def layout_of(settings: Mapping[str, Any]) -> DFlashLayout:
-    """Returns the layout of a file with this content of config.json, without a prefix."""
-    zlab, speculators, deepspec = DFLASH_LAYOUTS
-    if "speculators_model_type" in settings:
-        return speculators
-    return zlab if "dflash_config" in settings else deepspec

@@ -9,26 +9,23 @@ that. Rows of committed text start from the target's states; the row of a drafte
 before it.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
-from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
-from jaxspec.heads.network import Frozen, start_from
+from jaxspec.core.records import KV, Cache, Window
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.layers import matmul, rotation
-from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import rms_norm
 from jaxspec.models.transformer_block import Block, project
 
 
-class EagleHead(nnx.Module):
+class EagleHead(HeadNetwork):
     """The head of an `EagleConfig`. Activations are float32 between matmuls; norms and biases are float32."""
 
     def __init__(self, config: EagleConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
@@ -153,40 +150,3 @@ class EagleHead(nnx.Module):
 
     def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
         return x if scale is None else rms_norm(x, scale[...], self.config.decoder.norm_eps, kernels)
-
-
-@functools.lru_cache
-def _graph(config: EagleConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: EagleHead(config, rngs=nnx.Rngs(0))))[0]
-
-
-def module(config: EagleConfig, params: Params) -> EagleHead:
-    """Returns the module with these parameters, which are the pure dict of its state."""
-    return nnx.merge(_graph(config), nnx.State(params))
-
-
-def init_cache(config: EagleConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
-    """Returns an empty cache of the head's layers; it holds one row for each token of the text but the first."""
-    c = config.decoder
-    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
-
-
-def init_params(
-    config: EagleConfig,
-    key: Array,
-    projection: Float[Array | np.ndarray, "V E"] | Matrix | None = None,
-    tokens: Int[Array | np.ndarray, "R"] | None = None,
-) -> Params:
-    """Returns parameters before training, a pure dict of float32 arrays. Norms are 1, biases 0, matrices normal.
-
-    Args:
-        config: sizes of the head.
-        key: of the random matrices.
-        projection: the target's projection, with which the head's own starts; None for a random one.
-        tokens: the ids of a reduced vocabulary, ascending; required if there is one.
-
-    Raises:
-        InvalidConfig: the tokens are missing, or projection or tokens do not fit the sizes.
-    """
-    params = nnx.to_pure_dict(nnx.state(EagleHead(config, rngs=nnx.Rngs(params=key))))
-    return start_from(config, params, projection, tokens)

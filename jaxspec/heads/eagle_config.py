@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxspec.amounts import plural
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.tapped_config import TappedSizes
+from jaxspec.heads.sizes import TappedSizes, whole_field
 from jaxspec.models.config import ModelConfig
 
 
@@ -37,14 +37,14 @@ class EagleConfig(TappedSizes):
         own_projection: whether the head has a projection to logits, and does not use the target's.
 
     Raises:
-        InvalidConfig: a value is out of range or of another type, or two values exclude one another.
+        InvalidConfig: a value is out of range or of another type, or two values cannot be used together.
     """
 
     decoder: ModelConfig
     version: int = 3
-    target_size: int | None = None
+    target_size: int | None = whole_field(None)
     taps: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
     fc_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False
@@ -55,23 +55,9 @@ class EagleConfig(TappedSizes):
 
     drafter: ClassVar[str] = "eagle"
 
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                raise InvalidConfig(f"{field.name} of a head must be true or false, got {getattr(self, field.name)!r}")
-        if type(self.version) is not int or self.version not in (1, 3):
-            raise InvalidConfig(f"version of an EAGLE head must be 1 or 3, got {self.version!r}")
-        if not isinstance(self.decoder, ModelConfig):
-            raise InvalidConfig(f"decoder of an EAGLE head must be a ModelConfig, got {self.decoder!r:.80}")
-        sizes = {"target_size": (1 << 31) - 1, "draft_vocab_size": self.decoder.vocab_size}
-        for name, most in sizes.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= most):
-                raise InvalidConfig(f"{name} of a head must be a whole number from 1 to {most}, got {value!r}")
-        self._check_taps()
-        self._check_combinations()
-
     def _check_combinations(self) -> None:
+        if type(self.version) is not int or self.version not in (1, 3):
+            raise InvalidConfig(f"version of an EAGLE head must be 1 or 3, got {self.version!r:.80}")
         if self.version == 1 and (
             self.taps or self.draft_vocab_size is not None or self.own_projection or any(self._switches)
         ):
@@ -82,8 +68,7 @@ class EagleConfig(TappedSizes):
         if self.version == 3 and self.taps == ():
             raise InvalidConfig("an EAGLE-3 head reads at least one tap of the target")
         if self.fc_norm and self.norm_before_fc:
-            raise InvalidConfig("fc_norm and norm_before_fc exclude one another")
-        self._check_width()
+            raise InvalidConfig("fc_norm and norm_before_fc cannot both be true")
         if self.decoder.window is not None:
             raise InvalidConfig("an EAGLE head has no sliding-window attention")
 
@@ -93,18 +78,19 @@ class EagleConfig(TappedSizes):
 
     @property
     def max_depth(self) -> float:
-        """The greatest depth of a tree: a head continues its own states without end."""
         return math.inf
 
     @property
+    def usual_depth(self) -> int:
+        return 5
+
+    @property
     def summary(self) -> str:
-        """The kind of head in a few words."""
         layers = self.decoder.num_layers
         return f"an EAGLE-{self.version} head of {plural(layers, 'layer')}"
 
     @property
     def num_taps(self) -> int:
-        """The number of taps that the head reads."""
         return len(self.taps_of(1))
 
     def taps_of(self, depth: int) -> tuple[int, ...]:
@@ -137,10 +123,4 @@ class EagleConfig(TappedSizes):
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.layer_shapes(layer).items()}
         if self.version == 3:
             shapes |= {"hidden_norm": (e,), "norm": (e,)}
-        if self.own_embedding:
-            shapes["embed"] = (self.vocab_size, e)
-        if self.own_projection:
-            shapes["head"] = (self.rows, e)
-        if self.draft_vocab_size is not None:
-            shapes["tokens"] = (self.draft_vocab_size,)
-        return shapes
+        return shapes | self.table_shapes()

@@ -1,106 +1,159 @@
-"""The layouts in which other systems store EAGLE heads: one row of `EAGLE_LAYOUTS` each. Nothing here imports JAX.
-
-The tensors are named as those of a Llama model without the prefix `model.`; linear maps are [out, in].
-"""
+"""EAGLE heads in files: the layouts of other systems, and how files in them are read. Nothing here imports JAX."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from jaxspec.checkpoints.folder import WHOLE
-from jaxspec.checkpoints.hf_families import FAMILIES
-from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.models.config import ModelConfig
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.heads.eagle_config import EagleConfig, default_taps
+from jaxspec.heads.layered import (
+    LayeredKind,
+    LayerLayout,
+    LayerReader,
+    layer_names,
+    layer_settings,
+    named,
+    speculators_settings,
+)
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """The key of config.json that states the taps."""
-_LLAMA, _BLOCKS = FAMILIES["llama"].all_names(), "model.layers.{}."
+DEFAULT_THETA = 10000.0
+"""The base of rotary positions if config.json has none."""
+_LAYERS, _MIDDLE = "layers.{}.", "midlayer."
 
 
-def layer_names(layers: str) -> dict[str, tuple[str, ...]]:
-    """Returns the tensors of each kind of parameter, as in `Family.all_names`; `layers` is the prefix of a layer's."""
-    return {
-        kind: tuple(name.replace(_BLOCKS, layers).removeprefix("model.") for name in names)
-        for kind, names in _LLAMA.items()
+def _names(layers: str) -> dict[str, tuple[str, ...]]:
+    return layer_names(layers) | {
+        "fc": ("fc.weight",),
+        "fc_bias": ("fc.bias",),
+        "input_norm": ("input_norm.weight",),
+        "hidden_norm": (layers.format(0) + "hidden_norm.weight",),
     }
 
 
-def layer_settings(d: ModelConfig) -> dict[str, Any]:
-    """Returns the entries of config.json that describe layers; their rotary positions are not scaled."""
-    return {
-        "model_type": "qwen3" if d.qk_norm else "llama",
-        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[d.activation],
-        "hidden_size": d.hidden_size,
-        "intermediate_size": d.intermediate_size,
-        "num_hidden_layers": d.num_layers,
-        "num_attention_heads": d.num_heads,
-        "num_key_value_heads": d.num_kv_heads,
-        "head_dim": d.head_dim,
-        "rms_norm_eps": d.norm_eps,
-        "rope_theta": d.rope.theta,
-        "rope_parameters": {"rope_theta": d.rope.theta, "rope_type": "default"},
-        "max_position_embeddings": d.max_position,
-        "attention_bias": d.qkv_bias,
-        "mlp_bias": d.mlp_bias,
-        "tie_word_embeddings": False,
-        "vocab_size": d.vocab_size,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class EagleLayout:
-    """A layout in which another system stores EAGLE heads; the first attributes are those of `Layout`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleLayout(LayerLayout):
+    """A layout in which another system stores EAGLE heads.
 
     Attributes:
-        name: the name that users write.
-        summary: one line for the help of `jaxspec export`.
-        readers: the systems that read the layout.
-        mark: a regular expression for the names of the tensors that identify the layout.
         version: of `EagleConfig`.
-        layers: the prefix of a layer's tensors, with `{}` for its number; without, there is one layer.
-        nested: True if config.json describes the layers in an entry of their own, as speculators does.
-        counts_outputs: True if `LAYER_IDS` may count the outputs of layers, in place of what enters them.
-        prefix: the beginning of every name.
+        counts_outputs: True if `LAYER_IDS` may count the outputs of layers instead of their inputs.
     """
 
-    name: str
-    summary: str
-    readers: str
-    mark: str
+    drafter: str = EagleConfig.drafter
+    taps_key: str = LAYER_IDS
     version: int
-    layers: str
-    nested: bool = False
     counts_outputs: bool = False
-    prefix: str = ""
 
-    drafter: ClassVar[str] = EagleConfig.drafter
-    files: ClassVar[tuple[str, ...]] = (WHOLE,)
-    other_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
-    in_model: ClassVar[bool] = False
-    exported: ClassVar[bool] = True
 
-    @property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The tensors of each kind of parameter, as in `Family.all_names`."""
-        return layer_names(self.layers) | {
-            "fc": ("fc.weight",),
-            "fc_bias": ("fc.bias",),
-            "input_norm": ("input_norm.weight",),
-            "hidden_norm": (self.layers.format(0) + "hidden_norm.weight",),
+class EagleReader(LayerReader):
+    """Reads the sizes of an EAGLE head."""
+
+    entry = "eagle_config"
+    _layout: EagleLayout
+
+    def read(self, vocab: int | None, drafted: int | None) -> EagleConfig:
+        hidden, reads = self._matrix("fc.weight")
+        has = self._shapes.__contains__
+        decoder = self._decoder(hidden, vocab, drafted)
+        own = {"fc_bias": has("fc.bias"), "own_embedding": has("embed_tokens.weight")}
+        more = {} if self._layout.version == 1 else self._eagle3(hidden, drafted)
+        try:
+            config = EagleConfig(decoder, self._layout.version, **own, **more)
+        except InvalidConfig as error:
+            raise CheckpointError(f"{self._where}: {error}") from None
+        if config.param_shapes()["fc"] != (reads, hidden):
+            raise CheckpointError(
+                f"{self._where}: tensor fc.weight has shape {[hidden, reads]}, expected "
+                f"{list(config.param_shapes()['fc'][::-1])}"
+            )
+        return config
+
+    def _eagle3(self, hidden: int, drafted: int | None) -> dict[str, Any]:
+        norms = sum(re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name) is not None for name in self._shapes)
+        more: dict[str, Any] = {
+            "taps": self._taps(self._count_taps(hidden), len(default_taps(1))),
+            "target_size": self._target_size(hidden),
+            "fc_norm": norms > 0,
+            "norm_before_fc": "input_norm.weight" in self._shapes,
+            "norm_before_residual": self._flag("norm_before_residual"),
+            "norm_output": self._flag("norm_output") or self._flag("return_hidden_post_norm"),
+            "own_projection": self.rows is not None,
+            "draft_vocab_size": drafted,
         }
+        for key in ("fc_norm", "norm_before_fc"):
+            if key in self._more and self._flag(key) != more[key]:
+                raise CheckpointError(
+                    f"{self._where}: config.json says {key} {self._more[key]}, the file "
+                    f"{'has' if more[key] else 'lacks'} its tensors"
+                )
+        if self._layout.nested and "norm_before_residual" not in self._more:
+            raise CheckpointError(
+                f"{self._where}: config.json does not say norm_before_residual, which vLLM takes as true and "
+                "speculators as false; write it"
+            )
+        if self._flag("tie_word_embeddings") and self.rows is not None:
+            self.notes.append(
+                "config.json ties the projection to the embedding, and the file has another, which is used; some "
+                "systems replace it"
+            )
+        if more["norm_output"] and not self._layout.nested:
+            self.notes.append(
+                "config.json says norm_output; heads that SpecForge trained before September 2026 say so too, and are "
+                "to be served without (write false)"
+            )
+        return more
 
-    def names_for(self, config: EagleConfig) -> dict[str, tuple[str, ...]]:
-        """Returns `names`, with those of the norm of each tap."""
-        return self.names | {f"fc_norms.{i}": (f"fc_norm.{i}.weight",) for i in range(config.num_taps)}
+    def _taps(self, count: int, default: int | None) -> tuple[int, ...] | None:
+        taps = super()._taps(count, default)
+        if taps is None or not self._layout.counts_outputs:
+            return taps
+        if taps[0] == 1:  # as SGLang does
+            return tuple(tap + 1 for tap in taps)
+        self.notes.append(
+            f"config.json says {LAYER_IDS} {list(taps)}, read as the layers before which the head taps; if it counts "
+            f"their outputs, as SpecForge does, set the option taps of the drafter to {[tap + 1 for tap in taps]}"
+        )
+        return taps
 
-    def config_json(self, config: EagleConfig, base: str | None, taps: tuple[int, ...] | None) -> dict[str, Any]:
-        """Returns the content of config.json.
+    def _rope(self, width: int) -> Any:
+        if not self._has_theta():
+            self.notes.append(
+                f"config.json has no rope_theta; {DEFAULT_THETA:.0f} is used, as by EAGLE's own code. If fewer tokens "
+                "are accepted than published, try the target's by the option rope_theta of the drafter"
+            )
+        return super()._rope(width)
 
-        Args:
-            config: sizes of the head.
-            base: the target's name, or None.
-            taps: the taps, if they are not the default ones of the target.
-        """
+
+class EagleKind(LayeredKind):
+    """EAGLE heads in files."""
+
+    def names(self, config: EagleConfig, layout: EagleLayout) -> Mapping[str, tuple[str, ...]]:
+        return {**layout.names, **{f"fc_norms.{i}": (f"fc_norm.{i}.weight",) for i in range(config.num_taps)}}
+
+    def obstacle(self, config: EagleConfig, layout: EagleLayout) -> str | None:
+        if config.version != layout.version:
+            return (
+                f"the layout {layout.name} is for EAGLE-{layout.version} heads, this is an EAGLE-{config.version} head"
+            )
+        if (reason := super().obstacle(config, layout)) is not None:
+            return reason
+        if config.taps and config.taps[0] == 1 and not layout.nested:
+            return f"SGLang reads the taps {config.taps} of the layout {layout.name} as the layers after them"
+        if config.norm_before_residual and not layout.nested:
+            return f"SGLang and TensorRT-LLM read the layout {layout.name} without norm_before_residual"
+        if config.fc_bias and layout.nested:
+            return f"the layout {layout.name} has no bias of the input projection"
+        return None
+
+    def sizes_in(self, config: EagleConfig, layout: EagleLayout) -> EagleConfig:
+        return dataclasses.replace(config, own_projection=True) if config.version == 3 else config
+
+    def config_json(
+        self, config: EagleConfig, layout: EagleLayout, base: str | None, depth: int | None
+    ) -> dict[str, Any]:
         layer = layer_settings(config.decoder)
         if config.version == 1:
             return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | named(base)
@@ -112,105 +165,51 @@ class EagleLayout:
             "fc_norm": config.fc_norm,
             "norm_output": config.norm_output,
         }
-        if self.nested:
-            return (
-                switches
-                | {LAYER_IDS: None if taps is None else list(taps)}
-                | speculators_settings("eagle3", layer, 5, base)
-            )
+        default = config.taps is None or (depth is not None and config.taps == default_taps(depth))
+        taps = None if default else list(config.taps or ())
+        if layout.nested:
+            return switches | {LAYER_IDS: taps} | speculators_settings("Eagle3", layer, 5, base)
         if taps is not None:
-            switches[LAYER_IDS] = list(taps)
+            switches[LAYER_IDS] = taps
         if config.target_size is None:
             del switches["target_hidden_size"]
         return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | named(base)
 
-    def obstacle(self, config: Any) -> str | None:
-        """Returns the reason why the layout cannot hold a head of these sizes; None if it can."""
-        if not isinstance(config, EagleConfig):
-            return f"the layout {self.name} is for EAGLE heads"
-        if config.version != self.version:
-            return f"the layout {self.name} is for EAGLE-{self.version} heads, this is an EAGLE-{config.version} head"
-        if config.decoder.num_layers > 1 and "{}" not in self.layers:
-            return f"the layout {self.name} has one layer, this head has {config.decoder.num_layers}"
-        if scales_positions(config.decoder):
-            return f"the layout {self.name} has no scaled rotary positions here"
-        taps = config.taps or ()
-        if sorted(taps) != list(taps):
-            return f"the layout {self.name} has taps in ascending order, this head has {taps}"
-        if taps[:1] == (1,) and not self.nested:
-            return f"SGLang reads the taps {taps} of the layout {self.name} as the layers after them"
-        if config.norm_before_residual and not self.nested:
-            return f"SGLang and TensorRT-LLM read the layout {self.name} without norm_before_residual"
-        if config.fc_bias and self.nested:
-            return f"the layout {self.name} has no bias of the input projection"
-        return None
 
-
-def scales_positions(d: ModelConfig) -> bool:
-    """Returns whether the rotary positions are more than their base says."""
-    return bool(d.rope.divisors or d.rope.width or d.rope.scale != 1)
-
-
-def named(base: str | None) -> dict[str, Any]:
-    """Returns the entry of config.json that names the target."""
-    return {} if base is None else {"base_model_name_or_path": base}
-
-
-def speculators_settings(kind: str, layer: Mapping[str, Any], tokens: int, base: str | None) -> dict[str, Any]:
-    """Returns the entries of config.json that speculators and vLLM require.
-
-    Args:
-        kind: of heads: "eagle3", "dflash" or "dspark".
-        layer: the entries about the layers.
-        tokens: the number of tokens to draft.
-        base: the target's name, or None.
-    """
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    name = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[kind]
-    return {
-        "architectures": [f"{name}Speculator"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "transformer_layer_config": dict(layer),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": base, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
-
-
-EAGLE_LAYOUTS = (
-    EagleLayout(
-        name="eagle3",
-        summary="EAGLE-3 of one layer",
-        readers="EAGLE, vLLM, SGLang, TensorRT-LLM",
-        mark=r"midlayer\..*",
-        version=3,
-        layers="midlayer.",
-        counts_outputs=True,
-    ),
-    EagleLayout(
-        name="speculators",
-        summary="EAGLE-3 with every switch",
-        readers="vLLM",
-        mark=r"layers\.0\.hidden_norm\.weight",
-        version=3,
-        layers="layers.{}.",
-        nested=True,
-    ),
-    EagleLayout(
-        name="eagle1",
-        summary="EAGLE-1 and EAGLE-2",
-        readers="EAGLE, SGLang",
-        mark=r"fc\.weight",
-        version=1,
-        layers="layers.{}.",
+EAGLE = EagleKind(
+    title="EAGLE heads",
+    sizes=EagleConfig,
+    network="jaxspec.heads.eagle:EagleHead",
+    reader=EagleReader,
+    layouts=(
+        EagleLayout(
+            name="eagle3",
+            summary="EAGLE-3 of one layer",
+            readers="EAGLE, vLLM, SGLang, TensorRT-LLM",
+            mark=r"midlayer\..*",
+            version=3,
+            layers=_MIDDLE,
+            names=_names(_MIDDLE),
+            requires_ids=True,
+            counts_outputs=True,
+        ),
+        EagleLayout(
+            name="speculators",
+            summary="EAGLE-3 with every switch",
+            readers="vLLM",
+            mark=r"layers\.0\.hidden_norm\.weight",
+            version=3,
+            names=_names(_LAYERS),
+            nested=True,
+        ),
+        EagleLayout(
+            name="eagle1",
+            summary="EAGLE-1 and EAGLE-2",
+            readers="EAGLE, SGLang",
+            mark=r"fc\.weight",
+            version=1,
+            names=_names(_LAYERS),
+            has_ids=False,
+        ),
     ),
 )

@@ -1,23 +1,22 @@
 """Writes draft heads for other systems. `jaxspec.heads.layouts` has the layouts and the systems that read them."""
 
-import dataclasses
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Int
 
+from jaxspec.core.networks import TappedTarget, need_members
 from jaxspec.errors import InvalidConfig, UnknownName, shown
-from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.dflash_export import dflash_contents
-from jaxspec.heads.dflash_layouts import DFlashLayout
-from jaxspec.heads.eagle_export import eagle_contents, projection_of
-from jaxspec.heads.eagle_layouts import EagleLayout
 from jaxspec.heads.files import write
-from jaxspec.heads.layouts import CONFIG, EXPORTED, LAYOUTS, Layout, is_transposed
+from jaxspec.heads.kinds import CONFIG, Layout, kind_of
+from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
 from jaxspec.heads.serving import check_layout, layouts_for
+from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.model import Model
+from jaxspec.models.packed import Matrix
 
 
 def export_heads(
@@ -67,44 +66,43 @@ def export_heads(
             raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
     base = base or (None if target is None else target.name)
-    if isinstance(row, EagleLayout):
-        tensors, settings = eagle_contents(heads, row, target, base)
-    elif isinstance(row, DFlashLayout):
-        tensors, settings = dflash_contents(heads, row, target, base)
-    else:
-        tensors, settings = _medusa_contents(heads, row, target, base)
-    return write(directory, row.files[0], tensors, CONFIG, settings)
+    kind, depth = (
+        kind_of(config),
+        target.lm.depth if target is not None and isinstance(target.lm, TappedTarget) else None,
+    )
+    params, config = flatten(heads.params), kind.sizes_in(config, row)
+    missing = [name for name in config.projections if name not in params]
+    if missing:
+        first = params.get(config.projections[0])
+        table = _copy_projection(heads.config, row, target, params.get("tokens")) if first is None else first
+        params |= dict.fromkeys(missing, table)
+    settings = kind.config_json(config, row, base, depth)
+    return write(directory, row.files[0], kind.tensors(config, params, row), CONFIG, settings)
 
 
-def _medusa_contents(
-    heads: DraftHeads, layout: Layout, target: Any, base: str | None
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors of Medusa heads in a layout, and the content of config.json."""
-    config, params = _with_projections(heads.config, flatten(heads.params), layout, target)
-    tensors = {}
-    for ours in config.param_shapes():
-        array = np.asarray(params[ours])
-        array = array.T if is_transposed(ours) else array.astype(np.int64) if ours == "tokens" else array
-        tensors[layout.tensor(config, ours)] = array
-    return tensors, layout.config_json(config, base)
+def _copy_projection(config: HeadSizes, layout: Layout, target: Any, ids: Any) -> Any:
+    """Returns a copy of the target's projection for heads that share it, in a layout that holds a projection.
+
+    Raises:
+        InvalidConfig: the target is missing.
+    """
+    if target is not None:
+        return projection_of(target, ids)
+    kind = kind_of(config)
+    others = [name for name in layouts_for(config) if kind.sizes_in(config, LAYOUTS[name]) == config]
+    raise InvalidConfig(
+        f"the layout {layout.name} holds a projection, and these heads share the target's; give the target "
+        "(target=..., or --target) for a copy of it" + (f", or use the layout {' or '.join(others)}" if others else "")
+    )
 
 
-def _with_projections(
-    config: HeadsConfig, params: dict[str, Any], layout: Layout, target: Any
-) -> tuple[HeadsConfig, dict[str, Any]]:
-    """Returns the sizes and parameters of the heads, with projections of a kind that the layout holds."""
-    if config.projection in layout.projections:
-        return config, params
-    if config.projection == "single":
-        one = params["projections.0"]
-    elif target is None:
-        medusa = ((name, row) for name, row in LAYOUTS.items() if isinstance(row, Layout) and row.exported)
-        without = " or ".join(name for name, row in medusa if "shared" in row.projections)
-        raise InvalidConfig(
-            f"the layout {layout.name} holds projections, and these heads share the target's; give the target "
-            f"(target=..., or --target) for a copy of it, or use the layout {without}"
-        )
-    else:
-        one = projection_of(target, params.get("tokens"))
-    config = dataclasses.replace(config, projection=layout.projections[0])
-    return config, params | {f"projections.{i}": one for i in range(config.num_projections)}
+def projection_of(target: Any, ids: Int[Array | np.ndarray, "R"] | None) -> Any:
+    """Returns the target's projection, or its rows of these ids.
+
+    Raises:
+        InvalidConfig: the target has none to copy.
+    """
+    need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
+    rows = target.lm.unembedding(target.params)
+    rows = rows if ids is None else rows[ids]
+    return rows.astype(np.float32) if isinstance(rows, Matrix) else rows

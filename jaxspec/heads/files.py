@@ -19,10 +19,9 @@ from jaxspec.checkpoints.base import DTYPES
 from jaxspec.core.checks import flag, named, one_of
 from jaxspec.core.topology import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.heads.config import HeadsConfig
 from jaxspec.heads.copies import share_tables
 from jaxspec.heads.find import MANIFEST, TENSORS
-from jaxspec.heads.headers import VERSION, open_heads
+from jaxspec.heads.headers import FIRST_KIND, VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
 from jaxspec.models.model import Model
 from jaxspec.storage.reading import check_path, read_json
@@ -69,7 +68,7 @@ def load_heads(
         if dtype is not None and name != "tokens":
             array = array.astype(DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
-    if not isinstance(config, HeadsConfig) and target is not None:
+    if target is not None:
         config, params = share_tables(config, params, target)
     name = found.path.name if found.path.is_dir() else found.path.parent.name
     return DraftHeads(config, unflatten(params), found.tree, name, found.notes)
@@ -84,7 +83,7 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     check_heads(heads)
     tree = None if heads.tree is None else heads.tree.parents
     manifest = {"format": "jaxspec-heads", "version": VERSION, "config": dataclasses.asdict(heads.config), "tree": tree}
-    if not isinstance(heads.config, HeadsConfig):
+    if heads.config.drafter != FIRST_KIND:
         manifest["kind"] = heads.config.drafter
     return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
 

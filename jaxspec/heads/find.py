@@ -9,8 +9,8 @@ from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, UnknownName
-from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.layouts import FILES, LAYOUTS, PICKLES, TORCH, recognise
+from jaxspec.heads.kinds import PICKLES
+from jaxspec.heads.layouts import FILES, LAYOUTS, TORCH, recognise
 
 OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 """The name and the two files of jaxspec's own layout."""
@@ -64,7 +64,7 @@ def find_heads(
     if (found := named_heads(source)) is not None:
         return found
     if isinstance(source, str) and source in PRESETS:
-        if (found := shipped_heads(source, HeadsConfig.drafter)) is None:
+        if (found := shipped_heads(source, "medusa")) is None:
             raise _none_come(source)
         return found
     try:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints.base import StoredTensor, check_finite
-from jaxspec.checkpoints.folder import LazyTensor
+from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.heads.config import HeadsConfig
-from jaxspec.heads.kinds import HeadSizes
+from jaxspec.heads.kinds import HeadKind
 from jaxspec.heads.network import check_target, vocabulary
+from jaxspec.heads.sizes import HeadSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,25 +23,25 @@ class HeadFile:
     Attributes:
         path: the file or directory.
         layout: the name of the layout; "jaxspec" for jaxspec's own.
-        sizes: keywords of `kind`, without `vocab_size` if the files of Medusa heads do not state it.
+        kind: the kind of heads.
+        sizes: the fields of the sizes (`kind.sizes`), without `vocab_size` if the files do not state it.
         readers: a function for each name of `param_shapes` of the sizes, which reads that parameter in the dtype of the
             file.
         stored: the tensors of the heads, by their names in the file.
         settings: the content of config.json, or of heads.json.
         tree: the topology that the heads draft best on, if it is known.
         notes: what users should know about the heads, one sentence each.
-        kind: the class of the sizes.
     """
 
     path: pathlib.Path
     layout: str
+    kind: HeadKind
     sizes: Mapping[str, Any]
     readers: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
     stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
     settings: Mapping[str, Any] = dataclasses.field(repr=False)
     tree: Topology | None = None
     notes: tuple[str, ...] = ()
-    kind: type[HeadSizes] = HeadsConfig
 
     def config(self, target: Any = None) -> HeadSizes:
         """Returns the sizes; the vocabulary is the target's if the files do not state its size.
@@ -52,7 +51,7 @@ class HeadFile:
             ShapeMismatch: the heads do not fit the target.
         """
         sizes = dict(self.sizes)
-        if self.kind is HeadsConfig and "vocab_size" not in sizes:
+        if self._lacks_vocabulary:
             if target is None:
                 raise InvalidConfig(
                     f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
@@ -60,7 +59,7 @@ class HeadFile:
                 )
             sizes["vocab_size"] = vocabulary(target)
         try:
-            config = self.kind(**sizes)
+            config = self.kind.sizes(**sizes)
             if target is not None:
                 check_target(config, target)
         except (InvalidConfig, ShapeMismatch) as error:
@@ -69,10 +68,9 @@ class HeadFile:
 
     def config_of_any_vocabulary(self) -> HeadSizes:
         """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
-        unknown: dict[str, Any] = {"vocab_size": sys.maxsize} if self.kind is HeadsConfig else {}
-        return self.kind(**unknown | dict(self.sizes))
+        unknown: dict[str, Any] = {"vocab_size": sys.maxsize} if self._lacks_vocabulary else {}
+        return self.kind.sizes(**unknown | dict(self.sizes))
 
-
-def finite_reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
-    """Returns a function that reads a tensor, and refuses one that is not finite."""
-    return lambda: check_finite(held.where, name, held.read())
+    @property
+    def _lacks_vocabulary(self) -> bool:
+        return "decoder" not in self.sizes and "vocab_size" not in self.sizes

@@ -1,32 +1,25 @@
-"""Medusa heads in Flax NNX: small networks that guess the tokens after the next one from a feature of the target.
-
-Head i predicts token t + 2 + i from the target's feature at token t; the target itself predicts token t + 1 (Cai et al.
-2024, arXiv:2401.10774, section 2.1). With `inputs="path"`, a head also reads the embeddings of the tokens t + 1 to
-t + 1 + i, as in Hydra (Ankner et al. 2024, arXiv:2402.05109), so its guess depends on the path to the node. With
-`inputs="recurrent"`, all heads are one network, as in ReDrafter (Cheng et al. 2024, arXiv:2403.09919, section 3). It
-reads its previous output and the last token of the path, and the losses of all heads train it.
-"""
+"""Draft heads with their parameters, their networks in Flax NNX, and whether they fit a target."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import importlib
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxspec.amounts import size
+from jaxspec.core import cache as caches
 from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
-from jaxspec.core.records import Params
+from jaxspec.core.records import Cache, Params
 from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
-from jaxspec.heads.config import INNER
-from jaxspec.heads.config import HeadsConfig as HeadsConfig
-from jaxspec.heads.kinds import HeadSizes
-from jaxspec.models.layers import matmul
+from jaxspec.heads.kinds import kind_of
+from jaxspec.heads.sizes import HeadSizes, TappedSizes
 from jaxspec.models.packed import Matrix
 
 
@@ -36,7 +29,7 @@ class DraftHeads:
 
     Attributes:
         config: sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle", a `DFlashConfig` for
-            "dflash".
+            "dflash", or another `jaxspec.heads.sizes.HeadSizes`.
         params: nested arrays; their paths are the names of `param_shapes` of the sizes.
         tree: the topology that the heads draft best on, if it is known.
         name: the name of the heads in tables.
@@ -59,144 +52,79 @@ class DraftHeads:
         return f"DraftHeads({self.name!r}, {self.config.summary}, {size(self.bytes)}{nodes})"
 
 
-class ResBlock(nnx.Module):
-    """A residual block, `residual + SiLU(x W + b)`. W and b are zero at first, so it starts as the identity."""
-
-    def __init__(self, inputs: int, width: int, bias: bool):
-        self.kernel = nnx.Param(jnp.zeros((inputs, width), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32)) if bias else None
-
-    def __call__(self, x: Float[Array, "B T I"], residual: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        out = matmul(x, self.kernel[...])
-        return residual + jax.nn.silu(out if self.bias is None else out + self.bias[...])
-
-
-class InnerBlock(nnx.Module):
-    """A residual block with an inner layer, `residual + SiLU(x U + b) D`.
-
-    D is zero at first, so it starts as the identity. U is drawn from `seed`.
-    """
-
-    def __init__(self, inputs: int, width: int, bias: bool, seed: int):
-        inner = INNER * width
-        self.up = nnx.Param(jax.random.normal(jax.random.key(seed), (inputs, inner)) / inputs**0.5)
-        self.bias = nnx.Param(jnp.zeros((inner,), jnp.float32)) if bias else None
-        self.down = nnx.Param(jnp.zeros((inner, width), jnp.float32))
-
-    def __call__(self, x: Float[Array, "B T I"], residual: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        out = matmul(x, self.up[...])
-        return residual + matmul(jax.nn.silu(out if self.bias is None else out + self.bias[...]), self.down[...])
-
-
 class Frozen(nnx.Variable):
     """A variable that is not trained."""
 
 
-class Heads(nnx.Module):
-    """All heads of a `HeadsConfig`.
+class HeadNetwork(nnx.Module):
+    """The base of the networks of all kinds of heads.
 
-    Each head has its own blocks unless the heads are recurrent, and its own projection unless it shares one.
+    A network is made by `Network(config, rngs=rngs)`. Its state, as a pure dict, are the parameters of
+    `HeadSizes.param_shapes`.
+
+    Attributes:
+        starts_from_target: True if the heads' own projections must start as copies of the target's projection.
     """
 
-    def __init__(self, config: HeadsConfig):
-        c = config
-        self.config = config
-        recurrent = c.inputs == "recurrent"
-        self.network = nnx.List(
-            InnerBlock(c.block_inputs(0, j), c.hidden_size, c.bias, seed=j) for j in range(c.num_layers * recurrent)
-        )
-        self.blocks = nnx.List(
-            nnx.List(ResBlock(c.block_inputs(i, j), c.hidden_size, c.bias) for j in range(c.num_layers))
-            for i in range(c.num_heads * (not recurrent))
-        )
-        own = range(c.num_projections)
-        self.projections = nnx.List(nnx.Param(jnp.zeros((c.rows, c.hidden_size), jnp.float32)) for _ in own)
-        # Ids of the tokens that can be guessed, ascending; row r of a projection belongs to token tokens[r].
-        self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
-
-    def features(
-        self, head: int, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]] = ()
-    ) -> Float[Array, "B T E"]:
-        """Returns the input of a head's projection; recurrent heads use `after`.
-
-        `words` are the normed embeddings of the head + 1 tokens after the token of `hidden`; empty if `inputs` is
-        "hidden".
-        """
-        x, read = hidden, jnp.concatenate([hidden, *words], axis=-1)
-        for layer, block in enumerate(self.blocks[head]):
-            x = block(read if layer == 0 else x, x)
-        return x
-
-    def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns the input of the projection of recurrent heads after one more token.
-
-        `state` is the result for the token before, and the target's feature at first; `word` is the token's normed
-        embedding.
-        """
-        x, read = state, jnp.concatenate([state, word], axis=-1)
-        for layer, block in enumerate(self.network):
-            x = block(read if layer == 0 else x, x)
-        return x
-
-    def every(
-        self, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]]
-    ) -> Iterator[Float[Array, "B T E"]]:
-        """Yields the input of each head's projection. `words` are those that the last head reads."""
-        state = hidden
-        for head in range(self.config.num_heads):
-            if self.config.inputs == "recurrent":
-                state = self.after(state, words[head])
-            yield state if self.config.inputs == "recurrent" else self.features(head, hidden, words[: head + 1])
-
-    def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-        """Returns the logits of a head by its own projection, or by the single one."""
-        which = min(head, self.config.num_projections - 1)
-        return matmul(features, self.projections[which][...], transposed=True)
+    starts_from_target: ClassVar[bool] = False
 
 
-def normed(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-    """Scales embeddings to a mean square of 1, because their scale differs between models."""
-    embeddings = embeddings.astype(jnp.float32)
-    return embeddings * jax.lax.rsqrt(jnp.mean(jnp.square(embeddings), axis=-1, keepdims=True) + 1e-12)
+def _network(config: HeadSizes) -> Any:
+    """Returns the class of the network of heads of these sizes."""
+    module, _, name = kind_of(config).network.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @functools.lru_cache
-def _graph(config: HeadsConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Heads(config)))[0]
+def _graph(config: HeadSizes) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: _network(config)(config, rngs=nnx.Rngs(0))))[0]
 
 
-def module(config: HeadsConfig, params: Params) -> Heads:
-    """Returns the module with these parameters, which are the pure dict of its state."""
+def module(config: HeadSizes, params: Params) -> Any:
+    """Returns the network with these parameters, which are the pure dict of its state."""
     return nnx.merge(_graph(config), nnx.State(params))
 
 
+def init_cache(config: TappedSizes, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """Returns an empty cache of the keys and values of the head's layers; a slot holds what a row writes."""
+    c = config.decoder
+    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+
+
 def init_params(
-    config: HeadsConfig,
+    config: HeadSizes,
     projection: Float[Array | np.ndarray, "V E"] | Matrix | None = None,
     tokens: Int[Array | np.ndarray, "R"] | None = None,
+    *,
+    key: Array | None = None,
 ) -> Params:
-    """Returns parameters before training, a pure dict of float32 arrays: heads that predict what the target predicts.
+    """Returns parameters before training, a pure dict of float32 arrays.
+
+    Medusa heads predict at first what the target predicts. In other heads, norms are 1, biases 0, and matrices normal.
 
     Args:
         config: sizes of the heads.
-        projection: the target's projection, with which those of the heads start; required unless they share it.
+        projection: the target's projection, with which the heads' own projections start. Required for Medusa heads with
+            projections of their own; if other heads have none given, theirs are random.
         tokens: the ids of a reduced vocabulary, ascending; required if there is one.
+        key: the key of random matrices; None for `jax.random.key(0)`.
 
     Raises:
         InvalidConfig: the projection or the tokens are missing, or do not fit the sizes.
     """
-    params = nnx.to_pure_dict(nnx.state(Heads(config)))
-    if (tokens := as_ids(config, tokens)) is not None:
-        params["tokens"] = tokens
-    if config.num_projections:
-        if projection is None or projection.shape != (config.vocab_size, config.hidden_size):
-            got = None if projection is None else projection.shape
-            raise InvalidConfig(
-                f"own projections start from the target's [{config.vocab_size}, {config.hidden_size}]; got {got}"
-            )
-        rows = jnp.asarray((projection if tokens is None else projection[tokens]).astype(jnp.float32))
-        params["projections"] = dict.fromkeys(range(config.num_projections), rows)
-    return params
+    network = _network(config)
+    params = nnx.to_pure_dict(
+        nnx.state(network(config, rngs=nnx.Rngs(params=jax.random.key(0) if key is None else key)))
+    )
+    if (ids := as_ids(config, tokens)) is not None:
+        params["tokens"] = ids
+    if config.projections and (projection is not None or network.starts_from_target):
+        expected, got = (config.vocab_size, config.hidden_size), None if projection is None else projection.shape
+        if projection is None or got != expected:
+            raise InvalidConfig(f"own projections start from the target's {list(expected)}; got {got}")
+        rows = jnp.asarray((projection if ids is None else projection[ids]).astype(jnp.float32))
+        params = unflatten(flatten(params) | dict.fromkeys(config.projections, rows))
+    return jax.tree.map(jnp.asarray, params)
 
 
 def as_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
@@ -217,28 +145,6 @@ def as_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> In
     return tokens
 
 
-def start_from(
-    config: HeadSizes,
-    params: Params,
-    projection: Float[Array | np.ndarray, "V E"] | Matrix | None,
-    tokens: Int[Array | np.ndarray, "R"] | None,
-) -> Params:
-    """Returns parameters with the ids of a reduced vocabulary, and with the target's projection if there is an own one.
-
-    Raises:
-        InvalidConfig: the ids are missing, or projection or ids do not fit the sizes.
-    """
-    if (ids := as_ids(config, tokens)) is not None:
-        params["tokens"] = ids
-    if projection is not None and "head" in params:
-        expected = config.vocab_size, config.hidden_size
-        if projection.shape != expected:
-            raise InvalidConfig(f"the projection starts from the target's {list(expected)}; got {projection.shape}")
-        rows = projection if tokens is None else projection[tokens]
-        params["head"] = jnp.asarray(rows.astype(jnp.float32))
-    return jax.tree.map(jnp.asarray, params)
-
-
 def check_heads(heads: Any) -> None:
     """Refuses anything but `DraftHeads`.
 
@@ -249,13 +155,13 @@ def check_heads(heads: Any) -> None:
         raise InvalidConfig(f"heads must be DraftHeads, as jaxspec.load_heads returns them; got {shown(heads)}")
 
 
-def check_kind(heads: DraftHeads, kind: type, drafter: str) -> None:
+def check_kind(heads: DraftHeads, drafter: str) -> None:
     """Refuses heads that are for another drafter.
 
     Raises:
-        InvalidConfig: their sizes are not of this kind.
+        InvalidConfig: the heads are of another kind.
     """
-    if not isinstance(heads.config, kind):
+    if heads.config.drafter != drafter:
         raise InvalidConfig(
             f"the drafter {drafter!r} cannot use {heads.name!r}, {heads.config.summary}; these are for the drafter "
             f"{heads.config.drafter!r}"
@@ -287,7 +193,7 @@ def vocabulary(target: Any) -> int:
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """Returns the parameters by the names of `HeadsConfig.param_shapes`."""
+    """Returns the parameters by the names of `HeadSizes.param_shapes`."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.traversals.flatten_mapping(params).items()}
 
 

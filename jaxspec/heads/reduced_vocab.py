@@ -1,4 +1,4 @@
-"""The tokens of a reduced vocabulary, as files of EAGLE and DFlash heads state them."""
+"""The tokens of a reduced vocabulary, as files of draft heads state them. Nothing here imports JAX."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,8 @@ import numpy as np
 from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.errors import CheckpointError
 
+ID_TYPES = ("I64", "I32")
+"""The types that token ids are stored in."""
 OFFSETS, MEMBERS = "d2t", "t2d"
 """Tensors of a reduced vocabulary: what to add to the number of each row for its token, and which tokens have one."""
 
@@ -26,7 +28,7 @@ def read_ids(
         CheckpointError: the ids are missing, malformed, or contradict one another.
     """
     members = _vector(where, tensors, MEMBERS, ("BOOL",))
-    offsets = _vector(where, tensors, OFFSETS, ("I64", "I32"))
+    offsets = _vector(where, tensors, OFFSETS, ID_TYPES)
     vocab = len(members) if members is not None else vocab
     count = rows if rows is not None else None if offsets is None else len(offsets)
     if count is None or vocab is None or count == vocab:
@@ -69,3 +71,21 @@ def write_ids(ids: np.ndarray, vocab: int) -> dict[str, np.ndarray]:
     """Returns the tensors that `read_ids` reads, for ascending ids."""
     offsets = (ids - np.arange(len(ids))).astype(np.int64)
     return {OFFSETS: offsets, MEMBERS: np.isin(np.arange(vocab), ids)}
+
+
+def read_tokens(name: str, held: LazyTensor, vocab: int | None) -> np.ndarray:
+    """Reads a tensor with the ids of a reduced vocabulary, in the order of the file.
+
+    Raises:
+        CheckpointError: the tensor does not hold distinct ids below `vocab`.
+    """
+    if held.stored.type not in ID_TYPES or len(held.stored.shape) != 1:
+        raise CheckpointError(
+            f"{held.where}: tensor {name} has type {held.stored.type} and shape {list(held.stored.shape)}, expected "
+            f"one of {ID_TYPES} and one axis"
+        )
+    tokens = held.read()
+    if tokens.size != np.unique(tokens).size or (tokens < 0).any() or (vocab and (tokens >= vocab).any()):
+        below = "" if vocab is None else f" to {vocab - 1}"
+        raise CheckpointError(f"{held.where}: tensor {name} must hold ids from 0{below}, each once")
+    return tokens

@@ -1,142 +1,232 @@
-"""Infers the sizes of draft heads from the tensors of a file. Only the ids of a reduced vocabulary are read."""
+"""What the sizes of all kinds of draft heads share, and the checks of their fields. Nothing here imports JAX."""
 
-import collections
-import math
-import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
-import numpy as np
+from jaxspec.checkpoints.base import parse_config
+from jaxspec.core.sizes import INT32
+from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.models.config import ModelConfig
 
-from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.errors import CheckpointError
-from jaxspec.heads.layouts import Layout
-
-IDS = ("I64", "I32")
-"""The types that token ids are stored in."""
+Limit = int | Callable[[Any], int]
+"""A limit of a field: a number, or a function of the sizes that returns one."""
 
 
-class Rows(NamedTuple):
-    """The rows of a projection.
+def whole_field(default: Any = dataclasses.MISSING, least: Limit = 1, most: Limit | None = INT32) -> Any:
+    """Declares a field of sizes as a whole number within limits; without an upper one if `most` is None.
+
+    The value None is allowed if it is the default.
+    """
+    return dataclasses.field(default=default, metadata={"limits": (least, most)})
+
+
+def name_field(default: str | None, known: tuple[str, ...]) -> Any:
+    """Declares a field of sizes as one of some names; None is allowed if it is the default."""
+    return dataclasses.field(default=default, metadata={"known": known})
+
+
+class HeadSizes:
+    """The base of the frozen dataclasses that hold the sizes of one kind of heads; static and hashable.
+
+    Fields of the type `bool` and `ModelConfig` and those declared by `whole_field` and `name_field` are checked here.
+    `_check` of a subclass checks the rest.
 
     Attributes:
-        stored: the number of rows in the file.
-        selected: the rows that are read, in this order; None: all.
-        tokens: the ids of the reduced vocabulary, ascending, one for each row that is read; None: it is not reduced.
+        drafter: the name of the kind in `jaxspec.registry.HEADS`, and of the drafter that uses the heads.
+        copies: for each parameter that may be a copy of a table of the target: the field that says whether the heads
+            have a table of their own, and the target's method that returns its table.
     """
 
-    stored: int
-    selected: np.ndarray | None = None
-    tokens: np.ndarray | None = None
+    drafter: ClassVar[str]
+    copies: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    hidden_size: Any  # E, the width of the heads' states
+    vocab_size: Any  # V, the size of the target's vocabulary
+    draft_vocab_size: int | None
+
+    def __post_init__(self):
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        for field in fields:  # limits of numbers may depend on flags and on the sizes of the layers
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise InvalidConfig(f"{field.name} of heads must be true or false, got {value!r:.80}")
+            if field.type is ModelConfig and not isinstance(value, ModelConfig):
+                raise InvalidConfig(f"{field.name} of heads must be a ModelConfig, got {value!r:.80}")
+        for field in fields:
+            if field.default is None and getattr(self, field.name) is None:
+                continue
+            if "limits" in field.metadata:
+                self._check_whole(field.name, *field.metadata["limits"])
+            if "known" in field.metadata and getattr(self, field.name) not in field.metadata["known"]:
+                known, value = " or ".join(field.metadata["known"]), getattr(self, field.name)
+                raise InvalidConfig(f"{field.name} of heads must be {known}, got {value!r:.80}")
+        self._check()
+
+    def _check_whole(self, name: str, least: Limit, most: Limit | None) -> None:
+        value = getattr(self, name)
+        low, high = least(self) if callable(least) else least, most(self) if callable(most) else most
+        if type(value) is not int or value < low or (high is not None and value > high):
+            limits = f"from {low}" + ("" if high is None else f" to {high}")
+            raise InvalidConfig(f"{name} of heads must be a whole number {limits}, got {value!r:.80}")
+
+    def _check(self) -> None:
+        """Checks what no single field can: fields of other types, and values that exclude one another.
+
+        Raises:
+            InvalidConfig: the values cannot be used together.
+        """
+
+    @classmethod
+    def from_json(cls, where: str, values: Any) -> Self:
+        """Makes sizes from the JSON of their fields, as in `heads.json`.
+
+        Raises:
+            CheckpointError: a field is missing, unknown, or invalid; the message begins with `where`.
+        """
+        fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        known = {field.name for field in fields}
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if not isinstance(values, dict) or not required <= values.keys() <= known:
+            raise CheckpointError(
+                f"{where}: config is {values!r:.80}, expected an object with {', '.join(sorted(required))} and no keys "
+                f"but {', '.join(sorted(known))}"
+            )
+        read: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        try:
+            return cls(**read | ({"decoder": parse_config(where, read["decoder"])} if "decoder" in known else {}))
+        except InvalidConfig as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(f"{where}: config is not valid: {type(error).__name__}: {error}") from None
+
+    @property
+    def feature_size(self) -> int:
+        """The width of the target's features, and of each tap."""
+        return self.hidden_size
+
+    @property
+    def rows(self) -> int:
+        """R, the number of tokens that can be guessed."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The methods of the target that return tables which the heads read, besides its `head`."""
+        raise NotImplementedError
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names of the parameters that are projections to logits, `[R, E]`; empty if the heads use the target's."""
+        raise NotImplementedError
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, layers and taps, which is at most the number of tensors."""
+        raise NotImplementedError
+
+    @property
+    def max_depth(self) -> float:
+        """The greatest depth of a tree; infinite for heads that continue their own states."""
+        raise NotImplementedError
+
+    @property
+    def usual_depth(self) -> int:
+        """The number of tokens that heads of these sizes are tried with, in a chain."""
+        return int(self.max_depth)
+
+    @property
+    def has_laws(self) -> bool:
+        """Whether the distributions of guesses along a text can be computed from the logits of each row alone."""
+        return True
+
+    @property
+    def summary(self) -> str:
+        """The kind of heads in a few words."""
+        raise NotImplementedError
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every parameter by name; `tokens` are the ids of a reduced vocabulary, ascending."""
+        raise NotImplementedError
 
 
-def infer_sizes(
-    layout: Layout, where: str, stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns keywords of `HeadsConfig` without the vocabulary, and the number of `rows` of a projection.
+class TappedSizes(HeadSizes):
+    """The base of sizes of heads with transformer layers of their own, which read taps of the target.
 
-    If tensors disagree, the most frequent size is returned. Names that the layout does not have are skipped here; they
-    are reported when the file's tensors are compared with the expected ones.
-
-    Args:
-        layout: the layout of the file, with its prefix.
-        where: the file, for messages.
-        stored: the tensors of the file.
-        settings: the content of config.json.
-
-    Raises:
-        CheckpointError: a head or a block has a higher number than there are tensors.
+    The dataclass of a kind of heads has these fields; a tap is the target's residual stream at one layer.
     """
-    blocks, projections = set(), set()
-    widths, rows = collections.Counter(), collections.Counter()
-    has_bias, single = False, layout.prefix + layout.single
-    for name, tensor in stored.items():
-        kind, *numbers = (layout.parameter(name) or "").split(".")
-        if kind == "blocks":
-            blocks.add((int(numbers[0]), int(numbers[1])))
-            has_bias = has_bias or numbers[2] == "bias"
-        if kind == "projections":
-            projections.add(int(numbers[0]))
-        if tensor.shape and kind != "tokens":
-            widths[tensor.shape[-1]] += 1
-            rows.update(tensor.shape[:1] if kind == "projections" or name == single else ())
-    heads = 1 + max({head for head, _ in blocks} | projections, default=0)
-    layers = max((block + 1 for _, block in blocks), default=0)
-    if heads * max(layers, 1) > len(stored):
-        raise CheckpointError(
-            f"{where}: {heads} heads of {layers} blocks and only {len(stored)} tensors, among them "
-            f"{max(stored, key=_numbers)}"
-        )
-    return {
-        "hidden_size": widths.most_common(1)[0][0] if widths else 0,
-        "rows": rows.most_common(1)[0][0] if rows else 0,
-        "num_heads": heads,
-        "num_layers": layers,
-        "projection": _projection(layout, single in stored, projections, settings),
-        "bias": has_bias or layout.requires_bias,
-    }
 
+    decoder: ModelConfig
+    target_size: int | None
+    taps: tuple[int, ...] | None
+    own_embedding: bool
+    own_projection: bool
 
-def find_rows(
-    layout: Layout, tensors: Mapping[str, LazyTensor], stored: int, settings: Mapping[str, Any]
-) -> tuple[int | None, Rows]:
-    """Returns the size of the vocabulary, None if the file does not state it, and the rows of a projection.
+    copies: ClassVar[Mapping[str, tuple[str, str]]] = {"embed": ("own_embedding", "embedding")}
 
-    Args:
-        layout: the layout of the file, with its prefix.
-        tensors: the tensors of the file.
-        stored: the number of rows of a projection in the file; 0: there is none.
-        settings: the content of config.json.
+    def _check(self) -> None:
+        taps = self.taps
+        if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
+            raise InvalidConfig(f"taps of heads must be whole numbers from 1, got {taps!r:.80}")
+        self._check_combinations()
+        if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
+            raise InvalidConfig(
+                f"a head of width {self.hidden_size} for features of width {self.feature_size} needs an embedding and "
+                "a projection of its own"
+            )
 
-    Raises:
-        CheckpointError: the ids of a reduced vocabulary are malformed.
-    """
-    stated = settings.get(layout.key("vocab_size") or "")
-    stated = stated if type(stated) is int and stated > 0 else None
-    if not stored:
-        return stated, Rows(0)
-    if layout.tokens is None:
-        return stored, Rows(stored)
-    if layout.tokens not in tensors:
-        # vLLM takes the first ids if only config.json says that the vocabulary is reduced.
-        if stated is not None and stored < stated and settings.get(layout.key("rows") or "") == stored:
-            return stated, Rows(stored, None, np.arange(stored))
-        return stored, Rows(stored)
-    vocab = stored if stored > math.prod(tensors[layout.tokens].stored.shape) else stated
-    tokens = read_tokens(layout.tokens, tensors[layout.tokens], vocab)
-    order = np.argsort(tokens, kind="stable")
-    if stored > tokens.size:
-        return vocab, Rows(stored, tokens[order], tokens[order])
-    return vocab, Rows(tokens.size, None if (np.diff(order) > 0).all() else order, tokens[order])
+    def _check_combinations(self) -> None:
+        """Checks the fields of the kind that exclude one another.
 
+        Raises:
+            InvalidConfig: the values cannot be used together.
+        """
 
-def read_tokens(name: str, held: LazyTensor, vocab: int | None) -> np.ndarray:
-    """Reads the ids of a reduced vocabulary, in the file's order.
+    @property
+    def hidden_size(self) -> int:
+        """E, the width of the head's states."""
+        return self.decoder.hidden_size
 
-    Raises:
-        CheckpointError: the tensor does not hold distinct ids below `vocab`.
-    """
-    if held.stored.type not in IDS or len(held.stored.shape) != 1:
-        raise CheckpointError(
-            f"{held.where}: tensor {name} has type {held.stored.type} and shape {list(held.stored.shape)}, expected "
-            f"one of {IDS} and one axis"
-        )
-    tokens = held.read()
-    if tokens.size != np.unique(tokens).size or (tokens < 0).any() or (vocab and (tokens >= vocab).any()):
-        below = "" if vocab is None else f" to {vocab - 1}"
-        raise CheckpointError(f"{held.where}: tensor {name} must hold ids from 0{below}, each once")
-    return tokens
+    @property
+    def vocab_size(self) -> int:
+        """V, the size of the target's vocabulary."""
+        return self.decoder.vocab_size
 
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size if self.target_size is None else self.target_size
 
-def _projection(layout: Layout, has_single: bool, numbers: set[int], settings: Mapping[str, Any]) -> str:
-    """Returns `HeadsConfig.projection` for a file; `numbers` are the numbers of its projections."""
-    # vLLM also takes the first head's projection as the single one if config.json says so.
-    stated = layout.key("has_single_projection")
-    if has_single or (numbers <= {0} and stated is not None and settings.get(stated)):
-        return "single"
-    return "own" if numbers or "shared" not in layout.projections else "shared"
+    @property
+    def tables(self) -> tuple[str, ...]:
+        rows = self.draft_vocab_size is not None and not self.own_projection
+        return ("embedding",) * (not self.own_embedding) + ("unembedding",) * rows
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return ("head",) * self.own_projection
 
-def _numbers(name: str) -> list[int]:
-    return [int(part) for part in name.split(".") if re.fullmatch(r"\d{1,4}", part, re.ASCII)]
+    @property
+    def num_taps(self) -> int:
+        """The number of taps that the head reads."""
+        raise NotImplementedError
+
+    @property
+    def num_blocks(self) -> int:
+        return self.decoder.num_layers + self.num_taps
+
+    def taps_of(self, depth: int) -> tuple[int, ...]:
+        """Returns the taps of a target of `depth` layers that the head reads."""
+        raise NotImplementedError
+
+    def table_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the head's own embedding and projection, and of the ids of a reduced vocabulary."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.own_embedding:
+            shapes["embed"] = (self.vocab_size, self.hidden_size)
+        if self.own_projection:
+            shapes["head"] = (self.rows, self.hidden_size)
+        if self.draft_vocab_size is not None:
+            shapes["tokens"] = (self.draft_vocab_size,)
+        return shapes

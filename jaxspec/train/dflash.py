@@ -20,9 +20,8 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads import dflash
 from jaxspec.heads.dflash_config import DFlashConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target
+from jaxspec.heads.network import DraftHeads, check_target, init_params, module
 from jaxspec.heads.serving import served_by
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
@@ -103,7 +102,7 @@ class DFlashTrainee:
     def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns a head that reads the mean of the taps, norms its states as the target, and corrects no logits."""
         lm: Any = target.lm
-        params = dflash.init_params(self.config, jax.random.key(0), lm.unembedding(target.params), ids)
+        params = init_params(self.config, lm.unembedding(target.params), ids)
         count = self.config.num_taps
         params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
         if isinstance(lm, TransformerLM):
@@ -117,7 +116,7 @@ class DFlashTrainee:
         """Yields the guesses of each token of the blocks. The backward pass computes attention again."""
         c = self.config
         params = params if frozen.ids is None else params | {"tokens": frozen.ids}
-        head, states = dflash.module(c, params), self._states(params, frozen, batch)
+        head, states = module(c, params), self._states(params, frozen, batch)
         memory = jnp.zeros((*states.shape[:2], c.memory))
         for step in range(self.drafted):
             own, words = states[:, :, step + c.skipped], None
@@ -131,7 +130,7 @@ class DFlashTrainee:
     def _states(self, params: Params, frozen: Frozen, batch: Batch) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of all blocks."""
         rows, size = batch.tokens.shape
-        head, steps = dflash.module(self.config, params), jnp.broadcast_to(jnp.arange(size), (rows, size))
+        head, steps = module(self.config, params), jnp.broadcast_to(jnp.arange(size), (rows, size))
         context = head.fuse(batch.features.astype(jnp.float32))
         text = head.remember(context, steps, params["fc"].dtype)
         if batch.places is not None:
@@ -153,7 +152,7 @@ class DFlashTrainee:
             text: keys and values of the context, of all layers.
             places: the position before the root of each block.
         """
-        c, d, head = self.config, self.config.decoder, dflash.module(self.config, params)
+        c, d, head = self.config, self.config.decoder, module(self.config, params)
         batch, rows, row = batch._replace(places=places), places.shape, jnp.arange(self.config.block_size)
         root = here(batch, ahead(batch.tokens, 1))[..., None]
         table = params["embed"] if c.own_embedding else frozen.embed

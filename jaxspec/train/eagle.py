@@ -20,9 +20,8 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads import eagle
 from jaxspec.heads.eagle_config import EagleConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target
+from jaxspec.heads.network import DraftHeads, check_target, init_params, module
 from jaxspec.heads.serving import served_by
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
@@ -110,7 +109,7 @@ class EagleTrainee:
     def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
         """Returns a head that reads the mean of the taps, and norms and projects its states as the target does."""
         lm: Any = target.lm
-        params = eagle.init_params(self.config, jax.random.key(0), lm.unembedding(target.params), ids)
+        params = init_params(self.config, lm.unembedding(target.params), ids)
         if self.config.version == 3:
             count = self.config.num_taps
             params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
@@ -122,7 +121,7 @@ class EagleTrainee:
         """Yields the guesses of each step. The backward pass computes the layers of each step again."""
         features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
         params = params if frozen.ids is None else params | {"tokens": frozen.ids}
-        states = eagle.module(self.config, params).fuse(self._with_noise(features, batch))
+        states = module(self.config, params).fuse(self._with_noise(features, batch))
         sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
         kept: list[list[KV]] = []
         for _ in range(self.depth):
@@ -141,7 +140,7 @@ class EagleTrainee:
         sees: Bool[Array, "B T T"],
     ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T R"]]:
         """Returns the states, the keys and values of each layer, and the logits of the step after those in `kept`."""
-        head, c, new = eagle.module(self.config, params), self.config.decoder, []
+        head, c, new = module(self.config, params), self.config.decoder, []
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
         turned = rotation(positions, c.rope, c.head_dim)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale

@@ -13,16 +13,9 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import LanguageModel, ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.heads.network import (
-    DraftHeads,
-    HeadsConfig,
-    check_kind,
-    check_target,
-    init_params,
-    module,
-    normed,
-    vocabulary,
-)
+from jaxspec.heads.medusa import normed
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import DraftHeads, check_kind, check_target, init_params, module, vocabulary
 from jaxspec.heads.serving import served_by
 from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
@@ -140,7 +133,7 @@ def make_trainee(settings: MedusaSettings, target: Model, start: DraftHeads | No
     if settings.medusa2:
         joint = Joint(settings.medusa2_warmup, settings.medusa2_heads, settings.medusa2_rate)
     if start is not None:
-        check_kind(start, HeadsConfig, "medusa")
+        check_kind(start, "medusa")
         check_start(settings, start.config, [name for name in vars(settings) if name.startswith("medusa2")])
     inputs = settings.inputs if start is None else start.config.inputs
     tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]

@@ -2,7 +2,7 @@
 
 from jaxspec.core.settings import setting, settings_class
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.config import INPUTS, PROJECTIONS
+from jaxspec.heads.medusa_config import INPUTS, PROJECTIONS
 from jaxspec.train.settings import TrainSettings
 
 

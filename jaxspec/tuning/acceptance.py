@@ -28,18 +28,15 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import seed_key
 from jaxspec.core.records import Params
 from jaxspec.core.sampling import GREEDY, Sampling
-from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.eagle import Eagle
-from jaxspec.drafters.medusa import Medusa
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
+from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.model import Model
 from jaxspec.tuning.head_laws import HeadLaws, head_laws
 from jaxspec.tuning.mask_laws import MaskLaws
 
-WithHeads = DFlash | Eagle | Medusa
 ByToken = HeadLaws | MaskLaws
 
 ROWS = 8
@@ -100,9 +97,16 @@ class Figure:
 
 def has_laws(drafter: Drafter) -> bool:
     """Returns whether `drafting_model` gives the laws that a drafter samples from; it does not for PARD-2, DFlash 2."""
-    if isinstance(drafter, Pard | DFlash):
-        return not (drafter.states if isinstance(drafter, Pard) else drafter.config.is_second)
-    return isinstance(drafter, ModelDrafter | WithHeads)
+    if isinstance(drafter, Pard):
+        return not drafter.states
+    sizes = _sizes(drafter)
+    return isinstance(drafter, ModelDrafter) if sizes is None else sizes.has_laws
+
+
+def _sizes(drafter: Any) -> HeadSizes | None:
+    """Returns the sizes of the heads of a drafter; None if the drafter has no heads."""
+    config = getattr(drafter, "config", None)
+    return config if isinstance(config, HeadSizes) else None
 
 
 def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | ByToken, Params]:
@@ -116,9 +120,9 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | B
         raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law along a text to compute acceptance from")
     if isinstance(built, Pard):
         return MaskLaws(built), params
-    if isinstance(built, WithHeads):
+    if (sizes := _sizes(built)) is not None:
         heads: Any = drafting.inputs(target).heads
-        changed = {name: getattr(built.config, name) for name in ("decoder", "taps") if hasattr(built.config, name)}
+        changed = {name: getattr(sizes, name) for name in ("decoder", "taps") if hasattr(sizes, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
     own: Any = built
     return own.model, target.params if params is None else params

@@ -31,7 +31,8 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import Recycling
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import HeadsConfig, unflatten
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import unflatten
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings

@@ -23,7 +23,8 @@ import torch  # pyright: ignore[reportMissingImports]
 
 from jaxspec.bench.measurements import add_record, significant, write
 from jaxspec.heads import eagle
-from jaxspec.heads.network import HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.train import losses
 from jaxspec.train.eagle import EagleTrainee
@@ -170,7 +171,7 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     if eagle3:  # sizes of SmolLM2-135M's layers
         decoder = ModelConfig(args.vocab, args.width, args.width * 8 // 3, 1, args.width // 64, args.width // 192, 64)
         config = eagle.EagleConfig(decoder, taps=TAPS, fc_norm=True, norm_output=True)
-        trainee, params = EagleTrainee(config, args.heads), eagle.init_params(config, jax.random.key(0))
+        trainee, params = EagleTrainee(config, args.heads), init_params(config, key=jax.random.key(0))
         parameters = torch_eagle(features, tokens, table, args.drafted, trainee, params)
     else:
         trainee = MedusaTrainee(HeadsConfig(args.width, args.vocab, args.heads, 1))

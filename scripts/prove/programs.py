@@ -12,6 +12,7 @@ programs may differ. It then also runs in checkouts as old as 94152d5, where som
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import itertools
 import json
 import pathlib
@@ -99,22 +100,31 @@ def heads(target: jaxspec.Model, **sizes: Any) -> DraftHeads:
     return DraftHeads(config, random if tokens is None else random | {"tokens": params["tokens"]})
 
 
+def random_params(config: Any) -> Any:
+    """Returns random parameters of an EAGLE or DFlash head."""
+    key = jax.random.key(2)
+    try:
+        return init_params(config, key=key)
+    except TypeError:  # an old checkout, in which the module of each kind of heads has such a function
+        return importlib.import_module(f"jaxspec.heads.{config.drafter}").init_params(config, key)
+
+
 def eagle(version: int) -> DraftHeads:
     """Returns a random EAGLE head."""
-    from jaxspec.heads.eagle import EagleConfig, init_params  # not in old checkouts
+    from jaxspec.heads.eagle_config import EagleConfig  # not in old checkouts
 
     layer = dataclasses.replace(CONFIG, num_layers=1)
     config = EagleConfig(layer, version, taps=(1, 2) if version == 3 else None, fc_norm=version == 3)
-    return DraftHeads(config, init_params(config, jax.random.key(2)))
+    return DraftHeads(config, random_params(config))
 
 
 def dflash(markov: str | None) -> DraftHeads:
     """Returns a random DFlash head, or a DSpark head with a Markov head of this kind."""
-    from jaxspec.heads.dflash import DFlashConfig, init_params  # not in old checkouts
+    from jaxspec.heads.dflash_config import DFlashConfig  # not in old checkouts
 
     layer = dataclasses.replace(CONFIG, num_layers=1)
     config = DFlashConfig(layer, 9, 0, taps=(1, 2), markov=markov, markov_rank=4 if markov else 0)
-    return DraftHeads(config, init_params(config, jax.random.key(2)))
+    return DraftHeads(config, random_params(config))
 
 
 def toys() -> Iterator[tuple[str, Case]]:

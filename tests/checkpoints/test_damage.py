@@ -31,7 +31,8 @@ from jaxspec.core.topology import Topology, branching
 from jaxspec.errors import FetchError, JaxspecError
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.files import load_heads, save_heads
-from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import DraftHeads, init_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
 

@@ -19,7 +19,8 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.headers import open_heads
-from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import DraftHeads, init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
 

@@ -14,8 +14,7 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes, write_h
 from jaxspec.cli import main
 from jaxspec.cli.train import replacing
 from jaxspec.core.schedule import Constant
-from jaxspec.heads.dflash import init_params
-from jaxspec.heads.eagle import init_params as eagle_params
+from jaxspec.heads.network import init_params
 
 pytestmark = pytest.mark.quick
 
@@ -197,7 +196,9 @@ def test_benchmark_of_heads(call, target, heads, tmp_path):
     """Every drafter has the heads that are for it."""
     layer = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=300.0))
     config = jaxspec.EagleConfig(layer, taps=(1, 1), fc_norm=True)
-    eagle = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "eagle")
+    eagle = jaxspec.save_heads(
+        jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0))), tmp_path / "eagle"
+    )
     (tmp_path / "p.jsonl").write_text('{"prompt": "abcabc"}\n')
     words = ["bench", "--target", target, "--tasks", tmp_path / "p.jsonl", "--repeats", "1", "--max-new-tokens", "8"]
     words += ["--no-chat", "--heads", heads]
@@ -216,7 +217,7 @@ def test_an_eagle_head(call, target, tmp_path):
     """Looked at, tried with both bases of rotary positions, drafted with, measured and exported."""
     layer = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=300.0))
     config = jaxspec.EagleConfig(layer, taps=(1, 1), fc_norm=True)
-    heads = jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0)))
+    heads = jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0)))
     place = jaxspec.save_heads(heads, tmp_path / "eagle")
     status, out, _ = call("inspect", place, "--target", target, "--json", "--prompt", "abc")
     found = json.loads(out)
@@ -242,7 +243,9 @@ def test_a_dspark_head(call, target, tmp_path):
     """Looked at, tried, measured and exported; the layout of DFlash has no place for it."""
     layer = dataclasses.replace(CONFIG, qk_norm=True)
     config = jaxspec.DFlashConfig(layer, 4, 0, taps=(1, 1), markov="vanilla", markov_rank=8, confidence=True)
-    place = jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config, jax.random.key(0))), tmp_path / "dspark")
+    place = jaxspec.save_heads(
+        jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0))), tmp_path / "dspark"
+    )
     status, out, err = call("inspect", place, "--target", target, "--json", "--prompt", "abc")
     assert status == 0, err
     found = json.loads(out)
@@ -269,10 +272,14 @@ def test_drafters_by_token_are_tuned_measured_and_their_acceptance_computed(draf
         (place / "config.json").write_text(json.dumps(settings | {"pard_token": 261}))
     elif drafter == "eagle":
         config = jaxspec.EagleConfig(CONFIG, taps=(1, 1), fc_norm=True)
-        place = jaxspec.save_heads(jaxspec.DraftHeads(config, eagle_params(config, jax.random.key(0))), tmp_path / "h")
+        place = jaxspec.save_heads(
+            jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0))), tmp_path / "h"
+        )
     else:
         blocks = jaxspec.DFlashConfig(CONFIG, 6, 0, taps=(1, 1))
-        place = jaxspec.save_heads(jaxspec.DraftHeads(blocks, init_params(blocks, jax.random.key(0))), tmp_path / "h")
+        place = jaxspec.save_heads(
+            jaxspec.DraftHeads(blocks, init_params(blocks, key=jax.random.key(0))), tmp_path / "h"
+        )
     words = ["--target", target, "--draft-model" if drafter == "pard" else "--heads", place, "--no-chat"]
     file, named = tmp_path / "tuned.json", [*words, "--drafter", drafter]
     status, out, err = call("tune", "abc", *named, "--draft-length", "4", "--max-new-tokens", "96", "--out", file)

@@ -14,7 +14,8 @@ from helpers.narrow import instance
 from jaxspec.cli import main, show
 from jaxspec.core.descriptions import describe_fields
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.network import HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import init_params
 from jaxspec.registry import TRAINEES, find
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.monitor import STEP_LINES, Monitor

@@ -26,9 +26,9 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
-from jaxspec.heads.dflash import DFlashConfig, init_params, module
+from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import DraftHeads, flatten
+from jaxspec.heads.network import DraftHeads, flatten, init_params, module
 from jaxspec.kernels import library
 from jaxspec.models.packed import pack
 from jaxspec.models.rope import Rope
@@ -65,7 +65,7 @@ KEYS = jax.random.split(jax.random.key(0), 2)
 def heads(name: str) -> DraftHeads:
     """With norms and biases that are not those of a beginning."""
     config = CONFIGS[name]
-    params = init_params(config, jax.random.key(1), tokens=IDS if config.draft_vocab_size else None)
+    params = init_params(config, key=jax.random.key(1), tokens=IDS if config.draft_vocab_size else None)
     rng = np.random.default_rng(2)
 
     def stir(leaf):
@@ -470,20 +470,20 @@ def test_what_does_not_fit_is_refused():
         say(heads=heads("dflash"), drafter_options={"taps": (1, 2, 3)})
     config = dataclasses.replace(CONFIGS["dflash"], decoder=dataclasses.replace(TWO, vocab_size=14))
     with pytest.raises(ShapeMismatch, match="a vocabulary of 14"):
-        say(heads=DraftHeads(config, init_params(config, jax.random.key(0))))
+        say(heads=DraftHeads(config, init_params(config, key=jax.random.key(0))))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 1}, "block_size of a head must be a whole number from 2 to"),
-        ({"mask_token": V}, "mask_token of a head must be a whole number from 0 to 12"),
-        ({"from_anchor": 1}, "from_anchor of a head must be true or false"),
-        ({"causal": (True,)}, "causal of a head must have 2 entries"),
-        ({"causal": True}, "causal of a head must be true or false for each layer"),
+        ({"block_size": 1}, "block_size of heads must be a whole number from 2 to"),
+        ({"mask_token": V}, "mask_token of heads must be a whole number from 0 to 12"),
+        ({"from_anchor": 1}, "from_anchor of heads must be true or false"),
+        ({"causal": (True,)}, "causal of heads must have 2 entries"),
+        ({"causal": True}, "causal of heads must be true or false for each layer"),
         ({"taps": ()}, "at least one tap"),
-        ({"taps": (0, 1)}, "taps of a head must be whole numbers from 1"),
-        ({"markov": "gru", "markov_rank": 4}, "markov of a head must be one of vanilla, gated, rnn"),
+        ({"taps": (0, 1)}, "taps of heads must be whole numbers from 1"),
+        ({"markov": "gru", "markov_rank": 4}, "markov of heads must be vanilla or gated or rnn"),
         ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
         ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
         ({"conv_size": 2}, "cannot have convolutions of 2 rows and groups of 0"),
@@ -491,7 +491,7 @@ def test_what_does_not_fit_is_refused():
         ({"selector_rank": 4}, "a selector of rank 4 cannot choose of 0 tokens"),
         ({"selector_rank": 4, "selector_top": 4, "confidence": True}, "with a selector has no Markov head, confidence"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
-        ({"decoder": None}, "decoder of a DFlash head must be a ModelConfig"),
+        ({"decoder": None}, "decoder of heads must be a ModelConfig"),
         ({"decoder": dataclasses.replace(SLIDING, window_rope=Rope(9.0))}, "have the same rotary positions"),
     ],
 )

@@ -12,7 +12,7 @@ from helpers.dflash_golden import CASES, ROOTS, inputs
 from helpers.dflash_heads import E
 from helpers.paths import GOLDEN_DIR
 from jaxspec.core import cache as caches
-from jaxspec.heads.dflash import init_cache, module
+from jaxspec.heads.network import init_cache, module
 from jaxspec.models.layers import look_up, matmul
 
 GOLDEN = json.loads((GOLDEN_DIR / "dflash.json").read_text())["cases"]

@@ -22,8 +22,8 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
-from jaxspec.heads.eagle import EagleConfig, init_cache, init_params, module
-from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import DraftHeads, init_cache, init_params, module
 from jaxspec.heads.network import init_params as medusa_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.functional import FunctionLM
@@ -51,7 +51,7 @@ IDS = np.arange(0, V, 2)
 def heads(name: str) -> DraftHeads:
     """With norms and biases that are not those of a beginning."""
     config = CONFIGS[name]
-    params = init_params(config, jax.random.key(1), tokens=IDS if config.draft_vocab_size else None)
+    params = init_params(config, key=jax.random.key(1), tokens=IDS if config.draft_vocab_size else None)
     rng = np.random.default_rng(2)
 
     def stir(leaf):
@@ -179,7 +179,7 @@ def known(version: int) -> tuple[jaxspec.Model, DraftHeads]:
     params = {"embed": embed, "again": again, "out": jnp.asarray(rng.normal(size=(V, WIDTH)), jnp.float32)}
     layer = ModelConfig(V, WIDTH, 8, 1, 2, 2, 8, norm_eps=1e-12, qkv_bias=version == 3)
     config = EagleConfig(layer, version, taps=None if version == 1 else (1,), norm_before_residual=version == 3)
-    weights = jax.tree.map(jnp.zeros_like, init_params(config, jax.random.key(0)))
+    weights = jax.tree.map(jnp.zeros_like, init_params(config, key=jax.random.key(0)))
     block, one = weights["layers"][0], jnp.eye(WIDTH)
     if version == 1:
         weights["fc"] = jnp.concatenate([one, again.T])  # the feature after a token: its embedding, and A times f
@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused():
     for change, message in (({"vocab_size": 9}, "a vocabulary of 9"), ({"hidden_size": 32}, "features of 32")):
         config = dataclasses.replace(CONFIGS["3"], decoder=dataclasses.replace(LAYER, **change))
         with pytest.raises(ShapeMismatch, match=message):
-            say(heads=DraftHeads(config, init_params(config, jax.random.key(0))))
+            say(heads=DraftHeads(config, init_params(config, key=jax.random.key(0))))
 
 
 @pytest.mark.parametrize(
@@ -320,12 +320,12 @@ def test_what_does_not_fit_is_refused():
         ({"version": 1, "taps": (1,)}, "an EAGLE-1 head reads the target's last feature"),
         ({"version": 1, "norm_output": True}, "an EAGLE-1 head reads the target's last feature"),
         ({"taps": ()}, "at least one tap"),
-        ({"taps": (0, 1)}, "taps of a head must be whole numbers from 1"),
-        ({"fc_norm": True, "norm_before_fc": True}, "exclude one another"),
+        ({"taps": (0, 1)}, "taps of heads must be whole numbers from 1"),
+        ({"fc_norm": True, "norm_before_fc": True}, "cannot both be true"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
-        ({"draft_vocab_size": V + 1}, "draft_vocab_size of a head must be a whole number from 1 to 13"),
-        ({"fc_bias": 1}, "fc_bias of a head must be true or false"),
-        ({"decoder": None}, "decoder of an EAGLE head must be a ModelConfig"),
+        ({"draft_vocab_size": V + 1}, "draft_vocab_size of heads must be a whole number from 1 to 13"),
+        ({"fc_bias": 1}, "fc_bias of heads must be true or false"),
+        ({"decoder": None}, "decoder of heads must be a ModelConfig"),
         ({"decoder": dataclasses.replace(LAYER, window=4)}, "no sliding-window attention"),
     ],
 )

@@ -19,7 +19,7 @@ from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import Dynamic
 from jaxspec.drafters.eagle import Eagle
-from jaxspec.heads.eagle import init_cache, module
+from jaxspec.heads.network import init_cache, module
 
 GOLDEN = json.loads((GOLDEN_DIR / "eagle.json").read_text())["cases"]
 

@@ -23,7 +23,8 @@ from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.medusa import Medusa
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
-from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, unflatten
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import DraftHeads, flatten, init_params, unflatten
 from jaxspec.registry import find
 from jaxspec.schedules.confidence import Confidence
 

@@ -109,7 +109,7 @@ def test_tables_are_shared_if_they_are_the_targets(tmp_path):
     reduced = load_heads(speculators().write(tmp_path / "reduced"), target=target(head=rows))
     assert (reduced.config.own_projection, reduced.config.rows) == (False, len(IDS))
     assert "head" not in reduced.params
-    with pytest.raises(InvalidConfig, match="shares the target's; give the target"):
+    with pytest.raises(InvalidConfig, match="share the target's; give the target"):
         export_heads(reduced, tmp_path / "out")
     place = export_heads(reduced, tmp_path / "out", target=target(head=rows))
     np.testing.assert_array_equal(load_file(place / "model.safetensors")["lm_head.weight"], rows[IDS])
@@ -155,9 +155,9 @@ ODD = {
     "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not understood"),
     "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not understood"),
     "no block size": (ZLAB.changed(told={"block_size": None}), "block_size is None, expected a whole number"),
-    "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size of a head must be a whole number from 2"),
+    "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size of heads must be a whole number from 2"),
     "no mask": (SPEC.changed(told={"mask_token_id": None}), "mask_token_id is None"),
-    "a mask beyond the end": (zlab(mask_token_id=V), "mask_token of a head must be a whole number from 0 to 47"),
+    "a mask beyond the end": (zlab(mask_token_id=V), "mask_token of heads must be a whole number from 0 to 47"),
     "no rotary base": (ZLAB.changed(told={"rope_theta": None}), "does not say rope_theta"),
     "taps of another number": (zlab(target_layer_ids=[1, 4]), "expected 3 layers in ascending order"),
     "taps out of order": (zlab(target_layer_ids=[4, 1, 8]), "expected 3 layers in ascending order"),

@@ -162,7 +162,7 @@ def test_a_missing_projection_is_the_targets(tmp_path):
     model = target("eagle3")
     heads = load_heads(specforge().changed({"lm_head.weight": None}).write(tmp_path / "in"), target=model)
     assert not heads.config.own_projection
-    with pytest.raises(InvalidConfig, match="shares the target's; give the target"):
+    with pytest.raises(InvalidConfig, match="share the target's; give the target"):
         export_heads(heads, tmp_path / "out")
     rows = load_file(export_heads(heads, tmp_path / "out", target=model) / "model.safetensors")["lm_head.weight"]
     np.testing.assert_array_equal(rows, np.asarray(model.params["head"])[drafted_ids(CASES["eagle3"])])
@@ -252,7 +252,7 @@ ODD: dict[str, tuple[File, str]] = {
     "a norm that is not there": (THREE.changed(told={"fc_norm": True}), "says fc_norm True, the file lacks"),
     "a norm that is": (specforge(fc_norm=False), "says fc_norm False, the file has"),
     "both norms": (
-        specforge().changed({"input_norm.weight": np.ones(96, np.float32)}), "fc_norm and norm_before_fc exclude",
+        specforge().changed({"input_norm.weight": np.ones(96, np.float32)}), "fc_norm and norm_before_fc cannot both",
     ),
     "one norm too few": (specforge().changed({"fc_norm.1.weight": None}), r"missing: fc_norm\.1\.weight"),
     "heads that do not divide": (THREE.changed(told={"num_attention_heads": 5, "head_dim": None}), "says 5 num_att"),

@@ -13,16 +13,13 @@ from safetensors.numpy import save_file
 
 import jaxspec
 from helpers.eagle_heads import STEPS, SWITCHES, drafted, parameters, supervision, switch_inputs
-from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
 from jaxspec.core.records import KV, Window
-from jaxspec.heads.eagle import init_cache, module
-from jaxspec.heads.eagle_export import eagle_contents
-from jaxspec.heads.eagle_layouts import EagleLayout
+from jaxspec.heads.eagle_layouts import EAGLE
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
-from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.network import flatten, init_cache, module
 from jaxspec.train import losses
 from jaxspec.train.batch import Batch, Frozen
 from jaxspec.train.eagle import EagleTrainee
@@ -90,9 +87,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     (_, each), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
     np.testing.assert_allclose(each, LOSSES[name]["losses"], rtol=1e-5)
     whole = heads.params | gradient
-    found, _ = eagle_contents(
-        DraftHeads(heads.config, whole), instance(EagleLayout, LAYOUTS["speculators"]), None, None
-    )
+    found = EAGLE.tensors(heads.config, flatten(whole), LAYOUTS["speculators"])
     expected = LOSSES[name]["gradients"]
     frozen_there = {"embed_tokens.weight", "lm_head.weight"}
     assert set(expected) == set(found) - {"d2t", "t2d"} - frozen_there

@@ -20,9 +20,11 @@ from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, ShapeMi
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads, save_heads
 from jaxspec.heads.find import find_layout
-from jaxspec.heads.headers import WHOLE_MODEL, open_heads
+from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
-from jaxspec.heads.network import DraftHeads, HeadsConfig, flatten, init_params, module
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.medusa_layouts import WHOLE_MODEL
+from jaxspec.heads.network import DraftHeads, flatten, init_params, module
 
 pytestmark = pytest.mark.quick
 

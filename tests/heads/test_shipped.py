@@ -20,9 +20,8 @@ from jaxspec.cli import train
 from jaxspec.cli.drafting import own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.errors import CheckpointError
-from jaxspec.heads import eagle
 from jaxspec.heads.find import SHIPPED, every_shipped
-from jaxspec.heads.network import flatten
+from jaxspec.heads.network import flatten, init_params
 from jaxspec.registry import DRAFTERS
 from scripts.heads import evaluate, ship
 
@@ -78,7 +77,7 @@ def test_they_draft_what_the_target_writes(smollm2):
 
 def tiny_eagle() -> jaxspec.DraftHeads:
     config = jaxspec.EagleConfig(dataclasses.replace(trainees.LM.config, num_layers=1), fc_norm=True, norm_output=True)
-    return jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(1)), jaxspec.chain(3))
+    return jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1)), jaxspec.chain(3))
 
 
 def test_heads_are_packed_in_bfloat16_with_their_command(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ from helpers.narrow import instance, not_none
 from helpers.toys import lively, noisy, transformer
 from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
-from jaxspec.heads.network import DraftHeads, HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import DraftHeads, init_params
 from jaxspec.kernels.library import available
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize

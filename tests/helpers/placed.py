@@ -20,8 +20,9 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.fingerprint import static, weights
 from jaxspec.heads.copies import share_tables
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.eagle_export import projection_of
-from jaxspec.heads.network import HeadsConfig, init_params
+from jaxspec.heads.export import projection_of
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import init_params
 from jaxspec.kernels.library import available
 from jaxspec.models.columns import file_order
 from jaxspec.models.kernels import with_kernels

@@ -26,7 +26,6 @@ from helpers.paths import ROOT
 from jaxspec.cli import COMMANDS, main
 from jaxspec.cli.options import Parser
 from jaxspec.heads import find
-from jaxspec.heads.eagle import init_params as eagle_params
 from jaxspec.heads.network import init_params
 from jaxspec.storage import download
 from jaxspec.train import evaluate
@@ -135,7 +134,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     table = jaxspec.load(place / "TARGET").params["embed"]
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")
     eagle = jaxspec.EagleConfig(dataclasses.replace(CONFIG, num_layers=1))
-    jaxspec.save_heads(jaxspec.DraftHeads(eagle, eagle_params(eagle, jax.random.key(0))), place / "EAGLE")
+    jaxspec.save_heads(jaxspec.DraftHeads(eagle, init_params(eagle, key=jax.random.key(0))), place / "EAGLE")
     jaxspec.save_heads(RANDOM["dflash"](jaxspec.load(place / "TARGET")), place / "BLOCKS")
     (shipped := place / "shipped" / "smollm2-135m-instruct").mkdir(parents=True)
     for drafter, heads in (("medusa", "HEADS"), ("eagle", "EAGLE")):

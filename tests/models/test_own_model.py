@@ -16,7 +16,7 @@ from helpers.tiers import with_slow
 from helpers.trainees import train
 from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
-from jaxspec.heads.network import HeadsConfig
+from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.text.conversations import Conversation, read
 from jaxspec.train import tokenized
 from jaxspec.train.log import Watch

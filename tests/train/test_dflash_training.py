@@ -21,11 +21,10 @@ from helpers.tiers import with_slow
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.dflash import DFlashConfig, init_cache, module
-from jaxspec.heads.dflash_export import dflash_contents
-from jaxspec.heads.dflash_layouts import DFlashLayout
+from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.dflash_layouts import DFLASH
 from jaxspec.heads.layouts import LAYOUTS
-from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.network import flatten, init_cache, module
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.rope import Rope
 from jaxspec.train import calibration, dflash, losses
@@ -118,8 +117,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     shares = found.blocks.shares(np.asarray(found.seen))
     np.testing.assert_allclose(shares["acceptance"], expected["acceptance"], rtol=1e-5)
     assert shares["tau"] == pytest.approx(expected["tau"], rel=1e-5)
-    layout = narrow.instance(DFlashLayout, LAYOUTS["dflash-speculators"])
-    renamed, _ = dflash_contents(DraftHeads(config, gradient), layout, None, None)  # named as heads are when exported
+    renamed = DFLASH.tensors(config, flatten(gradient), LAYOUTS["dflash-speculators"])  # named as in an exported file
     assert set(renamed) == set(expected["gradients"])
     along = directions(name, {key: array.shape for key, array in renamed.items()})
     for key, (norm, product) in expected["gradients"].items():

@@ -18,8 +18,8 @@ from helpers.tiers import with_slow
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig, TrainingError
-from jaxspec.heads.eagle import EagleConfig, init_cache, init_params, module
-from jaxspec.heads.network import DraftHeads
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import DraftHeads, init_cache, init_params, module
 from jaxspec.models.rope import Rope
 from jaxspec.train import losses
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
@@ -247,7 +247,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
 def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_path):
     """Saved and loaded: one further step at a vanishing rate leaves it as it is, whatever the texts' tokens are."""
     config = dataclasses.replace(CONFIGS["3.1"], taps=(2, 1))
-    params = init_params(config, jax.random.key(1), tokens=IDS)
+    params = init_params(config, key=jax.random.key(1), tokens=IDS)
     jaxspec.save_heads(DraftHeads(config, params), tmp_path / "heads")
     settings = {"start": str(tmp_path / "heads"), "steps": 1, "learning_rate": 1e-30, "warmup": 0}
     trained = trainees.train(target(), prompts, tmp_path / "run", of=KINDS["eagle3"], **settings)
@@ -267,7 +267,7 @@ def test_heads_that_cannot_be_are_refused_at_once():
     for make, why in (
         (lambda: jaxspec.Eagle3Settings(taps="2,x"), "taps must be layers of the target such as '2,15,27', got '2,x'"),
         (lambda: jaxspec.Eagle3Settings(taps="3").trainee(target()), "taps must be whole numbers from 1 to 2"),
-        (lambda: jaxspec.Eagle3Settings(norm_before_fc=True).trainee(target()), "exclude one another"),
+        (lambda: jaxspec.Eagle3Settings(norm_before_fc=True).trainee(target()), "cannot both be true"),
         (lambda: jaxspec.Eagle1Settings(draft_vocab=9), "leave draft_vocab at 0"),
     ):
         with pytest.raises(InvalidConfig, match=why):

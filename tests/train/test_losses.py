@@ -9,7 +9,8 @@ import pytest
 
 from helpers import trainees
 from helpers.tiers import with_slow
-from jaxspec.heads.network import HeadsConfig, flatten, init_params, unflatten
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import flatten, init_params, unflatten
 from jaxspec.train import losses
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.medusa_settings import MedusaSettings

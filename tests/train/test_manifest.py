@@ -11,7 +11,8 @@ import jaxspec
 from helpers import toys, trainees
 from helpers.trainees import train
 from jaxspec.errors import TrainingError
-from jaxspec.heads.network import HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM

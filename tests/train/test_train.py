@@ -22,7 +22,8 @@ from helpers.trainees import train
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
 from jaxspec.errors import MissingPackage, StorageError, TrainingError
-from jaxspec.heads.network import HeadsConfig, init_params
+from jaxspec.heads.medusa_config import HeadsConfig
+from jaxspec.heads.network import init_params
 from jaxspec.train import dataset, evaluate, monitor
 from jaxspec.train import run as running
 from jaxspec.train.checkpoints import Checkpoint, Checkpoints

@@ -21,7 +21,6 @@ from jaxspec.core.topology import branching
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads import dflash, eagle
 from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
 from jaxspec.tuning import acceptance
@@ -109,9 +108,9 @@ EAGLE = jaxspec.EagleConfig(dataclasses.replace(SMALL.config, num_layers=1), fc_
 DSPARK = jaxspec.DFlashConfig(EAGLE.decoder, 5, 0, markov="vanilla", markov_rank=4)
 DRAFTS: dict[str, Any] = {
     "pard": {"draft": jaxspec.Model(SMALL, noisy(WRITER.params, 3, 0.3), pard_token=9)},
-    "dflash": {"heads": jaxspec.DraftHeads(DSPARK, dflash.init_params(DSPARK, jax.random.key(1)))},
+    "dflash": {"heads": jaxspec.DraftHeads(DSPARK, init_params(DSPARK, key=jax.random.key(1)))},
     "medusa": {"heads": jaxspec.DraftHeads(MEDUSA, noisy(init_params(MEDUSA), 2, 0.3))},
-    "eagle": {"heads": jaxspec.DraftHeads(EAGLE, eagle.init_params(EAGLE, jax.random.key(1)))},
+    "eagle": {"heads": jaxspec.DraftHeads(EAGLE, init_params(EAGLE, key=jax.random.key(1)))},
 }
 
 
@@ -145,7 +144,7 @@ def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
 def test_tokens_that_heads_cannot_draft_have_no_probability():
     config = dataclasses.replace(EAGLE, draft_vocab_size=5)
     ids = np.array([1, 4, 5, 9, 15], np.int32)
-    heads = jaxspec.DraftHeads(config, eagle.init_params(config, jax.random.key(1), tokens=ids))
+    heads = jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1), tokens=ids))
     draft, params = head_laws(WRITER, heads)
     rows = jnp.arange(10.0).reshape(2, 1, 5)
     whole = np.asarray(draft.head(params, rows))
@@ -164,7 +163,7 @@ def test_wrong_input():
     with pytest.raises(InvalidConfig, match="no law"):
         acceptance.drafting_model(TARGET, Drafting())
     second = dataclasses.replace(DSPARK, markov=None, markov_rank=0, selector_rank=4, selector_top=4)
-    heads = jaxspec.DraftHeads(second, dflash.init_params(second, jax.random.key(1)), name="second")
+    heads = jaxspec.DraftHeads(second, init_params(second, key=jax.random.key(1)), name="second")
     with pytest.raises(InvalidConfig, match="'dflash' has no law along a text"):
         acceptance.drafting_model(WRITER, Drafting("dflash", heads=heads))
     with pytest.raises(InvalidConfig, match="second is a DFlash 2 head of 1 layer, blocks of 5, whose laws"):

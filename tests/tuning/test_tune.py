@@ -26,8 +26,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, TuningError
-from jaxspec.heads import dflash
-from jaxspec.heads.eagle import init_params
+from jaxspec.heads.network import init_params
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
@@ -322,10 +321,10 @@ def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
         given: dict[str, Any] = {"draft": jaxspec.Model(lm, noisy(target.params, 1, 1.0), pard_token=3)}
     elif drafter == "eagle":
         config = jaxspec.EagleConfig(layer)
-        given = {"heads": jaxspec.DraftHeads(config, init_params(config, jax.random.key(1)), chain(2))}
+        given = {"heads": jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1)), chain(2))}
     else:
         blocks = jaxspec.DFlashConfig(layer, tuning.DEPTH + 1, 3)
-        given = {"heads": jaxspec.DraftHeads(blocks, dflash.init_params(blocks, jax.random.key(1)), chain(2))}
+        given = {"heads": jaxspec.DraftHeads(blocks, init_params(blocks, key=jax.random.key(1)), chain(2))}
     tuned = tune(target, PROMPTS, drafter=drafter, max_new_tokens=8, **given, **SAMPLED)
     ranks = tuned.measured["acceptance_by_rank"]
     assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.CHILDREN})

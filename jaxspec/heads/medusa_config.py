@@ -1,10 +1,11 @@
-"""The sizes of a set of draft heads. Nothing here imports JAX."""
+"""The sizes of a set of Medusa heads. Nothing here imports JAX."""
 
 import dataclasses
 import math
 from typing import ClassVar
 
 from jaxspec.errors import InvalidConfig
+from jaxspec.heads.sizes import HeadSizes, name_field, whole_field
 
 INPUTS, PROJECTIONS = ("hidden", "path", "recurrent"), ("shared", "own", "single")
 INNER = 4
@@ -12,8 +13,8 @@ INNER = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadsConfig:
-    """The sizes of a set of heads; static and hashable.
+class HeadsConfig(HeadSizes):
+    """The sizes of a set of Medusa heads; static and hashable.
 
     Attributes:
         hidden_size: E, the width of the target's features.
@@ -30,64 +31,41 @@ class HeadsConfig:
             tokens of the vocabulary.
 
     Raises:
-        InvalidConfig: a value is out of range or of another type, or two values exclude one another.
+        InvalidConfig: a value is out of range or of another type, or two values cannot be used together.
     """
 
-    hidden_size: int
-    vocab_size: int
-    num_heads: int = 4
-    num_layers: int = 1
-    inputs: str = "hidden"
-    projection: str = "shared"
+    hidden_size: int = whole_field()
+    vocab_size: int = whole_field(most=None)
+    num_heads: int = whole_field(4)
+    num_layers: int = whole_field(1, least=0)
+    inputs: str = name_field("hidden", INPUTS)
+    projection: str = name_field("shared", PROJECTIONS)
     bias: bool = True
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
 
     drafter: ClassVar[str] = "medusa"
 
-    def __post_init__(self):
-        least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InvalidConfig(f"{name} of heads must be a whole number from {low}, got {value!r}")
-        if not isinstance(self.bias, bool):
-            raise InvalidConfig(f"bias of heads must be true or false, got {self.bias!r:.80}")
-        for name, known in (("inputs", INPUTS), ("projection", PROJECTIONS)):
-            if getattr(self, name) not in known:
-                raise InvalidConfig(f"{name} of heads must be {' or '.join(known)}, got {getattr(self, name)!r}")
+    def _check(self) -> None:
         if self.reads_words and not self.num_layers:
             raise InvalidConfig("heads that read the path need a block to read it with; set num_layers to 1 or more")
-        rows = self.draft_vocab_size
-        if rows is not None and (
-            isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= self.vocab_size
-        ):
-            raise InvalidConfig(f"draft_vocab_size must be a whole number from 1 to {self.vocab_size}, got {rows!r}")
-
-    @property
-    def feature_size(self) -> int:
-        """The width of the target's features."""
-        return self.hidden_size
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The methods of the target that return tables which the heads read, besides its `head`."""
         rows = self.draft_vocab_size is not None and self.projection == "shared"
         return ("embedding",) * self.reads_words + ("unembedding",) * rows
 
     @property
     def summary(self) -> str:
-        """The kind of heads in a few words."""
         return f"{self.num_heads} heads, inputs={self.inputs!r}"
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of a projection, one for each token that can be guessed."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def num_projections(self) -> int:
         """The number of projections among the parameters."""
         return {"shared": 0, "single": 1, "own": self.num_heads}[self.projection]
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return tuple(f"projections.{i}" for i in range(self.num_projections))
 
     @property
     def has_single_projection(self) -> bool:
@@ -96,14 +74,17 @@ class HeadsConfig:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of all heads, at least one for each."""
         return self.num_heads * max(self.num_layers, 1)
 
     @property
     def max_depth(self) -> float:
-        """The greatest depth of a tree; infinite for recurrent heads with one projection."""
+        # Recurrent heads with one projection continue their own states.
         again = self.inputs == "recurrent" and self.projection != "own"
         return math.inf if again else self.num_heads
+
+    @property
+    def usual_depth(self) -> int:
+        return self.num_heads
 
     @property
     def reads_words(self) -> bool:
