@@ -148,8 +148,7 @@ def arguments(name: str, target: jaxspec.Model) -> dict[str, Any]:
 
 def drafting(name: str, target: jaxspec.Model) -> Drafting:
     """Returns the `Drafting` of these arguments."""
-    given = arguments(name, target)
-    return Drafting(options=given.pop("drafter_options"), **given)
+    return Drafting(**arguments(name, target))
 
 
 def words(name: str, target: jaxspec.Model, folder: pathlib.Path) -> list[str]:

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     heads = load_heads(args, target)
-    drafting = Drafting(args.drafter, draft=draft, heads=heads, options=dict(args.drafter_option))
+    drafting = Drafting(args.drafter, draft=draft, heads=heads, drafter_options=dict(args.drafter_option))
     model, params = acceptance.drafting_model(target, drafting)
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]

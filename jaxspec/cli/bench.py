@@ -235,7 +235,7 @@ def completed(
     """
     own = method.drafting
     given = heads.get(str(own.drafter))
-    all_of = dataclasses.replace(own, draft=draft, heads=given, options={**options, **own.options})
+    all_of = dataclasses.replace(own, draft=draft, heads=given, drafter_options={**options, **own.drafter_options})
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
 

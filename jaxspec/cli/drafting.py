@@ -244,7 +244,11 @@ def take_tuned(args: argparse.Namespace) -> "Topology":
             "--schedule"
         )
     tuned = Drafting.load(args.tuned)
-    args.drafter, args.schedule, args.drafter_option = tuned.drafter, tuned.schedule, list(tuned.options.items())
+    args.drafter, args.schedule, args.drafter_option = (
+        tuned.drafter,
+        tuned.schedule,
+        list(tuned.drafter_options.items()),
+    )
     assert isinstance(tuned.tree, Topology)
     return tuned.tree
 
@@ -383,7 +387,15 @@ def stream_options(
 
     return {
         "key": seed_key(args.seed),
-        "drafting": Drafting(args.drafter, args.rule, tree, args.schedule, draft, heads, dict(args.drafter_option)),
+        "drafting": Drafting(
+            args.drafter,
+            rule=args.rule,
+            tree=tree,
+            schedule=args.schedule,
+            draft=draft,
+            heads=heads,
+            drafter_options=dict(args.drafter_option),
+        ),
         "sampling": jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,

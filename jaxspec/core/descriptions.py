@@ -12,7 +12,11 @@ import importlib.abc
 import importlib.util
 import inspect
 import re
-from typing import Any, NamedTuple
+import textwrap
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+Kind = TypeVar("Kind", bound=type)
 
 
 class Field(NamedTuple):
@@ -22,10 +26,10 @@ class Field(NamedTuple):
     default: Any  # None if it is not a literal
 
 
-def parse_attributes(docstring: str | None) -> dict[str, str]:
-    """Returns the descriptions of the `Attributes:` section by name, each on one line."""
+def parse_section(docstring: str | None, heading: str = "Attributes") -> dict[str, str]:
+    """Returns the descriptions in a section of a docstring by name, each on one line."""
     text = inspect.cleandoc(docstring or "") + "\n"
-    section = re.search(r"^Attributes:\n((?: {4}.*\n)*)", text, re.MULTILINE)
+    section = re.search(rf"^{heading}:\n((?: {{4}}.*\n)*)", text, re.MULTILINE)
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE)
     return {name: " ".join(description.split()) for name, description in found}
 
@@ -34,8 +38,29 @@ def describe_fields(kind: type) -> dict[str, str]:
     """Returns the descriptions of the fields of a dataclass by name, those of its base classes first."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        found |= parse_attributes(vars(base).get("__doc__"))
+        found |= parse_section(vars(base).get("__doc__"))
     return found
+
+
+def with_section(docstring: str, heading: str, descriptions: Mapping[str, str]) -> str:
+    """Returns a docstring with this section in place of the section of this name, or after the first paragraphs."""
+    summary, *rest = re.split(r"\n\n(?=[A-Z]\w+:\n)", inspect.cleandoc(docstring))
+    lines = [f"{heading}:", *(_wrap(f"{name}: {text}") for name, text in descriptions.items())]
+    others = [part for part in rest if not part.startswith(f"{heading}:")]
+    return "\n\n".join([summary, "\n".join(lines), *others])
+
+
+def _wrap(text: str) -> str:
+    """Wraps an entry of a section, but not between the words of code in backquotes."""
+    joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(joined, 112, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent("\n".join(lines).replace("\0", " "), " " * 4)
+
+
+def inherit_descriptions(kind: Kind) -> Kind:
+    """Adds the descriptions of inherited fields to the docstring of a class; a decorator."""
+    kind.__doc__ = with_section(kind.__doc__ or "", "Attributes", describe_fields(kind))
+    return kind
 
 
 @functools.cache
@@ -52,11 +77,11 @@ def read_fields(module: str, name: str) -> dict[str, Field]:
     source = spec.loader.get_source(module) if spec and isinstance(spec.loader, importlib.abc.InspectLoader) else None
     if source is None:  # installed without sources
         kind = getattr(importlib.import_module(module), name)
-        described = parse_attributes(kind.__doc__)
+        described = parse_section(kind.__doc__)
         return {field.name: Field(described[field.name], field.default) for field in dataclasses.fields(kind)
                 if field.name in described}  # fmt: skip
     node = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-    described, fields = parse_attributes(ast.get_docstring(node)), {}
+    described, fields = parse_section(ast.get_docstring(node)), {}
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             default = line.value.value if isinstance(line.value, ast.Constant) else None

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxspec.core.checks import check_member
+from jaxspec.core.descriptions import inherit_descriptions
 from jaxspec.core.drafter import ChoosingDrafter, Drafter, DrafterInputs
 from jaxspec.core.records import Params
 from jaxspec.core.rule import Rule
@@ -52,25 +53,23 @@ _ADAPTIVE_BEFORE_3 = {
 """Fields of the schedule "adaptive" in files of versions 1 and 2, with their names since version 3."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Drafting:
-    """A drafter with its tree, schedule and options, and the rule that verifies its drafts.
-
-    Pass it to `generate(..., drafting=...)`, or the path of a file that `jaxspec tune` wrote.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class DraftingOptions:
+    """The options of drafting and verification, which `Drafting` and `generate` have in common.
 
     Attributes:
         drafter: name of a registered drafter, or a drafter object, which brings its own tree.
         rule: name of a registered rule, or a rule object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
             length of a chain. None for the drafter's default.
-        schedule: name of a registered schedule, or a schedule object. None for the whole tree in every round; for
-            drafts that are copied from the text, only while drafting pays.
+        schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
+            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
+            drafting pays.
         draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
         heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
             the target's preset, if any.
-        options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
+        drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         draft_params: parameters of a drafter object.
-        measured: measurements of `jaxspec tune`, for information only.
     """
 
     drafter: str | Drafter = DRAFTER
@@ -79,9 +78,24 @@ class Drafting:
     schedule: str | Schedule | None = None
     draft: Model | None = None
     heads: DraftHeads | str | os.PathLike | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    drafter_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     draft_params: Any = None
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+
+@inherit_descriptions
+@dataclasses.dataclass(frozen=True, repr=False)
+class Drafting(DraftingOptions):
+    """A drafter with its tree, schedule and options, and the rule that verifies its drafts.
+
+    Pass it to `generate(..., drafting=...)`, or the path of a file that `jaxspec tune` wrote. The drafter may be
+    passed by position.
+
+    Attributes:
+        measured: measurements of `jaxspec tune`, for information only.
+    """
+
+    drafter: str | Drafter = DRAFTER
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, kw_only=True)
 
     def __repr__(self) -> str:
         def brief(value: Any) -> str:
@@ -90,7 +104,8 @@ class Drafting:
             return repr(value) if value is None or isinstance(value, (str, int, dict)) else type(value).__name__
 
         fields = {"tree": self.tree, "schedule": self.schedule, "draft": self.draft, "heads": self.heads}
-        fields |= {"rule": None if self.rule == "coupled" else self.rule, "options": self.options or None}
+        fields |= {"rule": None if self.rule == "coupled" else self.rule}
+        fields |= {"drafter_options": self.drafter_options or None}
         parts = [f"{name}={brief(value)}" for name, value in fields.items() if value is not None]
         return f"Drafting({', '.join([brief(self.drafter), *parts])})"
 
@@ -101,7 +116,7 @@ class Drafting:
             self,
             draft=self.draft if "draft" in takes else None,
             heads=self.heads if "heads" in takes else None,
-            options={name: value for name, value in self.options.items() if name in takes},
+            drafter_options={name: value for name, value in self.drafter_options.items() if name in takes},
         )
 
     def inputs(self, target: Model) -> DrafterInputs:
@@ -120,9 +135,9 @@ class Drafting:
             draft = draft if lm is draft.lm else dataclasses.replace(draft, lm=lm, params=params)
         if heads is not None:
             check_heads(heads)
-        if clash := self.options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
+        if clash := self.drafter_options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
             raise InvalidConfig(f"{min(clash)} is a separate argument; pass it outside of drafter_options")
-        inputs = DrafterInputs(target, draft, as_topology(self.tree), heads, dict(self.options))
+        inputs = DrafterInputs(target, draft, as_topology(self.tree), heads, dict(self.drafter_options))
         return inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
 
     def build_drafter(self, target: Model) -> tuple[Drafter, Params]:
@@ -131,10 +146,11 @@ class Drafting:
         Raises:
             JaxspecError: the drafter cannot be built for this target, or does not take one of the inputs.
         """
-        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
-            raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(self.options)}")
+        options = self.drafter_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(options)}")
         shared = {"draft": self.draft, "tree": self.tree, "heads": self.heads}
-        specified = {name for name, value in shared.items() if value is not None} | self.options.keys()
+        specified = {name for name, value in shared.items() if value is not None} | options.keys()
         drafter, draft_params = self.drafter, self.draft_params
         if isinstance(drafter, str):
             member = find("drafter", drafter)
@@ -196,7 +212,7 @@ class Drafting:
             "version": VERSION,
             "drafter": self.drafter,
             "tree": tree.parents,
-            "options": dict(self.options),
+            "options": dict(self.drafter_options),
             "schedule": {"name": names[type(schedule)], **dataclasses.asdict(schedule)},
             "measured": dict(self.measured),
         }
@@ -248,32 +264,8 @@ class Drafting:
             schedule = member(**settings)
         except (TypeError, OverflowError) as error:  # a string instead of a number, or too large a number
             raise TuningError(f"the schedule {stored['name']!r}: {error}") from None
-        return cls(drafter, tree=read_parents(parents), schedule=schedule, options=options, measured=record["measured"])
-
-
-def resolve_drafting(drafting: Any, keywords: Drafting) -> Drafting:
-    """Combines the argument `drafting=` with the keywords of a call.
-
-    Args:
-        drafting: a `Drafting`, the path of its file, or None for the keywords alone.
-        keywords: the keywords of the call, whose models, heads and rule apply to `drafting`, too.
-
-    Raises:
-        InvalidConfig: `drafting` is neither, or the keywords also specify drafter, options, tree or schedule.
-    """
-    if drafting is None:
-        return keywords
-    own = any(value is not None for value in (keywords.tree, keywords.schedule, keywords.draft_params))
-    if own or keywords.options != {} or not isinstance(keywords.drafter, str) or keywords.drafter != DRAFTER:
-        raise InvalidConfig("drafting= cannot be combined with drafter, drafter_options, tree or schedule")
-    if isinstance(drafting, (str, os.PathLike)):
-        drafting = Drafting.load(drafting)
-    if not isinstance(drafting, Drafting):
-        raise InvalidConfig(f"drafting must be a jaxspec.Drafting or the path of a file, got {shown(drafting)}")
-    rule = drafting.rule if isinstance(keywords.rule, str) and keywords.rule == "coupled" else keywords.rule
-    draft = drafting.draft if keywords.draft is None else keywords.draft
-    heads = drafting.heads if keywords.heads is None else keywords.heads
-    return dataclasses.replace(drafting, rule=rule, draft=draft, heads=heads)
+        tree, measured = read_parents(parents), record["measured"]
+        return cls(drafter, tree=tree, schedule=schedule, drafter_options=options, measured=measured)
 
 
 def _takes(rule: Rule, shape: TreeShape) -> bool:

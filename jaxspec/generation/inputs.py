@@ -257,14 +257,14 @@ def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
         Sampling(logit_bias=bias).rows(1, vocab)
 
 
-def check_logprobs(value: Any) -> int:
-    """Returns how many alternatives `logprobs` requests for each token; 0 for False and True.
+def check_logprobs(value: Any) -> int | None:
+    """Returns how many alternatives `logprobs` requests for each token; 0 for True, and None for False.
 
     Raises:
         InvalidConfig: `logprobs` is neither a bool nor a valid number of alternatives.
     """
     if isinstance(value, (bool, np.bool_)):
-        return 0
+        return 0 if value else None
     number = index(value)
     if number is None or not 0 <= number <= sizes.MOST_LOGPROBS:
         raise InvalidConfig(

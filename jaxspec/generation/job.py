@@ -22,7 +22,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
-from jaxspec.generation.drafting import Drafting
+from jaxspec.generation.options import CompileOptions
 from jaxspec.generation.turns import RowRecord, Turn
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
@@ -179,32 +179,15 @@ class Job:
         return memory.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 
-def make_job(
-    target: Model,
-    prompts: Any,
-    drafting: Drafting,
-    *,
-    key: Any = None,
-    sampling: Any = Sampling(),
-    max_new_tokens: Any = 128,
-    samples: Any = 1,
-    chat: bool | None = None,
-    tools: Any = None,
-    template_variables: Any = None,
-    stop_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    logprobs: Any = False,
-    width_matched: bool = False,
-    mesh: Any = None,
-    session: Session | None = None,
-) -> Job:
+def make_job(target: Model, prompts: Any, options: CompileOptions, session: Session | None = None) -> Job:
     """Makes a job from the arguments of `jaxspec.generate`.
 
     Raises:
         JaxspecError: an argument is invalid. All checks that need no device memory are made here.
     """
-    max_new_tokens = whole("max_new_tokens", max_new_tokens)
-    samples = whole("samples", samples, 1, sizes.MOST_SAMPLES)
+    drafting, mesh, sampling = options.resolve_drafting(), options.mesh, options.sampling
+    max_new_tokens = whole("max_new_tokens", options.max_new_tokens)
+    samples = whole("samples", options.samples, 1, sizes.MOST_SAMPLES)
     inputs.check_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
@@ -213,21 +196,20 @@ def make_job(
     prompts = inputs.as_prompts(prompts)
     count = len(prompts) * samples
     records = None if session is None else _records(session, count)
-    turns = inputs.read_turns(target, prompts, chat, tools, template_variables, records)
+    turns = inputs.read_turns(target, prompts, options.chat, options.tools, options.template_variables, records)
     if records is None:
         turns = [turn for turn in turns for _ in range(samples)]
     inputs.check_sampling(sampling, count, target.lm.vocab)
-    keys = inputs.row_keys(key, len(prompts), samples, sampling)
-    stopping = inputs.stop_array(target, stop_ids, ignore_eos, 1)
-    alternatives = inputs.check_logprobs(logprobs)
-    if alternatives > target.lm.vocab:
+    keys = inputs.row_keys(options.key, len(prompts), samples, sampling)
+    stopping = inputs.stop_array(target, options.stop_ids, options.ignore_eos, 1)
+    alternatives = inputs.check_logprobs(options.logprobs)
+    if alternatives is not None and alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives}: {target.name} has only {target.lm.vocab} tokens")
-    recorded_alternatives = sizes.top_logprobs(alternatives, target.lm.vocab)
-    width_matched = flag("width_matched", width_matched)
+    recorded_alternatives = sizes.top_logprobs(alternatives or 0, target.lm.vocab)
+    width_matched = flag("width_matched", options.width_matched)
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))
-    recorded = None if isinstance(logprobs, (bool, np.bool_)) and not logprobs else alternatives
     spelled, drafter = None, decoder.drafter
     # A session's conversation goes on from the answers, which differ between the samples of a prompt.
     if isinstance(drafter, SpellingDrafter) and (records is None or not any(turn.messages for turn in turns)):
@@ -236,7 +218,7 @@ def make_job(
             for prompt, turn in zip(prompts, turns[::samples])
         ]
     return Job(
-        target, decoder, weights, prompts, turns, keys, sampling, max_new_tokens, samples, stopping, recorded, mesh,
+        target, decoder, weights, prompts, turns, keys, sampling, max_new_tokens, samples, stopping, alternatives, mesh,
         spelled,
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ def tune(
     whole("max_new_tokens", max_new_tokens)
     if not isinstance(drafter, str):
         raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
-    asked = Drafting(drafter, rule, None, None, draft, heads, drafter_options)
+    asked = Drafting(drafter, rule=rule, draft=draft, heads=heads, drafter_options=drafter_options)
     own = asked.inputs(target)
     asked = dataclasses.replace(asked, draft=own.draft, heads=own.heads)
     longest = as_topology(tree)
@@ -297,4 +297,4 @@ def conclude(
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    return Drafting(drafter, tree=used, schedule=schedule, options=dict(options), measured=measured)
+    return Drafting(drafter, tree=used, schedule=schedule, drafter_options=dict(options), measured=measured)

@@ -122,7 +122,7 @@ class Reader:
 
     def _decoder(self, drafter: str, tree, rule: str):
         draft = self.draft if drafter == "model" else None
-        return Drafting(drafter, rule, tree, draft=draft).build(self.target)
+        return Drafting(drafter, rule=rule, tree=tree, draft=draft).build(self.target)
 
     def _request(self, at: slice, sampling: jaxspec.Sampling):
         ids = self.ids[at]

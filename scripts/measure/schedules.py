@@ -49,7 +49,7 @@ def main() -> int:
         "drafter_options": {"exit_layers": int(layers)} if layers else {},
     }
     longest = max(arguments.lengths)
-    drafting = Drafting(name, draft=models["draft"], options=models["drafter_options"])
+    drafting = Drafting(name, **models)
     length = max(longest, drafting.build_drafter(target)[0].shape.depth)
     tuned = tune(target, prompts(1, arguments.limit), drafter=name, **models, tree=length, chat=True)
     print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)

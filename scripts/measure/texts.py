@@ -45,7 +45,7 @@ class Method:
     """A drafter's two programs: that which reads a prompt, and the rounds."""
 
     def __init__(self, target: jaxspec.Model, name: str, request: Any, pool: concurrent.futures.Executor):
-        self.decoder, self.weights = Drafting(name, "coupled", **METHODS[name]).build(target)
+        self.decoder, self.weights = Drafting(name, **METHODS[name]).build(target)
         decoder, options = self.decoder, command_buffer.options(jax.default_backend())
 
         def read(weights: Any, request: Any) -> Any:

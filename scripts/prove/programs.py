@@ -71,7 +71,7 @@ class Case:
 
     Attributes:
         target: the target.
-        drafting: the fields of `Drafting`.
+        drafting: options of drafting, as `generate` takes them.
         options: other arguments of `generate`.
     """
 
@@ -130,9 +130,12 @@ def dflash(markov: str | None) -> DraftHeads:
 def toys() -> Iterator[tuple[str, Case]]:
     """Yields every configuration of the small models, with a name."""
     target = model("float32")
-    own: dict[str, dict] = {"early-exit": {"options": {"exit_layers": 1}}, "model": {"draft": model("float32", 0.3)}}
+    own: dict[str, dict] = {
+        "early-exit": {"drafter_options": {"exit_layers": 1}},
+        "model": {"draft": model("float32", 0.3)},
+    }
     if "pard" in DRAFTERS:
-        own["pard"] = own["model"] | {"options": {"pard_token": 3}}
+        own["pard"] = own["model"] | {"drafter_options": {"pard_token": 3}}
     drafters = {name: own.get(name, {}) for name in DRAFTERS if name not in ("medusa", "eagle", "dflash")}
     drafters |= {f"medusa {kind}": {"heads": heads(target, **sizes)} for kind, sizes in HEADS.items()}
     if "eagle" in DRAFTERS:
@@ -164,11 +167,11 @@ def smollm2() -> Iterator[tuple[str, Case]]:
         lm: Any = target.lm
         shallow = dataclasses.replace(lm, layers=4)
         own: dict[str, dict] = {
-            "early-exit": {"options": {"exit_layers": 10}},
+            "early-exit": {"drafter_options": {"exit_layers": 10}},
             "model": {"draft": jaxspec.Model(shallow, target.params, target.tokenizer)},
             "medusa": {"heads": jaxspec.load_heads(SMOLLM2, target=target)},
         }
-        own["pard"] = own["model"] | {"options": {"pard_token": 3}}
+        own["pard"] = own["model"] | {"drafter_options": {"pard_token": 3}}
         for name in (name for name in DRAFTERS if name not in ("eagle", "dflash")):
             drafting = {"drafter": name, **own.get(name, {})}
             for rule in RULES if name == "medusa" and dtype == "float32" else ("coupled", "rejection"):
@@ -192,18 +195,22 @@ def lowered(case: Case) -> str:
     from jaxspec.generation.drafting import Drafting  # not in old checkouts
     from jaxspec.generation.job import make_job
 
-    sampling = Sampling(temperature=TEMPERATURE, top_p=0.9, top_k=20)
-    job = make_job(
-        case.target, PROMPTS, Drafting(**case.drafting), key=jax.random.key(SEED), sampling=sampling, **case.options
-    )
+    given = {"key": jax.random.key(SEED), "sampling": Sampling(temperature=TEMPERATURE, top_p=0.9, top_k=20)}
+    try:
+        from jaxspec.generation.options import CompileOptions
+
+        job = make_job(case.target, PROMPTS, CompileOptions(**case.drafting, **given, **case.options))
+    except ImportError:  # an old checkout
+        old = {"options" if name == "drafter_options" else name: value for name, value in case.drafting.items()}
+        job = make_job(case.target, PROMPTS, Drafting(**old), **given, **case.options)  # pyright: ignore
     decode = jax.jit(lambda weights, request: job.decoder.generate(weights, request, CAPACITY))
     return hashlib.sha256(decode.lower(job.weights, job.request([0, 1], 64)).as_text().encode()).hexdigest()
 
 
 def decoded(case: Case) -> str:
     """Returns digests of all that `generate` computes."""
-    inputs, own = dict(case.drafting), dict(case.drafting.get("options", {}))
-    inputs.pop("options", None)
+    inputs = dict(case.drafting)
+    own = inputs.pop("drafter_options", {})
     inputs |= own if OPTIONS is None else {OPTIONS: own}
     out = jaxspec.generate(
         case.target,

@@ -191,7 +191,7 @@ def test_members_are_refused_as_the_decoder_refuses_them(drafter, rule):
     model = jaxspec.Model(lm, {})
     for name, tree in TREES.items():
         early = error_of(UsageError, drafting.check_members, drafter, rule, tree, f"--tree {name}" * bool(name))
-        late = error_of(Exception, Drafting(drafter, rule, tree).build, model)
+        late = error_of(Exception, Drafting(drafter, rule=rule, tree=tree).build, model)
         assert (early is None) == (late is None), (name, early, late)
         assert early is None or f"--drafter {drafter}" in early or f"--rule {rule}" in early
 

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from jaxspec.core import descriptions
-from jaxspec.core.descriptions import Field, describe_fields, parse_attributes, read_fields
+from jaxspec.core.descriptions import Field, describe_fields, parse_section, read_fields
 
 pytestmark = pytest.mark.quick
 
@@ -45,8 +45,8 @@ ABOUT = {"size": "a size, of two lines: the second is indented.", "name": "the n
 
 
 def test_the_section_is_parsed():
-    assert parse_attributes(Base.__doc__) == ABOUT
-    assert parse_attributes("No section.") == parse_attributes(None) == {}
+    assert parse_section(Base.__doc__) == ABOUT
+    assert parse_section("No section.") == parse_section(None) == {}
 
 
 def test_a_class_has_the_descriptions_of_its_bases():

@@ -195,7 +195,7 @@ def test_a_session_may_begin_to_ask():
 
 
 def test_what_logprobs_may_be():
-    assert [check_logprobs(value) for value in (False, True, 0, 7, np.int8(3), np.True_)] == [0, 0, 0, 7, 3, 0]
+    assert [check_logprobs(value) for value in (False, True, 0, 7, np.int8(3), np.True_)] == [None, 0, 0, 7, 3, 0]
     refused: list[Any] = [-1, 2.0, "5", None, [1], 2**63, sizes.MOST_LOGPROBS + 1, np.asarray([1, 2])]
     for wrong in refused:
         with pytest.raises(InvalidConfig, match="logprobs must be True, False, or the number") as caught:

@@ -197,10 +197,9 @@ def decoders():
     for name, rule in RULE_OF.items():
         tree = chain(2) if rule == "block" and cases.DRAFTERS[name].tree is not None else None
         given = cases.arguments(name, TINY)
-        options = given.pop("drafter_options")
         given |= {} if tree is None else {"tree": tree}
         if rule != "lossy-cascade" or name not in ("prompt-lookup", "recycling"):
-            yield name, Drafting(options=options, rule=rule, schedule="adaptive", **given).build(TINY)
+            yield name, Drafting(rule=rule, schedule="adaptive", **given).build(TINY)
     yield "bridged", Drafting("model", tree=chain(2), draft=OTHER_DRAFT).build(TOY)
 
 

@@ -80,6 +80,6 @@ def test_commands_and_the_benchmark_know_them(installed, directory, capsys):
     target = jaxspec.load(directory)
     assert "again" in [method.label for method in buildable(target, None)]
     with pytest.raises(InvalidConfig, match="times must be a whole number from 1 to 32, got 0"):
-        Drafting("again", options={"times": 0}).build_drafter(target)
+        Drafting("again", drafter_options={"times": 0}).build_drafter(target)
     with pytest.raises(InvalidConfig, match="'again' does not take tree"):
         Drafting("again", tree=3).build_drafter(target)

@@ -104,7 +104,7 @@ def test_what_is_written_is_read_again(tmp_path):
             "early-exit",
             tree=branching(2, 1),
             schedule=Confidence(threshold=0.3, entropy=True),
-            options={"exit_layers": 2},
+            drafter_options={"exit_layers": 2},
         ),
         jaxspec.Drafting("none", tree=chain(0), schedule=Constant(0)),
         jaxspec.Drafting("prompt-lookup", tree=chain(6), schedule=PlusMinus(first=3)),
@@ -159,7 +159,7 @@ def test_files_of_earlier_versions_are_read(tmp_path, version):
     (tmp_path / "t.json").write_text(json.dumps(record | {"schedule": earlier | {"weight": 2.0, "widths": [3]}}))
     expected = Adaptive((1.0, 1.5), 0.0, 0.8, 3.0, 0.02, 16.0, 2.0, widths=(3,))
     assert jaxspec.Drafting.load(tmp_path / "t.json") == jaxspec.Drafting(
-        "early-exit", tree=chain(1), schedule=expected, options={"exit_layers": 2}
+        "early-exit", tree=chain(1), schedule=expected, drafter_options={"exit_layers": 2}
     )
 
 
@@ -359,7 +359,7 @@ def test_the_command(directory, tmp_path, capsys, monkeypatch):
         "times",
         "plain",
     ]
-    assert jaxspec.Drafting.load(path).options == {"exit_layers": 1}
+    assert jaxspec.Drafting.load(path).drafter_options == {"exit_layers": 1}
     record, page = recorded("toy")
     assert record.values == dict(jaxspec.Drafting.load(path).measured)
     assert page.count("\n| ") == 4
