@@ -153,7 +153,8 @@ class TextFunction(Protocol[P, Result_co]):
             prompts: one prompt, or any iterable of prompts: text, token ids, or chat messages
                 `[{"role": "user", "content": ...}, ...]`. Lengths may differ.
         """
-        ...
+        # jedi, which does not know ParamSpec, follows the keywords to the fields of this class.
+        return cast(Any, GenerateOptions(**kwargs))  # pyright: ignore
 
 
 def accepts(

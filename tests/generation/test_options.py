@@ -9,6 +9,7 @@ import pydoc
 import typing
 from typing import Any
 
+import jedi
 import pytest
 
 import jaxspec
@@ -82,6 +83,17 @@ def test_type_checkers_report_what_is_refused():
         jaxspec.generate(TOY, "ab", KEY)  # pyright: ignore[reportCallIssue]
     with pytest.raises(jaxspec.JaxspecError, match="max_new_tokens must be a whole number"):
         jaxspec.generate(TOY, "ab", max_new_tokens="4")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("source", ["", "import jaxspec\n"])
+@pytest.mark.parametrize(
+    ("call", "completed"), [("generate", "rounds="), ("stream", "on_token="), ("precompile", "batch=")]
+)
+def test_notebooks_complete_options(source, call, completed):
+    """From the objects of the session, and from a cell that imports jaxspec itself."""
+    cell = f"{source}jaxspec.{call}(target, 'text', samples=2, {completed[:3]}"
+    found = jedi.Interpreter(cell, [] if source else [{"jaxspec": jaxspec}]).complete()
+    assert completed in [one.name for one in found]
 
 
 def test_the_source_has_what_the_classes_have():
