@@ -1,4 +1,4 @@
-"""Laws of a model along a text, and what they say of whole drafts: from models to the functions of laws."""
+"""Laws of a loaded model along a text, and the expected lengths of chains that follow from them."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ def text_laws(
     sampling: Sampling = Sampling(temperature=1.0),
     first: int = 0,
 ) -> Float[np.ndarray, "n V"]:
-    """Returns a model's law of the next token after each token of a text, which is read once.
+    """Returns a model's law of the next token after each token of a text. The model reads the text once.
 
     Args:
         lm: the model, such as `model.lm`.
         params: its parameters, such as `model.params`.
         text: token ids.
-        sampling: temperature and truncation of the law, as numbers.
-        first: the index of the token after which the first law is; the laws are those of `text[first:]`.
+        sampling: temperature and truncation of the laws, as numbers.
+        first: the index of the first token after which a law is returned: one law for each token of `text[first:]`.
 
     Returns:
         Probabilities `[len(text) - first, V]`, in float32.
@@ -56,9 +56,9 @@ def text_laws(
     features = np.stack([*read_features(lm, params, ids)])[first:]
     found = []
     for start in range(0, len(features), POSITIONS):
-        part = features[start : start + POSITIONS]
-        padded = np.pad(part, ((0, POSITIONS - len(part)), (0, 0)), mode="edge")
-        found.append(np.asarray(_laws(lm, params, padded, rows))[: len(part)])
+        chunk = features[start : start + POSITIONS]
+        padded = np.pad(chunk, ((0, POSITIONS - len(chunk)), (0, 0)), mode="edge")
+        found.append(np.asarray(_laws(lm, params, padded, rows))[: len(chunk)])
     return np.concatenate(found)
 
 
@@ -67,35 +67,37 @@ def text_chain_lengths(
 ) -> ChainLengths:
     """Returns the expected accepted length of chains below every token of a text that the target has drawn.
 
-    An average over drafts from the draft's law is written as one over texts from the target's law, which weighs a text
-    by `draft / target`. So the mean over the positions is the expected length of a chain of `depth` tokens, and nothing
-    is drafted. A prefix of the chain counts with the product of `min(1, draft / target)` of its tokens under the rule
-    "rejection", with the smallest `min(1, draft / target)` of any of its prefixes under "block" (and "traversal"), and
-    with that of the whole prefix in the bound.
+    An average over drafts from the draft's law equals an average over texts from the target's law in which each text
+    has the weight `draft / target`. So the mean over the positions is the expected length of a chain of `depth` tokens,
+    without drafting. Each prefix of the chain has a weight. Under the rule "rejection", the weight is the product of
+    `min(1, draft / target)` over the tokens of the prefix. Under "block" (and "traversal"), it is the smallest `min(1,
+    draft / target)` over all prefixes of the prefix. In the bound, it is `min(1, draft / target)` of the whole prefix.
 
     Args:
-        target: the target's laws of the tokens, see `text_laws`.
-        draft: the draft's laws of the same tokens.
-        tokens: the tokens, drawn from the target's laws.
+        target: the target's laws of the tokens, `[T, V]`; see `text_laws`.
+        draft: the draft's laws of the same tokens, `[T, V]`.
+        tokens: the tokens, drawn from the target's laws, `[T]`.
         depth: D, the length of the chain.
 
     Returns:
-        One length for each of the T - D + 1 chains. A single position is no estimate; average over many.
+        One length for each of the T - D + 1 chains. A single position is not an estimate; average over many positions.
 
     Raises:
         JaxspecError: the laws differ in shape, or there are fewer than D tokens.
     """
-    laws.check(target, draft, 1)
+    laws.check_laws(target, draft, 1)
     depth = whole("depth", depth)
     ids = np.asarray(_ids(tokens, target.shape[-1], target.size))
     if target.shape[:-1] != ids.shape or len(ids) < depth:
         raise ShapeMismatch(
-            f"target and draft must be laws [T, V] of the {len(ids)} tokens, of which there must be at least {depth}, "
-            f"got {target.shape}"
+            f"target and draft must be laws [T, V] of the {len(ids)} tokens, and there must be at least {depth} tokens; "
+            f"got laws of shape {target.shape}"
         )
-    own, drafted = (np.take_along_axis(np.asarray(law, np.float64), ids[:, None], 1)[:, 0] for law in (target, draft))
+    target_probs, draft_probs = (
+        np.take_along_axis(np.asarray(law, np.float64), ids[:, None], 1)[:, 0] for law in (target, draft)
+    )
     with np.errstate(divide="ignore"):  # infinite where the draft cannot draw the token
-        ratio = np.log(np.maximum(own, np.finfo(np.float32).tiny)) - np.log(drafted)
+        ratio = np.log(np.maximum(target_probs, np.finfo(np.float32).tiny)) - np.log(draft_probs)
     windows = np.lib.stride_tricks.sliding_window_view(ratio, depth)
     sums = np.cumsum(windows, -1)
     return ChainLengths(
@@ -109,20 +111,21 @@ def text_chain_lengths(
 def read_features(
     lm: LanguageModel, params: Params, text: Sequence[int], slots: int | None = None
 ) -> Iterator[np.ndarray]:
-    """Yields a model's features after every token, `[E]` each; all lengths share a program that reads chunks.
+    """Yields a model's features after every token, `[E]` each. Texts of all lengths share one compiled program, which
+    reads chunks.
 
     Args:
         lm: the model.
         params: its parameters.
         text: token ids.
-        slots: cache slots; None for as many as the text needs.
+        slots: the number of cache slots; None for as many as the text needs.
     """
     cache = lm.init_cache(1, sizes.slots(len(text), sizes.CHUNK) if slots is None else slots)
     for start in range(0, len(text), sizes.CHUNK):
-        part = list(text[start : start + sizes.CHUNK])
-        tokens = jnp.asarray([part + [0] * (sizes.CHUNK - len(part))])
+        chunk = list(text[start : start + sizes.CHUNK])
+        tokens = jnp.asarray([chunk + [0] * (sizes.CHUNK - len(chunk))])
         features, cache = _read(lm, params, tokens, cache)
-        yield from np.asarray(features, np.float32)[0, : len(part)]
+        yield from np.asarray(features, np.float32)[0, : len(chunk)]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -139,26 +142,26 @@ def _laws(lm: LanguageModel, params: Params, features: Float[Array, "n E"], rows
     return jnp.exp(log_law(scores(logits, rows), rows))[:, 0]
 
 
-def _ids(text: Sequence[int] | AnyArray, vocab: int, most: int) -> list[int]:
+def _ids(text: Sequence[int] | AnyArray, vocab: int, limit: int) -> list[int]:
     """Returns token ids as a list.
 
     Raises:
         InvalidConfig: they are not a sequence of whole numbers.
         CapacityError: there are more than `most`.
-        EmptyPrompt: there are none.
-        TokenOutOfRange: one is not in the vocabulary.
+        EmptyPrompt: the text is empty.
+        TokenOutOfRange: an id is not in the vocabulary.
     """
     try:
         size = -1 if isinstance(text, (str, bytes, Mapping)) else len(text)
-        ids = [index(token) for token in text] if 0 <= size <= most else [None]
+        ids = [index(token) for token in text] if 0 <= size <= limit else [None]
     except Exception:  # not a sequence, a deleted array
         size, ids = -1, [None]
-    if size > most:
-        raise CapacityError(f"the text has {size} tokens; at most {most} are read")
+    if size > limit:
+        raise CapacityError(f"the text has {size} tokens; at most {limit} are supported. Pass a shorter text")
     if None in ids:
         raise InvalidConfig(f"a text must be a list of token ids, got {shown(text)}")
     if not ids:
-        raise EmptyPrompt("the text has no token")
+        raise EmptyPrompt("the text is empty; pass at least one token id")
     for i, token in enumerate(ids):
         if token is None or not 0 <= token < vocab:
             raise TokenOutOfRange(f"the text has token {shown(token)} at index {i}; ids go from 0 to {vocab - 1}")

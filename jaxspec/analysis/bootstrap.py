@@ -20,7 +20,7 @@ def ratio_interval(pairs: ArrayLike, seed: int = 0) -> tuple[float, float]:
 def ratio_difference(pairs: ArrayLike, others: ArrayLike, seed: int = 0) -> tuple[float, float, float]:
     """Returns the difference of two ratios of sums over the same prompts, `[N, 2]` each, and its 95 % interval.
 
-    Both ratios are resampled with the same prompts, so that differences between prompts cancel.
+    Both ratios use the same resampled prompts, so differences between prompts cancel.
     """
     (a, m), (b, n) = np.asarray(pairs, float).sum(0), np.asarray(others, float).sum(0)
     low, high = np.quantile(_resample(pairs, seed) - _resample(others, seed), (0.025, 0.975)).tolist()

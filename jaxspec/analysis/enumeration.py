@@ -31,7 +31,8 @@ BLOCK = 256
 
 
 def bias(rule: WeighingRule, topology: Topology, target: Law, draft: Law, **options: Any) -> float:
-    """Returns the total variation between a round of this rule and the target's law: 0 if the rule is lossless.
+    """Returns the total variation between the law of a round with this rule and the target's law: 0 if the rule is
+    lossless.
 
     Arguments as in `round_law`.
     """
@@ -50,8 +51,8 @@ def round_law(
 ) -> np.ndarray:
     """Returns the law of the next D + 1 tokens, which begin with the tokens that a round of this rule emits.
 
-    The target continues the texts of rounds that emit fewer tokens. An incorrect rule may stop at nodes without a
-    proposed token; that probability is dropped, so the law sums to less than 1.
+    If a round emits fewer tokens, the target continues its text. An incorrect rule may stop at nodes without a proposed
+    token; the probability of such stops is dropped, so the law sums to less than 1.
 
     Args:
         rule: a rule that compares laws. (Coupled rules emit the text of plain decoding by construction.)
@@ -59,8 +60,8 @@ def round_law(
         target: the target's law.
         draft: the drafter's law.
         dtype: the precision of the rule's arithmetic.
-        noise: the noise the drafter draws with; None for the rule's own. With `Noise.NONE` the likeliest tokens are
-            proposed as point masses.
+        noise: the kind of noise that the drafter draws with; None for the kind that the rule needs. With `Noise.NONE`,
+            the most likely tokens are proposed as point masses.
         schedule: the schedule of the drafts, in its initial state.
 
     Returns:
@@ -124,13 +125,14 @@ class Enumeration(NamedTuple):
     probs: np.ndarray  # [M], the probability of each proposal
     tokens: np.ndarray  # [M, N], -1 where nothing is proposed
     target: np.ndarray  # [M, N, V], the target's probabilities after every node
-    draft: np.ndarray | None  # [M, N, V], the draft's; None for point masses
+    draft: np.ndarray | None  # [M, N, V], the draft's probabilities after every node; None for point masses
 
 
 def enumerate_proposals(
     topology: Topology, target: Law, draft: Law, noise: Noise = Noise.FRESH, schedule: Schedule = Constant()
 ) -> Enumeration:
-    """Returns every proposal of a drafter with this law; with `Noise.NONE` the one of the likeliest tokens.
+    """Returns every proposal of a drafter with this law; with `Noise.NONE`, only the proposal of the most likely
+    tokens.
 
     Below a node where the schedule stops the draft, tokens are -1 and the laws are placeholders that no rule may read.
 
@@ -189,7 +191,8 @@ def enumerate_proposals(
 
 
 def ordered_draws(law: np.ndarray, count: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Returns every ordered draw of `count` tokens without replacement, with its probability; -1 where none is left."""
+    """Returns every ordered draw of `count` tokens without replacement, with its probability; -1 if no token is
+    left."""
     draws: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     tokens = [(int(t), float(law[t])) for t in np.flatnonzero(law)]
     for _ in range(count):
@@ -203,7 +206,8 @@ def ordered_draws(law: np.ndarray, count: int) -> list[tuple[float, tuple[int, .
 
 
 def top_tokens(law: np.ndarray, count: int) -> tuple[int, ...]:
-    """Returns the `count` likeliest tokens, ties by the lowest id; -1 where no token has a positive probability."""
+    """Returns the `count` most likely tokens; ties go to the lowest id, and -1 fills places without a token of positive
+    probability."""
     order = np.argsort(-law, kind="stable")[:count]
     found = [int(t) if law[t] > 0 else -1 for t in order]
     return (*found, *[-1] * (count - len(found)))
@@ -211,25 +215,26 @@ def top_tokens(law: np.ndarray, count: int) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def stop_laws(rule: WeighingRule, law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
-    """Applies a rule to proposals with a tree each: stop probabilities `[M, N]`, laws of the next token `[M, N, V]`.
+    """Applies a rule to proposals, each with its own tree; returns stop probabilities `[M, N]` and laws of the next
+    token `[M, N, V]`.
 
     Raises:
-        AssertionError: the rule's results have other shapes.
+        AssertionError: the results of the rule have the wrong shapes.
     """
 
     def one(law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
         found = rule(law, proposal)
         logits = jax.vmap(found.next_logits)(jnp.arange(law.shape[0]))
         name = type(rule).__name__
-        chex.assert_shape(found.node_probs, law.shape[:1], custom_message=f"{name} has node_probs of another shape")
-        chex.assert_shape(logits, law.shape, custom_message=f"{name} has next_logits of another shape")
+        chex.assert_shape(found.node_probs, law.shape[:1], custom_message=f"{name} returns node_probs of a wrong shape")
+        chex.assert_shape(logits, law.shape, custom_message=f"{name} returns next_logits of a wrong shape")
         return found.node_probs, jax.nn.softmax(logits, -1)
 
     return jax.vmap(one)(law, proposal)
 
 
 def apply_to_all(rule: WeighingRule, topology: Topology, found: Enumeration, dtype: DTypeLike = np.float64) -> tuple:
-    """Applies a rule to all enumerated proposals; returns as `stop_laws`, in float64 of the host."""
+    """Applies a rule to all enumerated proposals; returns the results of `stop_laws` as NumPy arrays in float64."""
     rule.check(topology.shape)
     size = len(found.tokens)
     # The last proposal pads the last block.
@@ -256,7 +261,7 @@ def random_laws(seed: int, vocab: int, kind: str = "dense") -> Law:
             (most of the mass on one or two tokens).
 
     Raises:
-        InvalidConfig: `kind` is none of these.
+        InvalidConfig: `kind` is not one of these.
     """
     if kind not in ("dense", "sparse", "point", "peaked"):
         raise InvalidConfig(f"kind must be 'dense', 'sparse', 'point' or 'peaked', got {kind!r}")

@@ -14,18 +14,18 @@ from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 AnyArray = Array | np.ndarray
 
 
-def check(target: AnyArray, draft: AnyArray, children: int) -> int:
-    """Checks that both laws are arrays of floats of one shape with at least `children` tokens.
+def check_laws(target: AnyArray, draft: AnyArray, children: int) -> int:
+    """Checks that both laws are arrays of floats with the same shape and at least `children` tokens.
 
     Returns:
-        `children` as an integer of Python.
+        `children` as a Python int.
 
     Raises:
         InvalidConfig: a law is not an array of floats, or `children` is not an integer from 1 to V.
         ShapeMismatch: the laws differ in shape, or are scalars.
     """
-    floats("target", target)
-    floats("draft", draft)
+    check_floats("target", target)
+    check_floats("draft", draft)
     children = whole("children", children)
     if target.shape != draft.shape:
         raise ShapeMismatch(
@@ -36,12 +36,12 @@ def check(target: AnyArray, draft: AnyArray, children: int) -> int:
     return children
 
 
-def floats(name: str, values: Any) -> None:
-    """Checks that values are an array of floats with at least one axis.
+def check_floats(name: str, values: Any) -> None:
+    """Checks that a value is an array of floats with at least one axis.
 
     Raises:
-        InvalidConfig: they are not an array of floats; the message names the argument.
-        ShapeMismatch: they are a scalar.
+        InvalidConfig: the value is not an array of floats; the message names the argument.
+        ShapeMismatch: the value is a scalar.
     """
     kind = getattr(values, "dtype", None)
     if kind is None or not jnp.issubdtype(kind, jnp.floating):
@@ -50,13 +50,13 @@ def floats(name: str, values: Any) -> None:
         raise ShapeMismatch(f"{name} must have at least one axis, got a scalar")
 
 
-def batched(one: Callable[..., Array], *laws: AnyArray, key: Array | None = None) -> Array:
+def map_positions(function: Callable[..., Array], *laws: AnyArray, key: Array | None = None) -> Array:
     """Applies a function of laws `[V]` to laws `[*b, V]`, with a separate key for each position."""
     flat: list[AnyArray] = [law.reshape(-1, law.shape[-1]) for law in laws]
     if key is not None:
         flat.append(jax.random.split(key, flat[0].shape[0]))
-    found = jax.vmap(one)(*flat)
-    return found.reshape(*laws[0].shape[:-1], -1)
+    result = jax.vmap(function)(*flat)
+    return result.reshape(*laws[0].shape[:-1], -1)
 
 
 def ratio(target: AnyArray, draft: AnyArray) -> Array:

@@ -22,26 +22,27 @@ from jaxspec.errors import InvalidConfig, shown
 class ChainLengths(NamedTuple):
     """Expected accepted lengths of a chain, given the drafted tokens."""
 
-    token: Float[Array, "*b"]  # by the rule "rejection"
-    block: Float[Array, "*b"]  # by the rules "block" and "traversal"
+    token: Float[Array, "*b"]  # with the rule "rejection"
+    block: Float[Array, "*b"]  # with the rules "block" and "traversal"
     bound: Float[Array, "*b"]  # the upper bound over all lossless rules
 
 
 def chain_lengths(log_ratio: Float[AnyArray, "*b D"]) -> ChainLengths:
     """Returns the expected accepted length of a drafted chain by rule.
 
-    The rule "rejection" accepts at least i tokens with the product of `min(1, ratio)`, "block" (and "traversal") with
-    `w_i = min(1, w_(i-1) ratio_i)` (Sun et al. 2025, arXiv:2403.10444). No lossless rule emits a drafted text with
-    more than the smaller of its two probabilities, which bounds the same quantity by `min(1, product of the ratios)`.
-    Averages over drafts from the draft's law are the rules' expected lengths.
+    The probability that at least i tokens are accepted is the product of the first i `min(1, ratio)` with the rule
+    "rejection", and `w_i = min(1, w_(i-1) ratio_i)` with "block" (and "traversal") (Sun et al. 2025, arXiv:2403.10444).
+    A lossless rule cannot emit a drafted text with a probability above the smaller of the text's two probabilities, so
+    `min(1, product of the ratios)` is an upper bound for all lossless rules. The average of these lengths over drafts
+    from the draft's law is the expected length of each rule.
 
     Args:
-        log_ratio: log(target / draft) at each drafted token.
+        log_ratio: log(target / draft) at each drafted token, `[*b, D]`.
 
     Returns:
         One length per chain, `[*b]` each.
     """
-    laws.floats("log_ratio", log_ratio)
+    laws.check_floats("log_ratio", log_ratio)
     sums = jnp.cumsum(log_ratio, -1)
     weights = sums - jnp.maximum(lax.cummax(sums, axis=sums.ndim - 1), 0.0)
     return ChainLengths(
@@ -54,11 +55,11 @@ def chain_lengths(log_ratio: Float[AnyArray, "*b D"]) -> ChainLengths:
 def expected_length(rule: Rule, topology: Topology, target: Law, draft: Law) -> float:
     """Returns the exact expected accepted length of a round, by enumeration of all drafts.
 
-    Exponential in the depth and the size of the tree, so for small vocabularies.
+    The time is exponential in the depth and the size of the tree, so use small vocabularies.
 
     Args:
-        rule: any rule; a coupled one on chains only, where its expected length is the sum over all texts of the
-            products of `match_probability`.
+        rule: any rule. A coupled rule needs a chain; its expected length is the sum over all texts of the products of
+            `match_probability`.
         topology: the tree.
         target: the target's law after the tokens since the root.
         draft: the draft's law after the tokens since the root.
@@ -69,24 +70,26 @@ def expected_length(rule: Rule, topology: Topology, target: Law, draft: Law) -> 
     """
     check_member("rule", rule, Rule)
     if not isinstance(topology, Topology):
-        raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
+        raise InvalidConfig(f"topology must be a Topology, such as jaxspec.chain(2), got {shown(topology)}")
     for name, law in (("target", target), ("draft", draft)):
         if not callable(law) or isinstance(law, type):
             raise InvalidConfig(f"{name} must be a function from the tokens since the root to a law, got {shown(law)}")
-        laws.floats(f"{name}(())", first if isinstance(first := law(()), jax.Array) else np.asarray(first))
+        laws.check_floats(f"{name}(())", first if isinstance(first := law(()), jax.Array) else np.asarray(first))
     if rule.noise is not Noise.SHARED:
         return accepted_length(rule, topology, target, draft)  # pyright: ignore[reportArgumentType]
     if not topology.is_chain:
         raise InvalidConfig(
-            "the expected length of a coupled rule has a formula on chains only, got a tree with branches; "
+            "the expected length of a coupled rule has a formula only for chains, got a tree with branches; "
             "decode with the rule and read the statistics instead"
         )
 
-    def below(text: tuple[int, ...], depth: int) -> float:
+    def expected_below(text: tuple[int, ...], depth: int) -> float:
         if not depth:
             return 0.0
         with jax.enable_x64(True):
-            both = np.asarray(match_probability(jnp.asarray(target(text)), jnp.asarray(draft(text))))
-        return float(sum(p * (1 + below((*text, token), depth - 1)) for token, p in enumerate(both) if p))
+            matches = np.asarray(match_probability(jnp.asarray(target(text)), jnp.asarray(draft(text))))
+        return float(
+            sum(prob * (1 + expected_below((*text, token), depth - 1)) for token, prob in enumerate(matches) if prob)
+        )
 
-    return below((), topology.shape.depth)
+    return expected_below((), topology.shape.depth)

@@ -12,7 +12,7 @@ from jaxspec.analysis.laws import AnyArray
 from jaxspec.core.checks import flag, whole
 
 HEAD = 1024
-"""The number of likeliest draft tokens that `optimal_acceptance` treats one by one."""
+"""The number of most likely draft tokens that `optimal_acceptance` treats one by one."""
 
 _GROUPS = 8
 """The number of groups that stand for the other tokens of a prefix."""
@@ -30,26 +30,26 @@ def optimal_acceptance(
 ) -> Float[Array, "*b K"]:
     """Returns the highest acceptance of any lossless rule with 1 to `children` tokens sampled from the draft's law.
 
-    A rule couples the sample D with the target's token. By max-flow min-cut, the acceptance of the best coupling is
-    `min over sets H of target(H) + 1 - Pr(D within H)` (Sun et al. 2023, arXiv:2310.15141; Hu et al. 2025,
-    arXiv:2502.18779). Every set H bounds every rule, so a minimum over some sets is an upper bound.
+    A rule couples the sample D of drafted tokens with the target's token. By max-flow min-cut, the acceptance of the
+    best coupling is `min over sets H of target(H) + 1 - Pr(D within H)` (Sun et al. 2023, arXiv:2310.15141; Hu et al.
+    2025, arXiv:2502.18779). Every set H bounds every rule, so a minimum over some sets is an upper bound.
 
     With replacement, the minimiser is a prefix of the tokens by decreasing draft / target (Hu et al., section 4), and
     `Pr = draft(H)^K`: the result is exact, in O(V log V).
 
-    Without replacement, the minimum over the same prefixes is an upper bound, exact for one child. For more children
-    it is not proven that a prefix attains the minimum, but it did in every case where all sets were enumerated. Let
-    each token arrive after an exponential time with its draft probability as the rate: then `Pr` is the probability
-    that K tokens of H arrive before the first token outside H, a smooth integral over the logarithm of time. The
-    trapezoidal rule computes it with an error below 1e-9 in float64. Tokens of a prefix beyond the `head` likeliest
-    are merged into a few groups, which can only raise the bound.
+    Without replacement, the minimum over the same prefixes is an upper bound, exact for one child. For more children it
+    is not proven that a prefix attains the minimum, but it did in every case where all sets were enumerated. Let each
+    token arrive after an exponential time with its draft probability as the rate: then `Pr` is the probability that K
+    tokens of H arrive before the first token outside H, a smooth integral over the logarithm of time. The trapezoidal
+    rule computes it with an error below 1e-9 in float64. Tokens of a prefix that are not among the `head` most likely
+    tokens are merged into a few groups, which can only raise the bound.
 
     Args:
         target: the target's law, `[*b, V]`.
         draft: the law the children are drawn from, `[*b, V]`.
         children: the largest number of children, K.
         replacement: draw the children with replacement.
-        head: the number of likeliest draft tokens treated one by one; unused with replacement.
+        head: the number of most likely draft tokens that are treated one by one; unused with replacement.
 
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
@@ -58,18 +58,19 @@ def optimal_acceptance(
         InvalidConfig: `children` is not an integer from 1 to V.
         ShapeMismatch: the laws differ in shape.
     """
-    children = laws.check(target, draft, children)
+    children = laws.check_laws(target, draft, children)
     whole("head", head)
     if flag("replacement", replacement):
         order = jnp.argsort(laws.ratio(target, draft), axis=-1)
         mass, drafted = (laws.prefix_sums(jnp.take_along_axis(law, order, -1)) for law in (target, draft))
         bounds = [1 + (mass - drafted**count).min(-1) for count in range(1, children + 1)]
         return jnp.stack(bounds, -1)
-    return laws.batched(functools.partial(_race, children=children, head=min(head, target.shape[-1])), target, draft)
+    race = functools.partial(_race, children=children, head=min(head, target.shape[-1]))
+    return laws.map_positions(race, target, draft)
 
 
 def _race(target: Float[Array, "V"], draft: Float[Array, "V"], children: int, head: int) -> Float[Array, "K"]:
-    """Returns `optimal_acceptance` without replacement, of one position."""
+    """Returns `optimal_acceptance` without replacement at a single position."""
     drafted, tokens = lax.top_k(draft, head)
     ratio = laws.ratio(target[tokens], drafted)
     order = jnp.argsort(ratio)
@@ -91,8 +92,8 @@ def _race(target: Float[Array, "V"], draft: Float[Array, "V"], children: int, he
         return counts * (1 - arrived) + jnp.pad(counts[:, :-1], ((0, 0), (1, 0))) * arrived
 
     def add(counts: Array, prefix: tuple[Array, ...]) -> tuple[Array, Array]:
-        own, groups, outside = prefix
-        counts = join(counts, own)
+        token_mass, groups, outside = prefix
+        counts = join(counts, token_mass)
         fewer = functools.reduce(join, groups, jnp.cumsum(counts, 1)) if head < draft.size else jnp.cumsum(counts, 1)
         density = step * outside * times * jnp.exp(-outside * times)  # of the first arrival outside the prefix
         late = jnp.where(outside > 0, jnp.exp(-outside * times[-1]), 0.0) * fewer[-1]

@@ -19,7 +19,8 @@ DRAWS = 32
 
 
 class RuleAcceptance(NamedTuple):
-    """One rule's acceptance with 1, 2, ..., K candidates, and the highest of any rule with the same candidates."""
+    """One rule's acceptance with 1, 2, ..., K candidates, and the highest acceptance of any rule with the same
+    candidates."""
 
     acceptance: Float[Array, "*b K"]
     optimum: Float[Array, "*b K"]
@@ -33,9 +34,9 @@ class RuleAcceptance(NamedTuple):
 def deterministic_acceptance(
     target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*b V"], children: int
 ) -> Float[Array, "*b K"]:
-    """Returns the acceptance of the rule "deterministic" with the draft's 1 to `children` likeliest tokens.
+    """Returns the acceptance of the rule "deterministic" with the draft's 1 to `children` most likely tokens.
 
-    It is the target's probability of these tokens, which no rule can exceed.
+    It is the target's probability of these tokens. No rule can accept more.
 
     Args:
         target: the target's law, `[*b, V]`.
@@ -45,7 +46,7 @@ def deterministic_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    children = laws.check(target, draft, children)
+    children = laws.check_laws(target, draft, children)
     drafted, tokens = lax.top_k(draft, children)
     return jnp.cumsum(jnp.where(drafted > 0, jnp.take_along_axis(target, tokens, -1), 0.0), -1)
 
@@ -61,7 +62,7 @@ def match_probability(target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*
         target: the target's law, `[*b, V]`.
         draft: the draft's law, `[*b, V]`.
     """
-    laws.check(target, draft, 1)
+    laws.check_laws(target, draft, 1)
     matches, order = _sorted_match(target, draft)
     return jnp.put_along_axis(jnp.zeros_like(matches), order, matches, axis=-1, inplace=False)
 
@@ -72,9 +73,9 @@ def _sorted_match(target: Float[AnyArray, "*b V"], draft: Float[AnyArray, "*b V"
     mass, drafted = (jnp.take_along_axis(law, order, -1) for law in (target, draft))
     above = mass + laws.sums_after(mass)
     below = jnp.cumsum(drafted, -1) - drafted
-    some = (mass > 0) & (drafted > 0)
-    odds = jnp.where(some, mass / jnp.where(some, drafted, 1.0), 0.0)
-    return jnp.where(some, mass / jnp.where(some, above + below * odds, 1.0), 0.0), order
+    positive = (mass > 0) & (drafted > 0)
+    odds = jnp.where(positive, mass / jnp.where(positive, drafted, 1.0), 0.0)
+    return jnp.where(positive, mass / jnp.where(positive, above + below * odds, 1.0), 0.0), order
 
 
 def coupled_acceptance(
@@ -86,10 +87,10 @@ def coupled_acceptance(
 ) -> Float[Array, "*b K"]:
     """Returns the acceptance of the rule "coupled" with 1 to `children` tokens.
 
-    It is the probability that the target's draw is among the draft's highest perturbed scores under the same noise.
-    For one child it is exact (`match_probability`), for more by Monte Carlo. Each sample uses one noise vector for all
-    positions of the call, so the samples of different positions are correlated: estimate the standard error of a mean
-    over positions from repeated calls or prompts.
+    It is the probability that the target's draw is among the draft's highest perturbed scores under the same noise. The
+    result is exact for one child (`match_probability`), and a Monte Carlo estimate for more children. Each sample uses
+    one noise vector for all positions of the call, so the samples of different positions are correlated: estimate the
+    standard error of a mean over positions from repeated calls or prompts.
 
     Args:
         target: the target's law, `[*b, V]`.
@@ -101,11 +102,11 @@ def coupled_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    children = laws.check(target, draft, children)
+    children = laws.check_laws(target, draft, children)
     key, draws = as_key(key), whole("draws", draws)
     logs = [jnp.log(law) for law in (target, draft)]
 
-    def one(key: Array) -> Array:
+    def sample(key: Array) -> Array:
         noise = jax.random.gumbel(key, target.shape[-1:], target.dtype, mode="high")
         target_scores, draft_scores = (law + noise for law in logs)
         token = target_scores.argmax(-1)[..., None]
@@ -116,8 +117,9 @@ def coupled_acceptance(
     exact = _sorted_match(target, draft)[0].sum(-1)[..., None]
     if children == 1:
         return exact
-    sampled = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*exact.shape[:-1], children), target.dtype),
-                       jax.random.split(key, draws))[0] / draws  # fmt: skip
+    zeros = jnp.zeros((*exact.shape[:-1], children), target.dtype)
+    hits, _ = lax.scan(lambda sum, key: (sum + sample(key), None), zeros, jax.random.split(key, draws))
+    sampled = hits / draws
     return jnp.concatenate([exact, sampled[..., 1:]], -1)
 
 
@@ -144,25 +146,29 @@ def rejection_acceptance(
     Returns:
         The acceptance with 1, 2, ..., K children, `[*b, K]`.
     """
-    children = laws.check(target, draft, children)
+    children = laws.check_laws(target, draft, children)
     draws = whole("draws", draws)
     if key is None:
         return jnp.cumsum(
-            laws.batched(functools.partial(_acceptance_by_rank, count=children, key=None), target, draft), -1
+            laws.map_positions(functools.partial(_acceptance_by_rank, count=children, key=None), target, draft), -1
         )
 
-    def one(key: Array) -> Array:
-        return laws.batched(lambda p, q, key: _acceptance_by_rank(p, q, children, key), target, draft, key=key)
+    def sample(key: Array) -> Array:
+        def by_rank(target: Array, draft: Array, key: Array) -> Array:
+            return _acceptance_by_rank(target, draft, children, key)
 
-    ranks = lax.scan(lambda sum, key: (sum + one(key), None), jnp.zeros((*target.shape[:-1], children), target.dtype),
-                     jax.random.split(as_key(key), draws if children > 1 else 1))[0]  # fmt: skip
-    return jnp.cumsum(ranks / (draws if children > 1 else 1), -1)
+        return laws.map_positions(by_rank, target, draft, key=key)
+
+    draws = draws if children > 1 else 1
+    zeros = jnp.zeros((*target.shape[:-1], children), target.dtype)
+    ranks, _ = lax.scan(lambda sum, key: (sum + sample(key), None), zeros, jax.random.split(as_key(key), draws))
+    return jnp.cumsum(ranks / draws, -1)
 
 
 def _acceptance_by_rank(
     target: Float[Array, "V"], draft: Float[Array, "V"], count: int, key: Array | None
 ) -> Float[Array, "K"]:
-    """Returns, by rank, the probability that this child is the accepted one."""
+    """Returns, for each rank, the probability that the child of this rank is accepted."""
     accepted = jnp.minimum(target, draft).sum()[None]
     if count == 1:
         return accepted

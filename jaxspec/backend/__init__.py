@@ -1,1 +1,1 @@
-"""Platform specifics: compiler options, kernel thresholds, memory layouts, and the compilation cache."""
+"""Differences between platforms: compiler options, memory layouts, and the compilation cache."""

@@ -1,6 +1,6 @@
-"""Compiles functions so that a GPU runs them, loops included, as one command buffer (CUDA graph).
+"""Compiles functions so that a GPU runs them, including their loops, as one command buffer (CUDA graph).
 
-By default XLA:GPU leaves loops out of command buffers: the host reads each loop's condition in every turn, and waits.
+By default, XLA:GPU leaves loops out of command buffers, so the host waits for the loop's condition in every iteration.
 """
 
 import os
@@ -14,21 +14,21 @@ OPTIONS = {
     ),
     "xla_gpu_graph_min_graph_size": "1",  # a program that is one loop is a graph of one node
 }
-"""XLA's options: the first is its default and loops."""
+"""XLA's options; the first one is XLA's default, extended by WHILE."""
 
 
 def options(platform: str, layers_split: bool = False) -> Mapping[str, str]:
-    """Returns the compiler options for a platform, none but on a GPU.
+    """Returns the compiler options for a platform; only a GPU has any.
 
-    Options that the environment variable XLA_FLAGS names are the user's. Where devices share layers, the loop holds
-    collectives, which are not captured.
+    If the environment variable XLA_FLAGS sets one of the options, the user's value is kept. If layers are split over
+    devices, the loop contains collectives, which XLA cannot capture.
     """
     given = os.environ.get("XLA_FLAGS", "")
     return {} if platform != "gpu" or layers_split or any(name in given for name in OPTIONS) else OPTIONS
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> jax.stages.Compiled:
-    """Compiles with these options, or without any if XLA refuses one by its name."""
+    """Compiles with these options, or without options if XLA does not know one of them."""
     try:
         return lowered.compile(dict(options))
     except jax.errors.JaxRuntimeError as error:

@@ -9,7 +9,7 @@ import jax
 
 from jaxspec.storage.directories import cache_directory
 
-FOLDER, BYTES = "xla", 2 << 30
+CACHE_FOLDER, MAX_CACHE_BYTES = "xla", 2 << 30
 """The subdirectory of jaxspec's cache directory, and its maximum size in bytes."""
 
 
@@ -17,7 +17,7 @@ FOLDER, BYTES = "xla", 2 << 30
 def keep_compilations() -> None:
     """Enables JAX's persistent compilation cache, unless the user has configured or disabled it.
 
-    Called before this library compiles, never on import. If the directory is not writable, nothing changes.
+    jaxspec calls this function before it compiles, never on import. If the directory is not writable, nothing changes.
     """
     config: Any = jax.config
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir is not None:
@@ -25,12 +25,12 @@ def keep_compilations() -> None:
     if not config.jax_enable_compilation_cache:
         return
     try:
-        folder = cache_directory() / FOLDER
+        folder = cache_directory() / CACHE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError, ValueError):  # read-only, full, or no home directory
         return
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ and config.jax_compilation_cache_max_size < 0:
-        jax.config.update("jax_compilation_cache_max_size", BYTES)
+        jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(folder))

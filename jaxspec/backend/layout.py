@@ -10,19 +10,21 @@ LANES = 128
 
 
 def row_major(values: Array, on: str = "tpu") -> Array:
-    """Returns the values with a row-major layout on a platform; the others use what XLA chooses.
+    """Returns the values with a row-major layout on one platform; other platforms use the layout that XLA chooses.
 
-    On a TPU XLA propagates the layout of a small array, such as a window of several tokens with adjacent heads, to the
-    cache or weight matrix that it meets, and copies that. On a CPU it transposes what a gather returns, and back.
+    On a TPU, XLA propagates the layout of a small array, such as a window of several tokens with adjacent heads, to the
+    cache or weight matrix that it is combined with, and copies the cache or the matrix. On a CPU, XLA transposes the
+    result of a gather, and transposes it back.
     """
     return _constrain(values, tuple(range(values.ndim)), on)
 
 
 def compact(values: Array) -> Array:
-    """Returns values `[..., rows, columns]` with rows minor on a TPU if there are fewer columns than lanes.
+    """Returns values `[..., rows, columns]`, on a TPU with rows as the minor axis if there are fewer columns than
+    lanes.
 
-    That is the TPU's own layout for such arrays, since a row-major one would be padded to 128 columns. A slice of a
-    cache could otherwise impose another layout on the whole cache.
+    This is the TPU's default layout for such arrays, because a row-major layout would be padded to 128 columns. Without
+    the constraint, a slice of a cache could impose another layout on the whole cache.
     """
     *batch_axes, rows, columns = range(values.ndim)
     narrow = values.shape[-1] < LANES <= values.shape[-2]
@@ -35,9 +37,9 @@ def on_gpu() -> bool:
 
 
 def _constrain(values: Array, major_to_minor: tuple[int, ...], on: str) -> Array:
-    """Constrains the layout on a platform, the minor (densest) axis last."""
+    """Constrains the layout on a platform; the minor (densest) axis comes last."""
 
-    def laid(values: Array) -> Array:
+    def constrain(values: Array) -> Array:
         return with_layout_constraint(values, Layout(major_to_minor))
 
-    return lax.platform_dependent(values, default=lambda values: values, **{on: laid})
+    return lax.platform_dependent(values, default=lambda values: values, **{on: constrain})

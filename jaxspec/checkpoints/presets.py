@@ -148,5 +148,5 @@ def fetch(
 
     if report is not None:
         taken = size(preset.parameters * 2)
-        report(f"fetching {name} (some {taken}, licence {preset.license}) from {preset.repository}")
+        report(f"downloading {name} (about {taken}, licence {preset.license}) from {preset.repository}")
     return hub.fetch_repository(preset.repository)

@@ -14,7 +14,7 @@ from jaxspec.core.records import KV
 TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of packed matrices, in the order of `Type` in src/table.h."""
 PREPARATIONS = ("nothing", "norm", "silu", "gelu_tanh")
-"""What a product may do to its rows first, in the order of `Preparation` in src/table.h."""
+"""Operations that a product can apply to its rows first, in the order of `Preparation` in src/table.h."""
 
 
 def multiply(
@@ -34,15 +34,15 @@ def multiply(
     Each output is one chain of sums over I, so the bits of a row do not depend on the other rows.
 
     Args:
-        x: rows; J is I, but 2 I for a gate.
+        x: rows; J is I, or 2 I with a gate ("silu", "gelu_tanh").
         values: the packed matrix.
-        scale: of the outputs of an int8 matrix.
-        outputs: O.
+        scale: scales of the outputs of an int8 matrix.
+        outputs: the number of outputs, O.
         kind: one of `TYPES`.
         preparation: one of `PREPARATIONS`.
         norm: scale of RMSNorm.
-        epsilon: of RMSNorm.
-        bias: added to every row's outputs.
+        epsilon: epsilon of RMSNorm.
+        bias: added to the outputs of every row.
         residual: added last.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
@@ -66,9 +66,9 @@ def attend(
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B H G T K2"]:
-    """Computes `jaxspec.models.attention.attend`, summed in the order of positions in the text.
+    """Computes `jaxspec.models.attention.attend`; sums are in the order of positions in the text.
 
-    The tokens of the window that a query sees must be the last ones of its text, in order.
+    The tokens of the window that a query attends to must be the last tokens of its text, in order.
     """
     batch, heads, groups, tokens, _ = queries.shape
     out = jax.ShapeDtypeStruct((batch, tokens, heads, groups, prefix.values.shape[-1]), jnp.float32)
@@ -100,19 +100,19 @@ def heads(
 
     Args:
         x: G queries for each of H keys, then keys, then values; J is (G + 2) H K.
-        cosines: of the first 2 R values of a head, which are rotated in the half-split form.
-        sines: likewise.
-        shared: H.
-        width: K.
-        dtype: of the result, float32 or bfloat16.
+        cosines: cosines of the angles of the first 2 R values of a head, which are rotated in the half-split form.
+        sines: sines of the same angles.
+        shared: the number of key heads, H.
+        width: the width of a head, K.
+        dtype: dtype of the result, float32 or bfloat16.
         norms: scales of RMSNorm of queries and keys, before they are rotated.
-        epsilon: of RMSNorm.
+        epsilon: epsilon of RMSNorm.
     """
     batch, tokens, all_heads = x.shape[0], x.shape[1], x.shape[2] // width
     bits = jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype
-    one = jax.ShapeDtypeStruct((batch, shared, tokens, width), bits)
+    head_shape = jax.ShapeDtypeStruct((batch, shared, tokens, width), bits)
     queries = jax.ShapeDtypeStruct((batch, shared, all_heads // shared - 2, tokens, width), bits)
-    call = jax.ffi.ffi_call("jaxspec_heads", (queries, one, one), vmap_method="sequential")
+    call = jax.ffi.ffi_call("jaxspec_heads", (queries, head_shape, head_shape), vmap_method="sequential")
     queries, keys, values = call(
         x.astype(jnp.float32), cosines, sines, *map(_optional, norms), epsilon=np.float32(epsilon)
     )

@@ -1,8 +1,8 @@
 """Finds the compiled kernels and registers them with XLA.
 
-They are an optional extension: where they are not built, or on a processor without AVX2, XLA's own operations serve.
-`jaxspec.kernels.installation` says why they are not built. `JAXSPEC_KERNELS=0` turns them off; `JAXSPEC_KERNELS=AVX2`
-runs those of older processors.
+The kernels are an optional extension: if they are not built, or on a processor without AVX2, XLA's own operations are
+used. `jaxspec.kernels.installation` finds out why they are not built. `JAXSPEC_KERNELS=0` turns the kernels off;
+`JAXSPEC_KERNELS=AVX2` selects the kernels for older processors.
 """
 
 import ctypes
@@ -40,26 +40,26 @@ TOKEN_COSTS = {
         "file": TokenCost(0.12, 4.2),
     },
 }
-"""What tokens take, by the processors that the kernels are for and `dtype` of `jaxspec.load`, on two cores
+"""The measured cost of tokens on two cores, by kind of processor and by `dtype` of `jaxspec.load`
 (`scripts/measure/speed.py widths`)."""
-COST_WITHOUT = TokenCost(0.025, 1.7)
-"""The same of XLA's own products, in float32."""
+XLA_TOKEN_COST = TokenCost(0.025, 1.7)
+"""The measured cost of tokens with XLA's own products, in float32."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_heads")
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """Loads the library and registers its functions; returns the reason if that is not possible."""
+    """Loads the library and registers its functions; returns the reason if this is not possible."""
     file = installation.library_file()
     if not file.exists():
-        return installation.why_missing()
+        return installation.explain_missing()
     try:
         library = ctypes.CDLL(str(file))
         library.jaxspec_processor.restype = ctypes.c_char_p
         if library.jaxspec_processor() is None:
             if (wanted := os.environ.get(VARIABLE, "")) not in ("", "1"):
-                return f"{VARIABLE}={wanted}: this processor runs no kernels of that name; leave the variable unset"
-            return "they need an x86-64 processor with AVX2 and FMA; this processor is not one"
+                return f"{VARIABLE}={wanted}: this processor does not have kernels of this name; unset the variable"
+            return "they need an x86-64 processor with AVX2 and FMA, which this processor does not have"
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, jax.errors.JaxRuntimeError) as error:
@@ -68,12 +68,12 @@ def _library() -> ctypes.CDLL | str:
 
 
 def available() -> bool:
-    """Returns True if programs for this CPU can call the kernels and no variable turns them off."""
+    """Returns whether programs for this CPU can call the kernels, and no environment variable turns them off."""
     return not _switched_off() and not isinstance(_library(), str)
 
 
 def describe() -> str:
-    """Returns the processors that the kernels in use are for, or the reason why there are none."""
+    """Returns the kind of processors that the loaded kernels are for, or the reason why kernels are not used."""
     if _switched_off():
         return f"none ({VARIABLE}=0)"
     library = _library()
@@ -81,9 +81,9 @@ def describe() -> str:
 
 
 def token_cost(params: Params) -> TokenCost:
-    """Returns what tokens are assumed to take on this CPU in calls of a target with these parameters."""
+    """Returns the assumed cost of tokens on this CPU, in calls of a target with these parameters."""
     if not available():
-        return COST_WITHOUT
+        return XLA_TOKEN_COST
     sizes = dict.fromkeys(TYPES, 0)
     for leaf in jax.tree.leaves(params):
         name = str(getattr(leaf, "dtype", None))
@@ -94,24 +94,27 @@ def token_cost(params: Params) -> TokenCost:
     return TOKEN_COSTS[describe()][max(sizes, key=lambda name: sizes[name])]
 
 
-def use_kernels(wanted: bool | None, suited: bool = True) -> bool:
-    """Returns `wanted`, by default whether the kernels are available; warns once if they are not.
+def use_kernels(wanted: bool | None, whole_layers: bool = True) -> bool:
+    """Returns whether to use the kernels: `wanted`, or by default whether they are available. Warns once if they are
+    not.
 
     Args:
         wanted: the user's choice.
-        suited: whether the model is placed on CPU devices that run whole layers.
+        whole_layers: whether the model is on CPU devices, and layers are not split over devices.
 
     Raises:
-        InvalidConfig: they are wanted and cannot be used; the message says why.
+        InvalidConfig: `wanted` is true, but the kernels cannot be used; the message says why.
     """
     if wanted is not None and flag("kernels", wanted):
-        if not suited:
-            raise InvalidConfig("the CPU kernels need whole layers on each CPU device; leave out kernels=True")
+        if not whole_layers:
+            raise InvalidConfig(
+                "the CPU kernels need a model on CPU devices that do not split layers; leave out kernels=True"
+            )
         if not available():
             raise InvalidConfig(f"the CPU kernels are not available: {describe()}; leave out kernels=True")
-    if wanted is None and suited and not available() and not _switched_off():
+    if wanted is None and whole_layers and not available() and not _switched_off():
         _warn()
-    return suited and available() and wanted is not False
+    return whole_layers and available() and wanted is not False
 
 
 def _switched_off() -> bool:
@@ -120,4 +123,4 @@ def _switched_off() -> bool:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting pays less on a CPU", stacklevel=5)
+    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting gains less on a CPU", stacklevel=5)

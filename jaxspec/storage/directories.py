@@ -6,7 +6,7 @@ import pathlib
 
 def cache_directory() -> pathlib.Path:
     """Returns the cache directory: $JAXSPEC_CACHE, or $XDG_CACHE_HOME/jaxspec, or ~/.cache/jaxspec."""
-    if own := os.environ.get("JAXSPEC_CACHE"):
-        return pathlib.Path(own).expanduser()
+    if configured := os.environ.get("JAXSPEC_CACHE"):
+        return pathlib.Path(configured).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(shared) if shared else pathlib.Path.home() / ".cache") / "jaxspec"

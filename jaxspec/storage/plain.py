@@ -11,7 +11,8 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Converts lists, tuples and numbers to JSON values; a non-finite number, such as a log-probability, to None."""
+    """Converts lists, tuples and numbers to JSON values; a non-finite number, such as a log-probability, becomes
+    None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

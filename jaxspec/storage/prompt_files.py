@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from jaxspec.errors import InvalidConfig
 
 SPLITS = ("line", "blank", "file")
-"""One text per line; texts between blank lines; the whole file as one text."""
+"""Ways to split a file: one text per line; texts separated by blank lines; the whole file as one text."""
 
 
 def split_text(data: bytes, split: str = "line") -> Iterator[tuple[int, str]]:
     """Yields the texts of a `.txt` file, each with the number of its first line.
 
-    A byte order mark is skipped; lines may end with LF, CR LF or CR. A line of only white space is blank. Texts are
-    unchanged but for leading and trailing line ends.
+    A byte order mark is skipped. Lines can end with LF, CR LF or CR. A line that contains only white space is blank.
+    Leading and trailing line ends of a text are removed; the rest is unchanged.
 
     Args:
         data: content of the file, in UTF-8.

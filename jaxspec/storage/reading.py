@@ -1,6 +1,6 @@
-"""Reads untrusted paths and files: every failure is a typed error that names the file.
+"""Reads untrusted paths and files; every failure is a typed error that names the file.
 
-All JSON in this package is read here, so that a file is accepted or rejected the same everywhere.
+All JSON in this package is read by this module, so that every reader accepts and rejects the same files.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any
 from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, shown
 
 MAX_BYTES = 64 << 20
-"""Maximum size of a settings file; the largest published ones, indices of shards, are below one megabyte."""
+"""Maximum size of a settings file; the largest published files, indices of shards, are smaller than one megabyte."""
 MAX_DIGITS, MAX_DEPTH = 40, 64
-"""Maximum digits of a whole number (published files have up to 31), and maximum nesting of lists and objects."""
+"""Maximum number of digits of an integer (published files have up to 31), and maximum nesting of lists and objects."""
 
 
 def check_path(path: Any, what: str = "path", error: type[JaxspecError] = InvalidConfig) -> pathlib.Path:
@@ -28,8 +28,8 @@ def check_path(path: Any, what: str = "path", error: type[JaxspecError] = Invali
         error: type of the error to raise.
 
     Raises:
-        JaxspecError: of type `error`: the path is of another type, empty, not valid on this system, or in the home
-            directory of an unknown user.
+        JaxspecError: of type `error`; the path has another type, is empty or not valid on this system, or is in the
+            home directory of an unknown user.
     """
     try:
         name = os.fspath(path)
@@ -61,9 +61,9 @@ def check_regular(path: pathlib.Path, error: type[JaxspecError] = CheckpointErro
     """Returns the size of a regular file in bytes, without opening the file.
 
     Raises:
-        JaxspecError: of type `error`: it is a directory, a pipe, whose opening would block, or a device, which may
-            have no end.
-        OSError: there is no such file.
+        JaxspecError: of type `error`; the path is a directory, a pipe (opening it would block) or a device (reading it
+            may never end).
+        OSError: the file does not exist.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -76,13 +76,13 @@ def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, 
     """Reads a regular file.
 
     Raises:
-        JaxspecError: of type `error`: the file does not exist, is not a regular file (a pipe would block), has more
+        JaxspecError: of type `error`; the file does not exist, is not a regular file (a pipe would block), has more
             than `limit` bytes, or cannot be read.
     """
     try:
         size = check_regular(path, error)
         if size > limit:
-            raise error(f"{path}: {size} bytes, expected at most {limit}")
+            raise error(f"{path}: has {size} bytes, expected at most {limit}")
         return path.read_bytes()
     except (OSError, ValueError) as problem:
         if isinstance(problem, JaxspecError):
@@ -103,8 +103,8 @@ def read_json(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, l
 def parse_object(data: bytes | str, where: str, error: type[JaxspecError] = CheckpointError) -> dict:
     """Parses a JSON text whose value is an object.
 
-    The text must have the same meaning to every JSON reader. These are therefore errors, too: NaN and infinite numbers,
-    which are not JSON; whole numbers of more than `MAX_DIGITS` digits; a key with two different values; a lone
+    The text must have the same meaning for every JSON reader. Therefore these are also errors: NaN and infinite
+    numbers, which are not JSON; integers with more than `MAX_DIGITS` digits; a key with two different values; a lone
     surrogate; and nesting deeper than `MAX_DEPTH`.
 
     Raises:

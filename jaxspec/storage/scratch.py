@@ -1,8 +1,8 @@
-"""Temporary directories, which the next process removes if their own process was killed.
+"""Temporary directories. If a process is killed, the next process removes its temporary directories.
 
-A directory in use is locked. The system releases the lock when the last process that holds it ends, however that
-happens, so that an unlocked directory is abandoned. Where directories cannot be locked (on Windows and on some network
-file systems), a directory is abandoned if it is older than a day.
+A directory in use is locked. The operating system releases the lock when the last process that holds it ends, for
+whatever reason, so an unlocked directory is abandoned. Where directories cannot be locked (on Windows and on some
+network file systems), a directory counts as abandoned if it is older than a day.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ except ImportError:  # Windows
     fcntl = None
 
 PREFIX = ".fetch-"
-OLD = 24 * 3600
+MAX_AGE = 24 * 3600
 """Seconds after which a directory that cannot be locked counts as abandoned."""
 
 
 @contextlib.contextmanager
-def folder(parent: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[int, ...]]]:
-    """Makes a temporary directory in `parent`, which is removed at the end.
+def make_folder(parent: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[int, ...]]]:
+    """Creates a temporary directory in `parent`, and removes it at the end.
 
     Yields:
         The directory, and the descriptors that lock it, for child processes to inherit.
@@ -42,23 +42,23 @@ def folder(parent: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[int, ...]
 
 
 def remove_abandoned(places: Iterable[pathlib.Path]) -> None:
-    """Removes the abandoned ones of these directories, as far as possible."""
+    """Removes those of these directories that are abandoned, as far as possible."""
     for place in places:
         with contextlib.suppress(OSError), _locked(place.parent):
             if is_abandoned(place):
                 shutil.rmtree(place, ignore_errors=True)
 
 
-def is_abandoned(place: pathlib.Path, lock: pathlib.Path | None = None, least: float = 0) -> bool:
-    """Returns whether no process uses a directory or file, judged by its lock, or by its age without locks.
+def is_abandoned(place: pathlib.Path, lock: pathlib.Path | None = None, min_age: float = 0) -> bool:
+    """Returns whether a directory or file is not used by any process, judged by its lock or, without locks, by its age.
 
     Args:
         place: the directory or file.
-        lock: the file that a process locks while it uses `place`, and that need not exist; None for `place` itself.
+        lock: the file that a process locks while it uses `place`; it need not exist. None for `place` itself.
         least: minimum age of an abandoned directory or file, in seconds.
     """
     age = time.time() - place.stat().st_mtime
-    if age < least:
+    if age < min_age:
         return False
     try:
         descriptor = _lock(lock or place)
@@ -67,14 +67,14 @@ def is_abandoned(place: pathlib.Path, lock: pathlib.Path | None = None, least: f
     except BlockingIOError:
         return False
     if descriptor is None:
-        return age > OLD
+        return age > MAX_AGE
     os.close(descriptor)
     return True
 
 
 @contextlib.contextmanager
 def _locked(parent: pathlib.Path) -> Iterator[None]:
-    """Locks a directory while temporary directories are made in it or removed from it."""
+    """Locks a directory while temporary directories are created in it or removed from it."""
     descriptor = _lock(parent, wait=True)
     try:
         yield
@@ -88,7 +88,7 @@ def _lock(place: pathlib.Path, wait: bool = False) -> int | None:
 
     Raises:
         BlockingIOError: another process has locked it.
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: the file or directory does not exist.
     """
     if fcntl is None:
         return None

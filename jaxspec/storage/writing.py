@@ -17,11 +17,11 @@ _SAYS_FULL = re.compile(r"No space left on device|Disk quota exceeded|There is n
 
 
 def write_whole(path: pathlib.Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file atomically: to a temporary file in the same directory, which is flushed to disk and renamed.
+    """Writes a file atomically: writes a temporary file in the same directory, flushes it to disk and renames it.
 
     Args:
-        path: path of the file. An existing file is replaced, or unchanged if writing fails. Missing directories are
-            created.
+        path: path of the file. An existing file is replaced; if writing fails, it stays unchanged. Missing directories
+            are created.
         write: called with the open binary file.
 
     Raises:
@@ -52,7 +52,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def part_of(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the temporary file of `write_whole`; an existing one is left over from a killed process."""
+    """Returns the path of the temporary file of `write_whole`; if the file exists, a killed process left it."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -78,11 +78,11 @@ def reason(error: OSError, folder: pathlib.Path) -> str:
 
 
 def full(folder: pathlib.Path, needed: int | None = None) -> str:
-    """Describes a full disk: the space that is free on the disk of `folder`, and the bytes `needed`, if known."""
+    """Describes a full disk: the free space on the disk of `folder`, and the number of bytes `needed`, if known."""
     required = "" if needed is None else f"about {size(needed)} are needed, "
     place = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
         free = f"{size(shutil.disk_usage(place).free)} are free"
     except OSError:
-        free = "the free space is not known"
+        free = "the free space is unknown"
     return f"no space is left on the disk of {folder} ({required}{free})"

@@ -56,7 +56,7 @@ def test_expected_lengths_along_a_text_of_the_target_are_those_of_the_rules(dept
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ([], "the text has no token"),
+        ([], "the text is empty"),
         ([7], "the text has token 7 at index 0; ids go from 0 to 6"),
         ([-1], "the text has token -1 at index 0"),
         ("text", "a text must be a list of token ids"),

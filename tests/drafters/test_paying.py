@@ -13,7 +13,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import TokenCost, assumed_cost
 from jaxspec.drafters import _paying
 from jaxspec.drafters._paying import ALLOWANCE, Budget, count_paying, new_budget, settle, spend
-from jaxspec.kernels.library import COST_WITHOUT, TOKEN_COSTS
+from jaxspec.kernels.library import TOKEN_COSTS, XLA_TOKEN_COST
 
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
 WIDTHS = 1, 4, 8
@@ -61,7 +61,9 @@ def test_where_tokens_cost_more_fewer_are_drafted(monkeypatch):
     assert counted([doubtful], Noise.NONE) == [3]
 
 
-@pytest.mark.parametrize("cpu", [*(cost for own in TOKEN_COSTS.values() for cost in own.values()), COST_WITHOUT, None])
+@pytest.mark.parametrize(
+    "cpu", [*(cost for own in TOKEN_COSTS.values() for cost in own.values()), XLA_TOKEN_COST, None]
+)
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_costs_grow_with_width_and_never_faster_than_the_tokens(cpu, rows):
     costs = [assumed_cost(width, cpu, rows) for width in range(1, 65)]

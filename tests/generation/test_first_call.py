@@ -147,7 +147,7 @@ def test_a_capacity_that_is_rounded_says_so(capsys):
 @pytest.mark.parametrize(
     ("environment", "settings", "size"),
     [
-        ({}, {}, compilation_cache.BYTES),
+        ({}, {}, compilation_cache.MAX_CACHE_BYTES),
         ({"JAX_COMPILATION_CACHE_MAX_SIZE": "7"}, {"jax_compilation_cache_max_size": 7}, 7),
         ({"JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}, {}, -1),
         ({}, {"jax_compilation_cache_max_size": 7}, 7),

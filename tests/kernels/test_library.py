@@ -68,14 +68,14 @@ def test_only_what_was_found_is_given_as_the_reason(tmp_path, monkeypatch, kind,
     monkeypatch.setattr(sys, "path", [str(found), str(site)])
     other = "_kernels.cpython-399-x86_64-linux-gnu.so"
     if beside == "record":
-        (folder / installation.RECORD).write_text(f"{RECORDED}\n")
+        (folder / installation.REASON_FILE).write_text(f"{RECORDED}\n")
     elif beside != "nothing":
         (folder / other).touch()
     for machine in MACHINES:
-        said = installation.why_missing(folder, machine, "linux")
+        said = installation.explain_missing(folder, machine, "linux")
         assert "\n" not in said
         if machine not in ("x86_64", "AMD64"):
-            assert said == f"they are for x86-64 processors, and this is {machine}"
+            assert said == f"they are for x86-64 processors, and this processor is {machine}"
             continue
         assert (RECORDED in said) == (beside == "record"), "a failure is named where one was recorded"
         assert (other in said) == (beside == "another Python's")
@@ -84,15 +84,15 @@ def test_only_what_was_found_is_given_as_the_reason(tmp_path, monkeypatch, kind,
         assert ("the checkout" in said) == (kind == "checkout")
         assert (str(site) in said) == ("run Python from another folder" in said) == (kind == "checkout" and elsewhere)
         assert ("from a wheel without kernels" in said) == (kind == "pure wheel")
-        assert ("not known" in said) == (kind == "wheel")
+        assert ("unknown reason" in said) == (kind == "wheel")
         assert "no C++ compiler" not in said
-    assert "Windows" in installation.why_missing(folder, "AMD64", "win32")
+    assert "Windows" in installation.explain_missing(folder, "AMD64", "win32")
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of this checkout in which no kernels are built."""
-    unbuilt = shutil.ignore_patterns("*.so", "shipped", "__pycache__", installation.RECORD)
+    unbuilt = shutil.ignore_patterns("*.so", "shipped", "__pycache__", installation.REASON_FILE)
     shutil.copytree(ROOT / "jaxspec", tmp_path / "jaxspec", ignore=unbuilt)
     for name in ("setup.py", "pyproject.toml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
@@ -135,8 +135,8 @@ def test_what_is_missing_is_said(monkeypatch):
         assert not library.use_kernels(None)
     assert not library.use_kernels(None)  # said once
     assert not library.use_kernels(False)
-    with pytest.raises(InvalidConfig, match="whole layers"):
-        library.use_kernels(True, suited=False)
+    with pytest.raises(InvalidConfig, match="do not split layers"):
+        library.use_kernels(True, whole_layers=False)
 
 
 def test_every_processor_has_a_cost_of_drafts(monkeypatch):

@@ -176,8 +176,8 @@ def test_a_lossless_rule_that_accepts_less_than_it_could_passes(share):
         (Undeclared(), "not lossless: a round has a bias of"),
         (Modest(), "appears lossless"),
         (AFactorForgotten(), "not lossless"),
-        (Single(), "next_logits of another shape"),
-        (Columnar(), "node_probs of another shape"),
+        (Single(), "next_logits of a wrong shape"),
+        (Columnar(), "node_probs of a wrong shape"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
