@@ -90,8 +90,8 @@ def text_chain_lengths(
     ids = np.asarray(_ids(tokens, target.shape[-1], target.size))
     if target.shape[:-1] != ids.shape or len(ids) < depth:
         raise ShapeMismatch(
-            f"target and draft must be laws [T, V] of the {len(ids)} tokens, and there must be at least {depth} tokens; "
-            f"got laws of shape {target.shape}"
+            f"target and draft must be laws [T, V] of the {len(ids)} tokens, with T at least {depth}; got laws of "
+            f"shape {target.shape}"
         )
     target_probs, draft_probs = (
         np.take_along_axis(np.asarray(law, np.float64), ids[:, None], 1)[:, 0] for law in (target, draft)

@@ -1,1 +1,1 @@
-"""A process of limited time and memory, in which the programs that come with a checkpoint run."""
+"""A process with limits of time and memory, in which the programs that come with a checkpoint run."""

@@ -1,12 +1,12 @@
-"""The confined process: a child that handles untrusted content, with limits of processor time and memory.
+"""The confined process: a child process that handles untrusted content, with limits of processor time and memory.
 
-A chat template is a program that comes with a checkpoint, and a tokenizer contains regular expressions. No inspection
-of them bounds what they cost, but a process can be killed. All models share one child. It starts on first use, ends
+A chat template is a program that comes with a checkpoint, and a tokenizer contains regular expressions. Inspecting them
+cannot bound their cost, but a process can be killed. All models share one child process. It starts on first use, ends
 with its parent, and is replaced after it was killed. It imports neither JAX nor jaxspec, and cannot open files, start
 programs or use the network; see `workers/serve.py`.
 
-Requests are written with `marshal`, which keeps tuples and keys that are not strings. Answers are JSON or bytes, since
-they come from a process that may have been taken over.
+Requests are written with `marshal`, which preserves tuples and keys that are not strings. Answers are JSON or bytes,
+because they come from a process that may be under the control of a hostile file.
 """
 
 import atexit
@@ -31,18 +31,19 @@ from typing import Any
 from jaxspec.errors import LimitError, ProcessError
 
 START_SECONDS = 60.0  # for Python to start and import, on a busy machine with a slow disk
-END_SECONDS = 10.0  # between the end of a child's answers and its own, on a busy machine
-# Seconds of waiting per second of processor time, and in addition. The kernel limits the processor time, so the waiting
-# is for a child that is stuck, and long enough for a busy machine. Without the kernel's timer it is the only limit.
+END_SECONDS = 10.0  # for a child to end after its pipes are closed, on a busy machine
+# The parent waits BUSY_FACTOR times the processor time plus BUSY_SECONDS. The operating system limits the processor
+# time, so this limit is only for a child that is stuck, and long enough for a busy machine. Where the operating system
+# does not have such a timer, it is the only limit.
 BUSY_FACTOR, BUSY_SECONDS = (10.0, 60.0) if hasattr(signal, "setitimer") else (2.0, 1.0)
-LOOK_SECONDS = 0.05  # between looks at the child's memory, where the kernel does not limit it
+POLL_SECONDS = 0.05  # between checks of the child's memory, where the operating system does not limit it
 HEADER = struct.Struct("<cQ")  # of an answer: its kind, the bytes that follow
 LENGTH = struct.Struct("<Q")  # of a request
 PROGRAM = pathlib.Path(__file__).parent.absolute() / "workers" / "serve.py"
-KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # without which Python may not start
+INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # Python may need them to start
 CHILD_VARIABLES = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "131072",  # so that large blocks go back to the kernel
+    "MALLOC_MMAP_THRESHOLD_": "131072",  # so that large blocks are returned to the operating system
     "MALLOC_TRIM_THRESHOLD_": "131072",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -50,20 +51,20 @@ CHILD_VARIABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request may take.
+    """The limits of a request.
 
     Attributes:
-        seconds: processor time, at whose end the kernel kills the child. The parent waits much longer, since other
-            programs may have the processors, and kills a child that has not answered then.
-        memory: bytes in addition to what the child uses before the request; also the maximum length of the answer.
+        seconds: processor time. When it is used up, the operating system kills the child. The parent waits much longer,
+            because other programs may use the processors, and then kills a child that has not answered.
+        memory: bytes in addition to the memory of the child before the request; also the maximum length of the answer.
     """
 
     seconds: float
     memory: int
 
 
-class Refused(Exception):
-    """The child raised an exception while it handled a request, and can handle others.
+class RemoteError(Exception):
+    """The child raised an exception while it handled a request. It can still handle other requests.
 
     Attributes:
         kind: name of the exception's class.
@@ -75,10 +76,10 @@ class Refused(Exception):
         self.kind, self.text = kind, text
 
 
-class Held:
+class RemoteObject:
     """An object in the confined process.
 
-    It is created at once, again after the child was replaced, and deleted with this handle.
+    The object is created immediately, created again when the child was replaced, and deleted together with this handle.
     """
 
     def __init__(
@@ -87,16 +88,16 @@ class Held:
         kind: str,
         arguments: tuple[Any, ...],
         limits: Limits,
-        process: "Confined | None" = None,
+        process: "ConfinedProcess | None" = None,
     ):
         """Creates the object.
 
         Args:
             what: noun for error messages, such as "chat template".
-            kind: its class, a key of `KINDS` in `workers/serve.py`.
-            arguments: of the class: None, bool, int, float, str, bytes, and lists, tuples and dicts of these.
-            limits: of its creation.
-            process: the process; None for the one that all models share.
+            kind: class of the object, a key of `KINDS` in `workers/serve.py`.
+            arguments: arguments of the class: None, bool, int, float, str, bytes, and lists, tuples and dicts of these.
+            limits: limits of its creation.
+            process: the process; None for the process that all models share.
 
         Raises:
             Refused: the class raised an exception.
@@ -110,8 +111,8 @@ class Held:
         weakref.finalize(self, self._process.release, self.number).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles it as what it was created from; a copy is an object of its own in the shared process."""
-        return Held, (self.what, self.kind, self.arguments, self.limits)
+        """Copies and pickles the arguments that created the object; a copy is a new object in the shared process."""
+        return RemoteObject, (self.what, self.kind, self.arguments, self.limits)
 
     def call(self, method: str, *arguments: Any, limits: Limits) -> Any:
         """Calls a method of the object, and returns its result: bytes, or anything that JSON can express.
@@ -124,14 +125,15 @@ class Held:
         return self._process.request(self, method, arguments, limits)
 
 
-class Confined:
-    """The confined process, seen from its parent. Threads take turns; a forked process gets a child of its own."""
+class ConfinedProcess:
+    """The confined process, as seen from its parent. Only one thread uses it at a time; a forked process gets its own
+    child."""
 
     def __init__(self, watch: bool = sys.platform != "linux"):
         """Describes a process that starts on first use.
 
         Args:
-            watch: whether the parent limits the child's memory by looking at it, instead of the kernel.
+            watch: whether the parent checks the child's memory, because the operating system cannot limit it.
         """
         self._watch = watch
         self._child: _Child | None = None
@@ -141,7 +143,8 @@ class Confined:
             os.register_at_fork(after_in_child=self._forget)
 
     def start(self) -> None:
-        """Starts the child without waiting for it, so that it imports while its parent does other work."""
+        """Starts the child without waiting for it, so that the child imports its modules while the parent does other
+        work."""
         with self._lock:
             self._running()
 
@@ -151,17 +154,19 @@ class Confined:
             self._drop()
 
     def release(self, number: int) -> None:
-        """Deletes an object with the next request. Takes no lock: the garbage collector may call it at any time."""
+        """Deletes an object with the next request. This method does not lock, because the garbage collector may call it
+        at any time."""
         self._released.append(number)
 
-    def request(self, held: Held, method: str | None, arguments: tuple[Any, ...], limits: Limits) -> Any:
-        """Calls a method of an object, which is created first if the child does not have it; see `Held.call`.
+    def request(self, held: RemoteObject, method: str | None, arguments: tuple[Any, ...], limits: Limits) -> Any:
+        """Calls a method of an object, and creates the object first if the child does not have it; see
+        `RemoteObject.call`.
 
         Args:
             held: the object.
-            method: name of the method, or None to create the object only.
-            arguments: of the method.
-            limits: of the call.
+            method: name of the method, or None to only create the object.
+            arguments: arguments of the method.
+            limits: limits of the call.
         """
         with self._lock:
             child = self._running()
@@ -177,14 +182,14 @@ class Confined:
                 return (
                     None if method is None else child.ask(held.what, (released, held.number, method, arguments), limits)
                 )
-            except Refused:
+            except RemoteError:
                 raise
-            except BaseException:  # a limit, a crash, Ctrl-C: the next bytes from this child may be anything
+            except BaseException:  # a limit, a crash or Ctrl-C: the next bytes from this child are unpredictable
                 self._drop()
                 raise
 
     def _running(self) -> "_Child":
-        if self._child is not None and (self._child.leaves or self._child.process.poll() is not None):
+        if self._child is not None and (self._child.has_ended or self._child.process.poll() is not None):
             self._drop()
         if self._child is None:
             self._child = _Child(self._watch)
@@ -196,9 +201,9 @@ class Confined:
             child.kill()
 
     def _forget(self) -> None:
-        """Begins without a child, also in a process that was forked, whose parent keeps the child."""
+        """Resets the state to having no child. After a fork, the child belongs to the parent process."""
         child, self._child = self._child, None
-        self._lock = threading.Lock()  # another thread may have held the old one while the process was forked
+        self._lock = threading.Lock()  # another thread may have held the old lock during the fork
         self._released: collections.deque[int] = collections.deque()
         if child is not None:
             child.abandon()
@@ -208,26 +213,26 @@ class _Child:
     """The running process and its pipes.
 
     Attributes:
-        numbers: of the objects that it has.
-        leaves: whether it has ended after its last answer, because it had grown too large.
+        numbers: the numbers of the objects that the child has.
+        has_ended: whether the child ended after its last answer, because its memory had grown too much.
     """
 
     def __init__(self, watch: bool):
         self.numbers: set[int] = set()
-        self.leaves = False
+        self.has_ended = False
         self._watch, self._settled, self._ready, self._owner = watch, 0, False, os.getpid()
         if not hasattr(select, "poll"):
             raise ProcessError(
-                "chat templates and tokenizers run in a process of limited time and memory, which this system "
-                f"({sys.platform}) cannot make; use Linux, macOS, or WSL 2 on Windows"
+                "chat templates and tokenizers run in a process with limits of time and memory, which this system "
+                f"({sys.platform}) does not support; use Linux, macOS, or WSL 2 on Windows"
             )
         if not sys.executable:
             raise ProcessError(
-                "the process for chat templates and tokenizers cannot be started: sys.executable does not name a "
-                "Python; set it to the path of one that has the packages jinja2 and tokenizers"
+                "the process for chat templates and tokenizers cannot be started: sys.executable is empty; "
+                "set it to the path of a Python that has the packages jinja2 and tokenizers"
             )
         paths = [os.path.abspath(path) for path in sys.path]
-        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        kept = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(PROGRAM), str(int(watch)), *paths],
@@ -237,7 +242,7 @@ class _Child:
                 bufsize=0,
                 cwd=os.sep,
                 env=kept | CHILD_VARIABLES,
-                start_new_session=True,  # Ctrl-C in a terminal interrupts the parent alone
+                start_new_session=True,  # Ctrl-C in a terminal interrupts only the parent
             )
         except OSError as error:
             raise ProcessError(
@@ -250,7 +255,7 @@ class _Child:
         os.set_blocking(self._answers, False)
 
     def wait_until_ready(self) -> None:
-        """Waits until the child has imported what it needs."""
+        """Waits until the child has imported its modules."""
         if not self._ready:
             deadline = time.monotonic() + START_SECONDS
             try:
@@ -266,27 +271,27 @@ class _Child:
             self.settle()
 
     def settle(self) -> None:
-        """Takes the current size for what the objects need. Calls may use their limit in addition, however many."""
+        """Records the current memory as the memory that the objects need. Each call may use its limit in addition."""
         if self._watch:
             self._settled = _resident(self.process.pid) or self._settled
 
     def ask(self, what: str, request: tuple[Any, ...], limits: Limits) -> Any:
-        """Sends a request and returns the answer; raises as `Held.call` does."""
+        """Sends a request and returns the answer; raises the errors of `RemoteObject.call`."""
         data = marshal.dumps((*request, limits.seconds, limits.memory))
         waiting = BUSY_FACTOR * limits.seconds + BUSY_SECONDS
         deadline = time.monotonic() + waiting
         over_time = LimitError(
-            f"{what}: takes more than {limits.seconds:.2g} s of processor time, which is its limit; "
+            f"{what}: needs more than {limits.seconds:.2g} s of processor time, which is the limit; "
             "the file may be damaged or hostile"
         )
         over_memory = LimitError(
-            f"{what}: takes more than {limits.memory >> 20} MB of memory, which is its limit; "
+            f"{what}: needs more than {limits.memory >> 20} MB of memory, which is the limit; "
             "the file may be damaged or hostile"
         )
         try:
             self._send(LENGTH.pack(len(data)) + data, deadline, limits.memory)
             kind, answer = self._receive(deadline, limits.memory)
-            self.leaves, kind = kind.isupper(), kind.lower()
+            self.has_ended, kind = kind.isupper(), kind.lower()
             if kind == b"m":
                 raise MemoryError
             if kind == b"b":
@@ -294,7 +299,7 @@ class _Child:
             value = json.loads(answer.decode("utf-8", "surrogatepass"))
             if kind == b"j":
                 return value
-            raise Refused(*map(str, value)) if kind == b"e" else ValueError(kind)
+            raise RemoteError(*map(str, value)) if kind == b"e" else ValueError(kind)
         except TimeoutError:
             raise LimitError(
                 f"{what}: its process did not answer within {waiting:.2g} s; the machine may be overloaded"
@@ -302,15 +307,15 @@ class _Child:
         except MemoryError:
             raise over_memory from None
         except (EOFError, BrokenPipeError, ValueError, TypeError, RecursionError) as error:
-            if isinstance(error, EOFError | BrokenPipeError):  # it has ended, and says why as soon as it has a turn
+            if isinstance(error, EOFError | BrokenPipeError):  # it has ended; wait for its exit status
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(timeout=END_SECONDS)
             code = self.process.returncode
             if code is not None and -code == getattr(signal, "SIGPROF", 0):
                 raise over_time from None
-            ending = "sent what is no answer" if code is None else f"ended with status {code}"
+            ending = "sent an invalid answer" if code is None else f"ended with status {code}"
             raise LimitError(
-                f"{what}: its process {ending}, so it may need too much memory or too deep a nesting; "
+                f"{what}: its process {ending}, possibly because it needs too much memory or nests too deeply; "
                 "the file may be damaged or hostile"
             ) from None
 
@@ -326,7 +331,7 @@ class _Child:
                 with contextlib.suppress(OSError):
                     pipe.close()
         if self.process.returncode is None and os.getpid() != self._owner:
-            self.process.returncode = 0  # it is not a child of this process, which was forked
+            self.process.returncode = 0  # this process was forked, so the child is not its own
 
     def _send(self, data: bytes, deadline: float, memory: int) -> None:
         view = memoryview(data)
@@ -357,14 +362,14 @@ class _Child:
         """Waits until the pipe can be read or written; raises TimeoutError or MemoryError."""
         poll = select.poll()
         poll.register(pipe, event)
-        watched = self._watch and memory is not None
+        polls_memory = self._watch and memory is not None
         while True:
             left = max(0.0, deadline - time.monotonic())
-            if poll.poll(1000 * (min(left, LOOK_SECONDS) if watched else left) + 1):
+            if poll.poll(1000 * (min(left, POLL_SECONDS) if polls_memory else left) + 1):
                 return
             if not left:
                 raise TimeoutError
-            if watched and memory is not None and _resident(self.process.pid) > self._settled + memory:
+            if polls_memory and memory is not None and _resident(self.process.pid) > self._settled + memory:
                 raise MemoryError
 
 
@@ -374,11 +379,11 @@ def _resident(pid: int) -> int:
         if os.path.exists("/proc/self/statm"):
             pages = pathlib.Path(f"/proc/{pid}/statm").read_bytes().split()[1]
             return int(pages) * os.sysconf("SC_PAGE_SIZE")
-        shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, timeout=1)
-        return int(shown.stdout) << 10
+        listing = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, timeout=1)
+        return int(listing.stdout) << 10
     return 0
 
 
 _NUMBERS = itertools.count()
-CONFINED = Confined()
+CONFINED = ConfinedProcess()
 """The process that all models share."""

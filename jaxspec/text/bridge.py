@@ -1,10 +1,12 @@
-"""The bridge between two vocabularies: which tokens a target and a draft model share, and how each spells the other's.
+"""The bridge between two vocabularies: the tokens that a target and a draft model share, and the draft's spelling of
+the others.
 
-Tokens are the same if they stand for the same bytes in the middle of a text. Names would lose what families write in
-different alphabets: byte-level BPE maps bytes to printable characters, SentencePiece marks spaces and writes bytes in
-hexadecimal. Control tokens have no bytes in a text; those that end a turn, end a text or begin one are the same.
+Two tokens are the same if they stand for the same bytes in the middle of a text. The names of tokens cannot be
+compared, because families write them in different alphabets: byte-level BPE maps bytes to printable characters, and
+SentencePiece marks spaces and writes bytes in hexadecimal. Control tokens do not have bytes in a text; control tokens
+that end a turn, end a text or begin a text are matched by their role.
 
-Drafting from the shared tokens alone is "token-level intersection" (Timor et al. 2025, arXiv:2502.05202).
+Drafting only the shared tokens is called "token-level intersection" (Timor et al. 2025, arXiv:2502.05202).
 """
 
 import dataclasses
@@ -20,11 +22,11 @@ from jaxspec.errors import VocabMismatch, ignored_refusals
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
-LONGEST = 32
-"""Most draft tokens that spell one token of the target; of a longer spelling the end is kept."""
-LOW = 1 / 3
-"""The share of a sample text below which few drafts are accepted."""
-SAMPLE = """The committee will meet again on Thursday, 14 March 2024, at 10:30; please send your questions to us.
+MAX_SPELLING = 32
+"""Maximum number of draft tokens that spell one token of the target; only the end of a longer spelling is kept."""
+LOW_SHARE = 1 / 3
+"""The share of a sample text below which few drafts can be accepted."""
+SAMPLE_TEXT = """The committee will meet again on Thursday, 14 March 2024, at 10:30; please send your questions to us.
 When the rain stopped, she opened the window and listened: somewhere below, a street musician was playing an old waltz.
 def moving_average(values: list[float], width: int = 3) -> list[float]:
     if width < 1 or width > len(values):
@@ -35,18 +37,18 @@ Wir möchten wissen, ob die neue Brücke über den Fluss noch in diesem Jahr fer
 |------|------------:|-----:|
 | Graz |     302,749 | 127.6 km² |
 """
-"""The text of which `Bridge.sample_share` is computed: prose, code, a table."""
+"""The text from which `Bridge.sample_share` is computed: prose, code and a table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of two models, as far as its text is concerned.
+    """The properties of one of two models that concern its text.
 
     Attributes:
         tokenizer: its tokenizer.
         template: its chat template, if any.
         stop_ids: ids of the tokens that end its texts.
-        vocab: the number of its logits; tokens beyond it have no row.
+        vocab: the number of its logits; larger token ids do not have a row.
         name: its name in messages.
     """
 
@@ -58,17 +60,18 @@ class Side:
 
     @property
     def size(self) -> int:
-        """The number of tokens that have a text and a row."""
+        """The number of tokens that have both a text and a row."""
         return min(self.tokenizer.vocab_size, self.vocab)
 
     @functools.cached_property
     def roles(self) -> list[int | None]:
-        """The ids of the tokens that end a turn, end a text, and begin a text; None for those that it does not have."""
+        """The ids of the tokens that end a turn, end a text, and begin a text; None for each token that the model does
+        not have."""
         ends = [i for i in (*self.stop_ids, self.tokenizer.eos_id) if i is not None and i < self.size]
         turn = next(iter(ends), None)
         if self.template is not None:
             talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            with ignored_refusals():  # a template may refuse it
+            with ignored_refusals():  # a template may refuse the conversation
                 ids = self.tokenizer.encode(self.template.render(talk, add_generation_prompt=False))
                 turn = next((i for i in reversed(ids) if i in ends), turn)
         begin = self.tokenizer.bos_id
@@ -77,7 +80,7 @@ class Side:
 
     @functools.cached_property
     def by_bytes(self) -> dict[bytes, int]:
-        """The id of every text; of several with the same bytes the lowest plain one."""
+        """The id of each text; if several tokens have the same bytes, the lowest plain id."""
         found: dict[bytes, int] = {}
         ordinary = [i for i in range(self.size) if i not in self.tokenizer.special_ids]
         for i in sorted(ordinary, key=lambda i: (not self.tokenizer.is_plain(i), i)):
@@ -86,7 +89,8 @@ class Side:
         return found
 
     def spell(self, texts: Sequence[bytes]) -> list[list[int]]:
-        """Returns the ids of texts in the middle of others: as the tokenizer splits each, if that keeps its bytes."""
+        """Returns the ids of texts in the middle of other texts. If the tokenizer's ids do not keep the bytes, uses the
+        longest matches."""
         tokenizer = self.tokenizer
         whole = [text.decode(errors="replace") for text in texts]
         split = tokenizer.encode_all(whole, begins=False)
@@ -98,9 +102,10 @@ class Side:
         return ordinary and b"".join(self.tokenizer.pieces(ids)) == text
 
     def conversation(self, ids: Sequence[int]) -> list[dict[str, str]] | None:
-        """Returns the messages that the chat template renders as these ids; None if it finds none.
+        """Returns the messages that the chat template renders as these ids, or None.
 
-        They begin and end with the user's. What stands between them is read off a conversation of known contents.
+        The first and the last message are the user's. The text between messages is found by rendering a conversation
+        with known contents.
         """
         if self.template is None:
             return None
@@ -122,7 +127,8 @@ class Side:
         return None
 
     def longest_matches(self, text: bytes) -> list[int]:
-        """Returns the ids of a text, from left to right the longest token each; bytes without a token are left out."""
+        """Returns the ids of a text, taking the longest token at each position from left to right; bytes without a
+        token are skipped."""
         ids, at = [], 0
         while at < len(text):
             ends = range(min(len(text), at + self._longest), at, -1)
@@ -145,8 +151,8 @@ class Bridge:
         draft: the draft model's side.
         as_target: the target's ids of the common tokens, ascending, `[R]`.
         common: the draft's ids of the same tokens, `[R]`.
-        spelling: the draft's spellings of all of the target's tokens, one after the other.
-        starts: where the spelling of each of the target's ids starts, and where the last one ends, `[V + 1]`.
+        spelling: the draft's spellings of all tokens of the target, concatenated.
+        starts: the start of the spelling of each of the target's ids, and the end of the last spelling, `[V + 1]`.
         sample_share: the share of common tokens among the target's tokens of a sample text.
     """
 
@@ -160,12 +166,12 @@ class Bridge:
 
     @property
     def widest(self) -> int:
-        """The most draft tokens that spell one token of the target."""
+        """The maximum number of draft tokens that spell one token of the target."""
         return int(np.diff(self.starts).max())
 
     @property
     def begin(self) -> int:
-        """The draft token that a text without another begins with."""
+        """The draft token with which an otherwise empty text begins."""
         turn, text, bos = self.draft.roles
         return next((i for i in (bos, text, turn) if i is not None), int(self.common[0]))
 
@@ -179,28 +185,29 @@ class Bridge:
         shares, names = self.shares, (self.draft.name, self.target.name)
         line = (
             f"{names[0]} and {names[1]} have {len(self.common)} tokens in common: {shares['target']:.0%} of the "
-            f"target's, {shares['draft']:.0%} of the draft's, {shares['sample']:.0%} of those of a sample text"
+            f"target's, {shares['draft']:.0%} of the draft's, {shares['sample']:.0%} of the tokens of a sample text"
         )
         return line + (
-            "; other tokens cannot be drafted, so expect few accepted drafts and little speed from this pair"
-            if shares["sample"] < LOW
+            "; other tokens cannot be drafted, so expect few accepted tokens and little speed-up from this pair"
+            if shares["sample"] < LOW_SHARE
             else ""
         )
 
     def respell(self, ids: Iterable[int]) -> list[int]:
-        """Returns the draft's spelling of the target's tokens, one by one, as the decoder spells what it commits."""
+        """Returns the draft's spelling of the target's tokens, one token at a time, as the decoder spells committed
+        tokens."""
         return [int(i) for token in ids for i in self.spelling[self.starts[token] : self.starts[token + 1]]]
 
     def prompt(self, prompt: Any, ids: Sequence[int], variables: Mapping[str, Any]) -> list[int]:
         """Returns a prompt in the draft's tokens.
 
-        Text is tokenized by the draft's tokenizer, messages are rendered by its chat template, also those that the
-        target's template rendered as token ids. Other ids, and messages that the draft's template refuses, are spelled
-        from the target's ids.
+        Text is tokenized by the draft's tokenizer. Messages are rendered by the draft's chat template, including
+        messages that the target's template has already rendered as token ids. Other ids, and messages that the draft's
+        template refuses, are spelled from the target's ids.
 
         Args:
             prompt: raw text, token ids or chat messages.
-            ids: the same in the target's tokens.
+            ids: the same prompt in the target's tokens.
             variables: variables of the chat template, such as `tools`.
         """
         side = self.draft
@@ -218,14 +225,16 @@ class Bridge:
 
 @functools.lru_cache(maxsize=8)
 def build_bridge(target: Side, draft: Side) -> Bridge:
-    """Builds the tables of two vocabularies, which takes seconds; those of the latest pairs are kept.
+    """Builds the tables of two vocabularies, which takes seconds; the tables of the most recent pairs are cached.
 
     Raises:
         VocabMismatch: the vocabularies have no text in common.
     """
     shared = target.by_bytes.keys() & draft.by_bytes.keys()
     if not shared:
-        raise VocabMismatch(f"no token of {draft.name} has the text of a token of {target.name}; take another draft")
+        raise VocabMismatch(
+            f"{draft.name} and {target.name} do not have a token with the same text; choose another draft model"
+        )
     ends: dict[int, int] = {}
     for ours, theirs in zip(target.roles, draft.roles):
         if ours is not None and theirs is not None and ours not in ends and theirs not in ends.values():
@@ -244,9 +253,9 @@ def build_bridge(target: Side, draft: Side) -> Bridge:
         else:
             others[token] = text
     for token, ids in zip(others, draft.spell([*others.values()])):
-        spellings[token] = ids[-LONGEST:]
+        spellings[token] = ids[-MAX_SPELLING:]
     as_target, common = np.asarray(pairs, np.int32).T
-    sample = target.tokenizer.encode(SAMPLE, special=False)
+    sample = target.tokenizer.encode(SAMPLE_TEXT, special=False)
     return Bridge(
         target,
         draft,

@@ -1,4 +1,4 @@
-"""Chat templates, which format a conversation as a model's prompt.
+"""Chat templates, which format a conversation as a prompt of a model.
 
 A template is a program that comes with a checkpoint. It runs in the confined process, see `jaxspec.confined`.
 """
@@ -7,33 +7,33 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.confined.process import Held, Limits, Refused
+from jaxspec.confined.process import Limits, RemoteError, RemoteObject
 from jaxspec.errors import CheckpointError, InvalidConfig, UnknownName, shown
 from jaxspec.text.messages import MessageForms
 
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, as in transformers
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
-MAX_OUTPUT = 1 << 20  # characters that a template may add to those of its input
-MAX_NESTED = 90  # levels of nested lists and dicts in a template's input
-SECONDS, MEMORY = 0.75, 96 << 20  # of processor time and bytes, for compiling a template and for any rendering
+MAX_OUTPUT = 1 << 20  # characters that a template may add to the characters of its input
+MAX_DEPTH = 90  # levels of nested lists and dicts in a template's input
+SECONDS, MEMORY = 0.75, 96 << 20  # processor time and bytes for compiling a template and for every rendering
 COMPILE_SECONDS, COMPILE_MEMORY = 1.5e-5, 1280  # in addition, per character of source; measured: 5e-6 s and 300 bytes,
 # and for the costliest kind of expression 1.2e-5 s and 1550 bytes
 TRIAL_SECONDS = 0.1  # for rendering the short conversations of `MessageForms`, at most 14 of them
 SECONDS_PER_CHARACTER, MEMORY_PER_CHARACTER = 2e-6, 64  # in addition, per character of input
-RECORD = 512  # characters that a list or dict counts for, besides its contents
+CONTAINER_SIZE = 512  # characters that a list or dict counts, in addition to its contents
 
 
 class ChatTemplate:
     """A template that formats a conversation as the text a model was trained on.
 
     The text is a function of the source and the variables, with one exception: a template that calls `strftime_now`
-    writes today's date. The variable `strftime_now="2026-11-27"` sets another one.
+    writes today's date. The variable `strftime_now="2026-11-27"` sets a fixed date.
 
-    Some checkpoints have several templates. Conversations with tools are formatted by the one named "tool_use", others
-    by the default; `choose` returns any of them.
+    Some checkpoints have several templates. Conversations with tools are formatted by the template named "tool_use",
+    and all others by the default template; `choose` returns a template by its name.
 
     Attributes:
-        source: the Jinja source of the default; None if the checkpoint has named templates only.
+        source: the Jinja source of the default template; None if the checkpoint has only named templates.
         special_tokens: the template's variables, such as `bos_token`.
         named: the sources of further templates, by name.
     """
@@ -80,11 +80,11 @@ class ChatTemplate:
 
         Args:
             messages: the messages, `{"role": ..., "content": ...}` each, at least one; templates may read other keys.
-                Content may be a text, a list of parts such as `{"type": "text", "text": ...}`, or None beside
-                `tool_calls`, see `jaxspec.text.messages`.
+                Content is a text, a list of parts such as `{"type": "text", "text": ...}`, or None in a message with
+                `tool_calls`; see `jaxspec.text.messages`.
             add_generation_prompt: whether to end with the beginning of the assistant's reply.
             **variables: further variables of the template, such as `tools` or `enable_thinking`. `strftime_now`, a
-                date or a time in ISO format such as "2026-11-27", is what the template takes for now.
+                date or a time in ISO format such as "2026-11-27", replaces the current time.
 
         Raises:
             InvalidConfig: the messages are malformed, or the template rejects them.
@@ -115,29 +115,30 @@ class ChatTemplate:
         if self.source is None:
             names = ", ".join(map(repr, self.named))
             raise InvalidConfig(
-                f"the checkpoint has no default chat template, only {names}; take one of them by "
+                f"the checkpoint has no default chat template, only {names}; select one with "
                 "dataclasses.replace(model, chat_template=model.chat_template.choose(name)), or pass chat=False"
             )
-        alike = isinstance(add_generation_prompt, bool)
-        ends = [add_generation_prompt] * len(conversations) if alike else list(add_generation_prompt)
+        same_for_all = isinstance(add_generation_prompt, bool)
+        ends = [add_generation_prompt] * len(conversations) if same_for_all else list(add_generation_prompt)
         if len(ends) != len(conversations):
             raise InvalidConfig(
-                f"add_generation_prompt has {len(ends)} values for {len(conversations)} conversations; pass one each"
+                f"add_generation_prompt has {len(ends)} values for {len(conversations)} conversations; pass one value "
+                "for each"
             )
         converted = [self._forms.convert(messages) for messages in conversations]
         return self._renderer.render(converted, ends, variables, SECONDS)
 
 
 class _Renderer:
-    """A compiled template in the confined process, which renders messages as they are."""
+    """A compiled template in the confined process, which renders messages without converting them."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self._special_tokens = special_tokens
         size = len(source)
         limits = Limits(SECONDS + COMPILE_SECONDS * size, MEMORY + COMPILE_MEMORY * size)
         try:
-            self._template = Held("chat template", "template", (source,), limits)
-        except Refused as error:
+            self._template = RemoteObject("chat template", "template", (source,), limits)
+        except RemoteError as error:
             raise _typed(error) from None
 
     def render(
@@ -154,13 +155,13 @@ class _Renderer:
         shared, each = _plain_all(given)
         inputs, size = [], 0
         for messages, end in zip(conversations, ends):
-            own, added = _plain_all({"messages": messages, "add_generation_prompt": end})
-            inputs.append(shared | own)  # what they share is sent once
+            variables_of_each, added = _plain_all({"messages": messages, "add_generation_prompt": end})
+            inputs.append(shared | variables_of_each)  # `marshal` writes the shared objects once
             size += each + added
         limits = Limits(seconds + SECONDS_PER_CHARACTER * size, MEMORY + MEMORY_PER_CHARACTER * size)
         try:
             texts = self._template.call("render", inputs, now, MAX_OUTPUT + size, limits=limits)
-        except Refused as error:
+        except RemoteError as error:
             raise _typed(error) from None
         if not isinstance(texts, list) or len(texts) != len(inputs) or not all(isinstance(t, str) for t in texts):
             raise CheckpointError(f"chat template: its process answered {shown(texts)}, expected texts")
@@ -171,7 +172,7 @@ class _Renderer:
         return self.render([messages], [False], {}, TRIAL_SECONDS)[0]
 
 
-def _typed(error: Refused) -> CheckpointError | InvalidConfig:
+def _typed(error: RemoteError) -> CheckpointError | InvalidConfig:
     if error.kind == "RaisedByTemplate":
         return InvalidConfig(f"the chat template rejects these messages: {error.text[:200]}")
     return CheckpointError(f"chat template: {error.text[:200] or error.kind}")
@@ -193,8 +194,8 @@ def _plain_all(variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
     """Copies a value to Python's built-in types, as in JSON; returns the copy and its size in characters."""
-    if depth > MAX_NESTED:
-        raise InvalidConfig(f"{name}: lists and dicts nested more than {MAX_NESTED} levels deep")
+    if depth > MAX_DEPTH:
+        raise InvalidConfig(f"{name}: lists and dicts are nested more than {MAX_DEPTH} levels deep; flatten them")
     if value is None or isinstance(value, bool):
         return value, 1
     if isinstance(value, str):
@@ -203,9 +204,9 @@ def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
         return (int(value) if isinstance(value, int) else float(value)), 1
     if isinstance(value, Mapping):
         pairs = [(_plain(k, name, depth + 1), _plain(v, name, depth + 1)) for k, v in value.items()]
-        return {k: v for (k, _), (v, _) in pairs}, RECORD + sum(m + n for (_, m), (_, n) in pairs)
+        return {k: v for (k, _), (v, _) in pairs}, CONTAINER_SIZE + sum(m + n for (_, m), (_, n) in pairs)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         items = [_plain(item, name, depth + 1) for item in value]
         plain = [item for item, _ in items]
-        return tuple(plain) if isinstance(value, tuple) else plain, RECORD + sum(size for _, size in items)
-    raise InvalidConfig(f"{name} may contain only strings, numbers, lists and dicts, got {type(value).__name__!r}")
+        return tuple(plain) if isinstance(value, tuple) else plain, CONTAINER_SIZE + sum(size for _, size in items)
+    raise InvalidConfig(f"{name} must contain only strings, numbers, lists and dicts, got {type(value).__name__!r}")

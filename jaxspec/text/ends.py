@@ -1,9 +1,9 @@
 """End tokens: the tokens at which an answer or a text ends.
 
-A checkpoint names them in several places, and seldom all of them in one. `end_ids` collects those that it lists, the
-EOS token of its tokenizer and, for a model with a chat template, the token that ends the assistant's turn and the
-control tokens whose names say that a turn or a text ends. A model without a chat template continues raw text, so only
-what its checkpoint names ends a text.
+A checkpoint names end tokens in several places, and rarely all of them in one place. `end_ids` collects the ids that
+the checkpoint lists and the EOS token of its tokenizer. For a model with a chat template, it adds the token that ends
+the assistant's turn, and the control tokens whose names say that a turn or a text ends. A model without a chat template
+continues raw text, so only the tokens that its checkpoint names end a text.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.messages import MARK
 from jaxspec.text.tokenizer import Tokenizer
 
-NAMES = (
+END_NAMES = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<|return|>", "<|call|>",
     "<end_of_turn>", "<eos>", "</s>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>",
     "_<EOT>", "[EOT]", "[EOS]",
 )  # fmt: skip
-"""Names of control tokens that end a turn or a text: those that llama.cpp knows, DeepSeek's and Cohere's."""
-RETURN, MESSAGE_END = "<|return|>", "<|end|>"
-"""In a vocabulary with the first, which ends a turn, the second ends one message of several (gpt-oss)."""
+"""Names of control tokens that end a turn or a text, from llama.cpp, DeepSeek and Cohere."""
+RETURN_TOKEN, MESSAGE_END_TOKEN = "<|return|>", "<|end|>"
+"""In a vocabulary with the first token, which ends a turn, the second token ends a message of the turn (gpt-oss)."""
 
 
 def end_ids(
@@ -30,35 +30,35 @@ def end_ids(
     others: Iterable[int] = (),
     vocab: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns the ids of all end tokens of a model, those that its checkpoint lists first.
+    """Returns the ids of all end tokens of a model; the ids that its checkpoint lists come first.
 
     Args:
         tokenizer: its tokenizer, or None.
         template: its chat template, or None.
         listed: the ids that the checkpoint lists.
-        others: ids of a list that another one replaces. They end a text only if they are control tokens: some files
-            repeat the default of another vocabulary, where the id is an ordinary token.
-        vocab: the number of the model's logits; ids beyond it are left out. None for no limit.
+        others: ids of a list that another list overrides. They end a text only if they are control tokens, because some
+            files repeat the default of another vocabulary, and the id is an ordinary token in their own.
+        vocab: the number of the model's logits; larger ids are left out. None for no limit.
 
     Raises:
         LimitError: the template or the tokenizer exceeds its limits in a short conversation.
         ProcessError: the process in which they run cannot be started.
     """
-    found = list(listed)
+    ids = list(listed)
     if tokenizer is not None:
-        found += [i for i in others if type(i) is int and i in tokenizer.special_ids]
-        found += [tokenizer.eos_id]
+        ids += [i for i in others if type(i) is int and i in tokenizer.special_ids]
+        ids += [tokenizer.eos_id]
         if template is not None:
             with ignored_refusals():  # the template or the tokenizer may refuse the conversation
-                found.append(turn_end(tokenizer, template))
-            found += _named(tokenizer)
-    return tuple(dict.fromkeys(i for i in found if i is not None and (vocab is None or i < vocab)))
+                ids.append(turn_end(tokenizer, template))
+            ids += _named(tokenizer)
+    return tuple(dict.fromkeys(i for i in ids if i is not None and (vocab is None or i < vocab)))
 
 
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
-    """Returns the token that a chat template writes behind an answer; None if that is not one token.
+    """Returns the token that a chat template writes after an answer; None if it does not write a single token.
 
-    If the template writes nothing behind the last answer, it is the token that begins the user's next message.
+    If the template writes nothing after the last answer, returns the token that begins the user's next message.
 
     Raises:
         JaxspecError: the template or the tokenizer refuses a short conversation.
@@ -79,7 +79,7 @@ def turn_end(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
 
 def _named(tokenizer: Tokenizer) -> list[int]:
     """Returns the control tokens whose names say that a turn or a text ends."""
-    ids = {name: tokenizer.id_of(name) for name in NAMES}
-    if ids[RETURN] is not None:
-        del ids[MESSAGE_END]
+    ids = {name: tokenizer.id_of(name) for name in END_NAMES}
+    if ids[RETURN_TOKEN] is not None:
+        del ids[MESSAGE_END_TOKEN]
     return [i for i in ids.values() if i is not None and i in tokenizer.special_ids]

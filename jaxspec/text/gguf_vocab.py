@@ -10,17 +10,17 @@ from jaxspec.errors import CheckpointError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (  # GPT-4's; families differ in the number of digits per token
+_CL100K = (  # the pattern of GPT-4; families differ in the number of digits per token
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K = (  # GPT-4o's: a word ends before a capital letter; families differ in contractions and digits
+_O200K = (  # the pattern of GPT-4o: a word ends before a capital letter; families differ in contractions and digits
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%(contraction)s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%(contraction)s"
     r"|%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_CASED = (  # of DeepSeek LLM: letters with upper and lower case
+_CASED = (  # letters with upper and lower case, as in DeepSeek LLM
     r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
     r"\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
     r"\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
@@ -40,8 +40,8 @@ class PreTokenizer:
 
     Attributes:
         splits: regular expressions that split a text, applied in order.
-        composes: whether characters are composed (NFC) first.
-        keeps_tokens: whether a part that is a token is not split, whatever the merges are.
+        composes: whether characters are composed (NFC) before the text is split.
+        keeps_tokens: whether a part of the text that is a token is never split, whatever the merges are.
         adds_bos: whether a text begins with BOS unless the file says otherwise.
     """
 
@@ -111,14 +111,16 @@ PRE_TOKENIZERS = {
         )
     ),
 }
-"""By the value of `tokenizer.ggml.pre`, as the tokenizer.json of the original models has them."""
+"""Pre-tokenizers by the value of `tokenizer.ggml.pre`, taken from the tokenizer.json of the original models."""
 
 MAX_TOKEN = 1024
-"""Characters of the longest token; the longest published ones are runs of about 200 spaces."""
-PREFIXES_PER_TOKEN, PREFIXES = 16, 1 << 20
-"""Prefixes that are tokens: for each token of a SentencePiece vocabulary, and of any. Published ones have 3 each."""
-MERGED_PER_CHARACTER, MERGED = 4, 1 << 22
-"""Characters of all merges: for each character of a SentencePiece vocabulary, and of any. Published ones have 2."""
+"""Maximum length of a token in characters; the longest published tokens are runs of about 200 spaces."""
+MAX_PREFIXES_PER_TOKEN, MAX_PREFIXES = 16, 1 << 20
+"""Maximum number of prefixes that are tokens: for each token of a SentencePiece vocabulary, and in addition. Published
+vocabularies have 3 for each token."""
+MAX_MERGED_PER_CHARACTER, MAX_MERGED = 4, 1 << 22
+"""Maximum number of characters of all merges: for each character of a SentencePiece vocabulary, and in addition.
+Published vocabularies have 2 for each character."""
 
 
 class GgufTokenizer(NamedTuple):
@@ -167,7 +169,7 @@ def convert_tokenizer(metadata: Mapping[str, object]) -> GgufTokenizer:
 
 
 def adds_bos(metadata: Mapping[str, object]) -> bool:
-    """Returns whether a text begins with BOS. EOS is never added, since the prompt is to be continued."""
+    """Returns whether a text begins with BOS. EOS is never added, because the prompt will be continued."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     named = PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else None
     default = model == "llama" or (named is not None and named.adds_bos)
@@ -205,7 +207,8 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str], types: Sequen
 
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
-    """Describes Llama 2's BPE: characters merge into the token with the highest score, unknown ones become bytes."""
+    """Describes Llama 2's BPE: characters merge into the token with the highest score, and unknown characters become
+    bytes."""
     scores = _list(metadata, "tokenizer.ggml.scores")
     if len(scores) < len(tokens):
         raise CheckpointError(f"tokenizer.ggml.scores: expected one value per token, got {len(scores)}")
@@ -235,28 +238,28 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: list[str], types: Se
 
 
 def _splits(tokens: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Returns all pairs of tokens that together are a token.
+    """Returns all pairs of tokens whose concatenation is a token.
 
-    In sorted order a token follows its prefixes, so a stack holds the prefixes of each. The work and the result are
-    bounded by the size of the vocabulary.
+    In sorted order, a token follows its prefixes, so a stack holds the prefixes of the current token. The work and the
+    size of the result are bounded by the size of the vocabulary.
 
     Raises:
-        CheckpointError: tokens split into others in more ways than a vocabulary that was trained on text.
+        CheckpointError: tokens split into other tokens in far more ways than in vocabularies trained on text.
     """
     pairs: list[tuple[str, str]] = []
-    tries = PREFIXES_PER_TOKEN * len(tokens) + PREFIXES
-    room = MERGED_PER_CHARACTER * sum(map(len, tokens)) + MERGED
+    prefix_budget = MAX_PREFIXES_PER_TOKEN * len(tokens) + MAX_PREFIXES
+    character_budget = MAX_MERGED_PER_CHARACTER * sum(map(len, tokens)) + MAX_MERGED
     prefixes: list[str] = []
     for token in sorted(tokens):
         while prefixes and not token.startswith(prefixes[-1]):
             prefixes.pop()
-        tries -= len(prefixes)
+        prefix_budget -= len(prefixes)
         found = [(prefix, rest) for prefix in prefixes if (rest := token[len(prefix) :]) in tokens]
-        room -= len(token) * len(found)
-        if tries < 0 or room < 0:
+        character_budget -= len(token) * len(found)
+        if prefix_budget < 0 or character_budget < 0:
             raise CheckpointError(
                 "tokenizer.ggml.tokens: tokens are prefixes of each other far more often than in vocabularies that "
-                f"were trained on text (about {PREFIXES_PER_TOKEN} for each of {len(tokens)} tokens)"
+                f"were trained on text (about {MAX_PREFIXES_PER_TOKEN} for each of {len(tokens)} tokens)"
             )
         pairs += found
         if token:
@@ -276,7 +279,7 @@ def _list(metadata: Mapping[str, object], key: str, length: int | None = None, d
     if values is None and default is not None and length is not None:
         return [default] * length
     if values is None:
-        raise CheckpointError(f"{key} is missing, which the tokenizer needs")
+        raise CheckpointError(f"{key} is missing; the tokenizer needs it")
     values = values.tolist() if hasattr(values, "tolist") else values  # type: ignore[attr-defined]
     if not isinstance(values, list | tuple):
         raise CheckpointError(f"{key}: must be a list, got {type(values).__name__}")

@@ -12,13 +12,13 @@ class IncrementalDecoder:
     For every split of `ids` into pieces, the concatenation of the results of `push` and `finish` is exactly
     `tokenizer.decode(ids, skip_special)`. Bytes of an incomplete character are held back.
 
-    With `before`, the results are what follows the text of these ids: `tokenizer.decode(before)` and the results
-    together are `tokenizer.decode(before + ids)`. Only if `before` ends inside a character that `ids` completes, the
-    results begin with the whole character.
+    With `before`, the results are the text that follows the text of these ids: `tokenizer.decode(before)` followed by
+    the results equals `tokenizer.decode(before + ids)`. There is one exception: if `before` ends inside a character
+    that `ids` completes, the results begin with the whole character.
 
     Args:
         tokenizer: the tokenizer.
-        skip_special: whether control tokens have no text.
+        skip_special: whether to skip control tokens.
         before: ids of the text that the decoded ids continue.
     """
 
@@ -31,7 +31,7 @@ class IncrementalDecoder:
         self._cut_before = bool(self._utf8.getstate()[0])  # the text of `before` ends in U+FFFD
 
     def push(self, ids: Iterable[int]) -> str:
-        """Returns the text that these ids complete; it may be empty, inside a character."""
+        """Returns the text that these ids complete; the text is empty if they end inside a character."""
         data = b"".join(self._tokenizer.pieces(ids, self._skip_special))
         if self._strip and data:
             self._strip = False
@@ -53,7 +53,7 @@ class IncrementalDecoder:
 def _last_bytes(tokenizer: Tokenizer, skip_special: bool, ids: Sequence[int]) -> bytes:
     """Returns the last bytes of a text, enough of them to hold an incomplete character.
 
-    Ids that only pad a model's vocabulary have no text.
+    Ids that only pad a model's vocabulary do not have a text.
     """
     end = b""
     for i in reversed(ids):

@@ -6,27 +6,30 @@ from jaxspec.errors import InvalidConfig, shown
 from jaxspec.text.incremental import IncrementalDecoder
 from jaxspec.text.tokenizer import Tokenizer
 
-MAX_STOP = 4096  # characters; text of up to this length may be held back
-MOST_STOPS = 4096
-"""The most stop strings; all of them are looked for in every new text."""
+MAX_STOP_CHARACTERS = 4096  # text of up to this length can be held back
+MAX_STOPS = 4096
+"""Maximum number of stop strings, because all of them are searched for in every new text."""
 
 
 class StopStrings:
     """The stop strings of a text, matched incrementally.
 
-    The text ends at the stop string that is *completed* first; of two that end with the same character, at the longer
-    one. The end of a text therefore depends only on its characters and not on how it is split into pieces.
+    The text ends at the stop string that is *completed* first; if two of them end with the same character, at the
+    longer one. Therefore the end of a text depends only on its characters, and not on how the text is split into
+    pieces.
     """
 
     def __init__(self, strings: Sequence[str] | str = ()):
         if not isinstance(strings, Sequence):
             raise InvalidConfig(f"stop must be a string or a list of strings, got {shown(strings)}")
-        if not isinstance(strings, str) and len(strings) > MOST_STOPS:
-            raise InvalidConfig(f"stop must be a list of at most {MOST_STOPS} strings, got {shown(strings)}")
+        if not isinstance(strings, str) and len(strings) > MAX_STOPS:
+            raise InvalidConfig(f"stop must be a list of at most {MAX_STOPS} strings, got {shown(strings)}")
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in strings:
-            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP:
-                raise InvalidConfig(f"a stop string must be a str of 1 to {MAX_STOP} characters, got {shown(string)}")
+            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARACTERS:
+                raise InvalidConfig(
+                    f"a stop string must be a str of 1 to {MAX_STOP_CHARACTERS} characters, got {shown(string)}"
+                )
         self.strings = strings
         self._held, self._matched = "", False
 
@@ -52,8 +55,8 @@ class StopStrings:
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of a text without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._held = self._held, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:

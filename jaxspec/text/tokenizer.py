@@ -1,8 +1,8 @@
 """Tokenizers, for byte-level BPE and SentencePiece-style BPE vocabularies.
 
-The `tokenizers` library encodes, in the confined process (see `jaxspec.confined`), since what a file makes it do is not
-bounded. Decoding is implemented here: each token is a sequence of bytes, and a text is their concatenation decoded as
-UTF-8, with U+FFFD for invalid bytes. That makes streaming exact; see `incremental`.
+The `tokenizers` library encodes in the confined process (see `jaxspec.confined`), because a file can make it use
+unbounded time and memory. Decoding is implemented in this module: each token is a sequence of bytes, and the text is
+their concatenation, decoded as UTF-8 with U+FFFD for invalid bytes. This makes streaming exact; see `incremental`.
 """
 
 import array
@@ -13,13 +13,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jaxspec.confined.process import CONFINED, Held, Limits, Refused
+from jaxspec.confined.process import CONFINED, Limits, RemoteError, RemoteObject
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, shown
 from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
 from jaxspec.text.gguf_vocab import convert_tokenizer
 
 MAX_STEPS = 10_000
-"""Lists and objects in a part of a tokenizer.json other than the vocabulary."""
+"""Maximum number of lists and objects in a part of a tokenizer.json other than the vocabulary."""
 LOAD_SECONDS, LOAD_MEMORY = 2.0, 64 << 20  # for the smallest file
 LOAD_SECONDS_PER_CHARACTER, LOAD_MEMORY_PER_CHARACTER = 1e-6, 48  # measured: 1e-7 seconds and 12 bytes
 ENCODE_SECONDS, ENCODE_MEMORY = 2.0, 64 << 20  # for the shortest text
@@ -66,15 +66,15 @@ class Tokenizer:
             LOAD_SECONDS + LOAD_SECONDS_PER_CHARACTER * size, LOAD_MEMORY + LOAD_MEMORY_PER_CHARACTER * size
         )
         try:
-            self._encoder = Held("tokenizer", "tokenizer", (self.text,), limits)
+            self._encoder = RemoteObject("tokenizer", "tokenizer", (self.text,), limits)
             found = self._encoder.call("describe", limits=limits)
-        except Refused as error:
+        except RemoteError as error:
             raise CheckpointError(f"not a valid tokenizer.json: {_reason(error)}") from None
         _check_description(found, end)
         if found["dropout"]:
             warnings.warn(
-                "the tokenizer's file asks for dropout, a setting of training that encodes a text at random; "
-                "it is turned off",
+                "the tokenizer's file enables dropout, a setting for training that makes encoding random; "
+                "dropout is turned off",
                 stacklevel=4,
             )
         self._model: str = found["model"]
@@ -94,7 +94,7 @@ class Tokenizer:
             vocab_size: vocabulary size of the model, if known; see `_check_ids`.
 
         Raises:
-            CheckpointError: the file cannot be read, it takes too much time or memory, or an id in it is out of range.
+            CheckpointError: the file cannot be read, needs too much time or memory, or contains an id out of range.
         """
         path = check_path(path, "the path of tokenizer.json")
         CONFINED.start()  # while this process parses the file
@@ -125,7 +125,9 @@ class Tokenizer:
             return cls.from_json(source.json_path, vocab_size)
         if source.gguf is not None:
             return cls.from_gguf(source.gguf)
-        raise CheckpointError("the checkpoint has no tokenizer: no tokenizer.json, no tokenizer.* metadata")
+        raise CheckpointError(
+            "the checkpoint has no tokenizer: it has neither a tokenizer.json nor tokenizer.* metadata"
+        )
 
     def save(self, directory: Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, from which `from_json` restores the tokenizer."""
@@ -139,17 +141,18 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True, begins: bool = True) -> list[int]:
         """Returns the token ids of a text.
 
-        Special tokens spelled out in the text, as by chat templates, are always encoded as such.
+        Special tokens that are spelled out in the text, for example by chat templates, are always encoded as special
+        tokens.
 
         Args:
             text: the text.
-            special: whether to add BOS if the model expects one and the text has none.
-            begins: whether this is the beginning of a text. What continues another text gets no BOS, and no space of
-                the tokenizer's own before it.
+            special: whether to add BOS if the model expects it and the text does not begin with it.
+            begins: whether this is the beginning of a text. A text that continues another text gets neither BOS nor a
+                leading space from the tokenizer.
 
         Raises:
             InvalidConfig: the text is not a string, or contains a lone surrogate.
-            CheckpointError: the tokenizer fails, or takes too much time or memory.
+            CheckpointError: the tokenizer fails, or needs too much time or memory.
         """
         return self.encode_all([text], special, begins)[0]
 
@@ -160,7 +163,7 @@ class Tokenizer:
                 raise InvalidConfig(f"text to encode must be a str, got {type(text).__name__}")
         if begins or not self.strips_space:
             return self._encode(texts, special and begins)
-        # After a line break, with whose tokens no others merge, the encoder is in the middle of a text.
+        # A line break, whose tokens do not merge with others, puts the encoder in the middle of a text.
         head, *found = self._encode(["\n", *("\n" + text for text in texts)], False)
         merged = [i for i, ids in enumerate(found) if ids[: len(head)] != head]
         instead = dict(zip(merged, self._encode([texts[i].removeprefix(" ") for i in merged], False)))
@@ -177,13 +180,13 @@ class Tokenizer:
         limits = Limits(ENCODE_SECONDS + ENCODE_SECONDS_PER_BYTE * size, ENCODE_MEMORY + ENCODE_MEMORY_PER_BYTE * size)
         try:
             data = self._encoder.call("encode", list(map(str, texts)), special and self.add_bos is None, limits=limits)
-        except Refused as error:
+        except RemoteError as error:
             raise CheckpointError(f"the tokenizer is damaged and cannot encode: {_reason(error)}") from None
         numbers = _numbers(data)
         counts = numbers[: len(texts)]
         if len(counts) != len(texts) or len(texts) + sum(counts) != len(numbers):
             raise CheckpointError(
-                f"tokenizer: its process sent {len(numbers)} numbers, which are no ids of these texts"
+                f"tokenizer: its process sent {len(numbers)} numbers, which are not the ids of these texts"
             )
         found, end = [], len(texts)
         for count in counts:
@@ -207,12 +210,12 @@ class Tokenizer:
         return (data[1:] if self.strips_space and data[:1] == b" " else data).decode("utf-8", "replace")
 
     def pieces(self, ids: Iterable[int], skip_special: bool = True) -> list[bytes]:
-        """Returns the bytes of each token; those of a skipped special token are empty."""
+        """Returns the bytes of each token; a skipped special token has no bytes."""
         hidden = self.special_ids if skip_special else ()
         return [b"" if i in hidden else self.token_bytes(i) for i in map(int, ids)]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token; a special token's are its name, and an unused id has none."""
+        """Returns the bytes of a token. The bytes of a special token are its name; an unused id has no bytes."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenOutOfRange(f"token {token_id} is not in the vocabulary 0..{self.vocab_size - 1}")
         if token_id in self._added:
@@ -224,7 +227,7 @@ class Tokenizer:
         return bytes.fromhex(token[3:5]) if _is_byte(token) else token.replace("▁", " ").encode()
 
     def is_plain(self, token_id: int) -> bool:
-        """Tells whether a token was learned from text: neither added later, nor a byte in hexadecimal."""
+        """Returns whether a token was learned from text: it was not added later, and is not a byte in hexadecimal."""
         return token_id not in self._added and (self._byte_level or not _is_byte(self._names.get(token_id, "")))
 
     @cached_property
@@ -234,7 +237,7 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> Set[int]:
-        """Ids of the tokens that were added to what was learned from text; the control tokens are among them."""
+        """Ids of the tokens that were added to the learned vocabulary, including the control tokens."""
         return self._added.keys()
 
     @cached_property
@@ -262,7 +265,7 @@ class Tokenizer:
 
 @lru_cache(maxsize=16)  # a comparison takes tenths of a second
 def same_vocab(one: Tokenizer, other: Tokenizer) -> bool:
-    """Tells whether two tokenizers have the same token for each id, as text or as control."""
+    """Returns whether two tokenizers have the same token for each id, and the same control tokens."""
     return one._ids == other._ids and one.special_ids == other.special_ids
 
 
@@ -286,9 +289,9 @@ def _check_steps(content: Mapping[str, Any]) -> None:
 def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) -> int:
     """Rejects a tokenizer.json with an id out of range, before a table of that size is allocated.
 
-    The ids of a model's vocabulary may have gaps. Published files have a few more tokens, without gaps, which are never
-    emitted. An id must therefore be below the vocabulary size or the number of tokens in the file; without a model,
-    below `size`, the number of characters in the file.
+    The ids of a model's vocabulary can have gaps. Published files have a few additional tokens, without gaps, which are
+    never emitted. Therefore an id must be below the vocabulary size or below the number of tokens in the file; without
+    a model, it must be below `size`, the number of characters in the file.
 
     Returns:
         The end of the range.
@@ -320,14 +323,15 @@ def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) ->
 
 
 def _check_description(found: Any, end: int) -> None:
-    """Checks the shape of what the confined process tells about a tokenizer, since it may have been taken over.
+    """Checks the confined process's description of a tokenizer, because the process may be under the control of a
+    hostile file.
 
     Args:
         found: its answer, see `describe` in `workers/text_tokenizers.py`.
-        end: of the range of ids. Added tokens whose ids the library chooses follow.
+        end: end of the range of ids. Added tokens whose ids the library chooses come after it.
 
     Raises:
-        CheckpointError: the answer has another shape, or an id is out of range.
+        CheckpointError: the description is malformed, or an id is out of range.
     """
     found = found if isinstance(found, dict) else {}
     decoder, added = found.get("decoder", 0), found.get("added")
@@ -350,7 +354,7 @@ def _numbers(data: Any) -> list[int]:
     """Returns the numbers of an answer of the confined process.
 
     Raises:
-        CheckpointError: it is not a sequence of numbers of 32 bits.
+        CheckpointError: the answer is not a sequence of 32-bit integers.
     """
     if not isinstance(data, bytes) or len(data) % 4:
         raise CheckpointError(f"tokenizer: its process answered {shown(data)}, expected token ids")
@@ -358,12 +362,12 @@ def _numbers(data: Any) -> list[int]:
 
 
 def _is_byte(token: str) -> bool:
-    """Tells whether a token of a SentencePiece vocabulary is the name of a byte, such as `<0x0A>`."""
+    """Returns whether a token of a SentencePiece vocabulary is the name of a byte, such as `<0x0A>`."""
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's map from printable characters to bytes: visible bytes as they are, others from U+0100 on."""
+    """Returns GPT-2's map from printable characters to bytes: visible bytes are unchanged, others start at U+0100."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [b for b in range(256) if b not in seen]
     return {chr(b): b for b in seen} | {chr(0x100 + n): b for n, b in enumerate(unseen)}
@@ -373,13 +377,13 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the name of each token of a tokenizer.json that the library has read, without the added tokens."""
+    """Returns the name of each token of a valid tokenizer.json, without the added tokens."""
     vocab = content["model"]["vocab"]
     return {i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {i: t[0] for i, t in enumerate(vocab)}
 
 
-def _reason(error: Refused) -> str:
-    """Returns what the library said; its own bugs, which Rust calls panics, have a name of their own."""
+def _reason(error: RemoteError) -> str:
+    """Returns the message of the library; for a bug of the library (a panic in Rust), says that the library fails."""
     return f"the tokenizers library fails: {error.text}" if error.kind == "PanicException" else error.text
 
 

@@ -207,7 +207,7 @@ def test_lengths_of_trees():
     first, second = top_tokens(draft(()), 2)
     below = sum(target((first,))[t] for t in top_tokens(draft((first,)), 2))
     assert fixed == pytest.approx(target(())[first] * (1 + below) + target(())[second], abs=1e-9)
-    with pytest.raises(InvalidConfig, match="has a formula on chains only"):
+    with pytest.raises(InvalidConfig, match="has a formula only for chains"):
         analysis.expected_length(find("rule", "coupled")(), tree, target, draft)
 
 

@@ -13,7 +13,7 @@ from helpers.bridges import BEGIN, END, OTHER, OTHER_TEMPLATE, OTHER_V, bridge
 from helpers.toy_text import EOS, TEMPLATE, TOKENIZER, V
 from jaxspec.errors import VocabMismatch
 from jaxspec.text import ChatTemplate, Tokenizer
-from jaxspec.text.bridge import LONGEST, LOW, Side, build_bridge
+from jaxspec.text.bridge import LOW_SHARE, MAX_SPELLING, Side, build_bridge
 
 pytestmark = pytest.mark.quick
 
@@ -138,7 +138,7 @@ def test_ids_without_a_text_or_a_row_are_never_common():
 def test_a_long_spelling_keeps_its_end():
     target = side(byte_level("a", "b", "a" * 50 + "b"), stop_ids=())
     ids = build_bridge(target, side(byte_level("b", "a"), stop_ids=()))
-    assert ids.respell([2]) == [1] * (LONGEST - 1) + [0]
+    assert ids.respell([2]) == [1] * (MAX_SPELLING - 1) + [0]
 
 
 class TestPrompt:
@@ -184,13 +184,13 @@ def test_what_is_reported():
         f"other and toy have 13 tokens in common: 81% of the target's, 87% of the draft's, {BRIDGE.sample_share:.0%} of"
     )
     assert str(BRIDGE).startswith(name)
-    assert ("expect few" in str(BRIDGE)) == (BRIDGE.sample_share < LOW)
-    for share, warns in ((LOW - 0.01, True), (LOW + 0.01, False)):
+    assert ("expect few" in str(BRIDGE)) == (BRIDGE.sample_share < LOW_SHARE)
+    for share, warns in ((LOW_SHARE - 0.01, True), (LOW_SHARE + 0.01, False)):
         assert ("expect few" in str(dataclasses.replace(BRIDGE, sample_share=share))) == warns
 
 
 def test_vocabularies_without_a_common_text_are_refused():
-    with pytest.raises(VocabMismatch, match="no token of model has the text of a token of model"):
+    with pytest.raises(VocabMismatch, match="model and model do not have a token with the same text"):
         build_bridge(
             side(byte_level("a", "<x>", kinds={1: 3}), stop_ids=(1,)),
             side(byte_level("b", "<x>", kinds={1: 3}), stop_ids=(1,)),

@@ -14,7 +14,7 @@ from helpers.narrow import not_none
 from jaxspec.bench import tasks
 from jaxspec.errors import InvalidConfig, TaskError, TrainingError
 from jaxspec.text import ChatTemplate
-from jaxspec.text.conversations import ROLES, Conversation, _Bad, _conversation, read
+from jaxspec.text.conversations import ROLES, Conversation, _conversation, _RowError, read
 from jaxspec.train import tokenized
 
 pytestmark = pytest.mark.quick
@@ -39,7 +39,7 @@ BAD = {
     b'{"\\ud800": 1}': r"got '\\ud800'",
     b'{"messages": 3}': "messages must be a list, got int",
     b'{"messages": [3]}': "a message must be an object, got int",
-    b'{"messages": [{"role": "tool", "content": "a"}]}': "there is no message of a user",
+    b'{"messages": [{"role": "tool", "content": "a"}]}': "the conversation has no message from the user",
     b'{"messages": [{"role": "critic", "content": "a"}]}': "role must be one of .* got 'critic'",
     b'{"messages": [{"role": "user", "content": 5}]}': "content must be text, got int",
     b'{"messages": [{"role": ["user"], "content": "a"}]}': "role must be one of .* got list",
@@ -50,14 +50,14 @@ BAD = {
     b'{"conversations": [{"from": "human", "value": ["a"]}]}': "content must be text, got list",
     b'{"prompt": "a", "answer": {"a": 1}}': "answer must be text, got dict",
     b'{"turns": [["a"]]}': "a turn must be text, got list",
-    b'{"messages": [{"role": "system", "content": "a"}]}': "there is no message of a user",
-    b'{"messages": []}': "there is no message of a user",
+    b'{"messages": [{"role": "system", "content": "a"}]}': "the conversation has no message from the user",
+    b'{"messages": []}': "the conversation has no message from the user",
     b'{"turns": "a"}': "turns must be a list, got str",
     b'{"prompt": "  "}': "prompt is empty",
     b'{"prompt": "a\\u0000b"}': "prompt contains a NUL character",
     b'{"prompt": "\\ud800"}': "prompt contains a lone surrogate",
     b'{"prompt": "\xff"}': "not JSON",
-    b'{"prompt": "' + b"a" * (1 << 22) + b'"}': "a line of 41943.. bytes, expected at most 4194304",
+    b'{"prompt": "' + b"a" * (1 << 22) + b'"}': "the line has 41943.. bytes, expected at most 4194304",
 }
 
 
@@ -151,7 +151,7 @@ def test_rows_of_any_values_are_read_or_bad():
     for row in (changed(rows[i % len(rows)]) for i in range(600)):
         try:
             found = _conversation(row, "here")
-        except _Bad as error:
+        except _RowError as error:
             reasons.add(str(error))
             continue
         read_at_all += 1

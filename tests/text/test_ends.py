@@ -13,7 +13,7 @@ from jaxspec.confined.process import CONFINED
 from jaxspec.errors import LimitError, ProcessError
 from jaxspec.text import ChatTemplate, Tokenizer
 from jaxspec.text.bridge import Side
-from jaxspec.text.ends import NAMES, end_ids, turn_end
+from jaxspec.text.ends import END_NAMES, end_ids, turn_end
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +52,7 @@ def ids(family: str, *names: str) -> list[int]:
 def right(family: str) -> set[str]:
     """The tokens that end an answer of a family, whatever its checkpoint lists."""
     one = FAMILIES[family]
-    return ({one.end, one.eos} | {name for name in one.special if name in NAMES}) - {""}
+    return ({one.end, one.eos} | {name for name in one.special if name in END_NAMES}) - {""}
 
 
 NO_LIST = {"none": {}, "null": {"eos_token_id": None}, "empty": {"eos_token_id": []}}
@@ -71,7 +71,7 @@ def test_the_template_says_what_ends_a_turn(family):
 def test_an_answer_ends_where_no_list_says_so(tmp_path, family, generation, config):
     """Absent, null and empty lists in both files."""
     found = hf(tmp_path, family, generation=NO_LIST[generation], eos=NO_LIST[config], named=False)
-    assert names_of(found) == right(family) - ({FAMILIES[family].eos} - {FAMILIES[family].end, *NAMES})
+    assert names_of(found) == right(family) - ({FAMILIES[family].eos} - {FAMILIES[family].end, *END_NAMES})
 
 
 @pytest.mark.parametrize("family", ["yi", "llama-3", "gemma", "phi-3", "glm-4", "falcon"])

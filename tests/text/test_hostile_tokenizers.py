@@ -105,7 +105,7 @@ def test_what_the_message_says(path, name):
 
 def test_dropout_is_turned_off_and_said_once(path):
     hostile.write(path, BOMBS["dropout"])
-    with pytest.warns(UserWarning, match=r"asks for dropout.*turned off") as caught:
+    with pytest.warns(UserWarning, match=r"enables dropout.*turned off") as caught:
         ids = {tuple(one) for one in Tokenizer.from_json(path).encode_all(["aababaab" * 20] * 8)}
     assert len(ids) == len(caught) == 1
     hostile.write(path, hostile.content())
@@ -134,7 +134,7 @@ def test_added_tokens_that_a_normalizer_makes_equal(path):
         ]
         hostile.write(path, case)
         if "<x>" in texts:
-            with pytest.raises(CheckpointError, match="the added tokens '<X>' and '<x>' are equal once normalized"):
+            with pytest.raises(CheckpointError, match="the added tokens '<X>' and '<x>' are equal after normalization"):
                 Tokenizer.from_json(path)
     assert len({tuple(Tokenizer.from_json(path).encode("<X><y> <x>")) for _ in range(5)}) == 1
 

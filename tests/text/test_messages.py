@@ -90,13 +90,13 @@ def test_a_template_that_reads_lists_alone_is_given_lists():
 @pytest.mark.parametrize("family", ["chatml", "gemma-3"])
 def test_parts_that_are_not_text_are_refused(family, kind):
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: "x"}]}
-    with pytest.raises(InvalidConfig, match=rf"messages\[0\]\['content'\]\[1\] is of type '{kind}', and only text can"):
+    with pytest.raises(InvalidConfig, match=rf"messages\[0\]\['content'\]\[1\] is of type '{kind}', but only text is"):
         ChatTemplate(FAMILIES[family][0], TOKENS).render([message])
 
 
 def test_a_part_of_its_own_kind_is_for_templates_that_read_lists():
     message = {"role": "user", "content": [{"type": "thinking", "thinking": "hm"}]}
-    with pytest.raises(InvalidConfig, match="is of type 'thinking', and the chat template reads text only"):
+    with pytest.raises(InvalidConfig, match="is of type 'thinking', but the chat template only reads text"):
         ChatTemplate(FAMILIES["chatml"][0], TOKENS).render([message])
     source = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -143,7 +143,10 @@ def add(a: int, b: int) -> int:
     [
         ("add", "tools must be a list of dicts, each the JSON schema of a function; got 'add'"),
         (TOOLS[0], "tools must be a list of dicts"),
-        ([add], r"tools\[0\] is the function 'add'; pass its JSON schema instead, which transformers.utils.get_json_"),
+        (
+            [add],
+            r"tools\[0\] is the function 'add'; pass its JSON schema instead, for example transformers.utils.get_json_",
+        ),
         ([TOOLS[0], 3], r"tools\[1\] must be a dict, the JSON schema of a function; got 3"),
     ],
 )
@@ -159,7 +162,7 @@ def test_tools_are_dicts(tools, message):
     [
         ("enable_thinking", "template_variables must be a dict such as"),
         ({1: 2}, "template_variables must be a dict such as"),
-        ({"tools": []}, "template_variables must not contain 'tools', which has an argument of its own"),
+        ({"tools": []}, "template_variables must not contain 'tools'; it has its own argument"),
     ],
 )
 def test_variables_are_named(variables, message):

@@ -514,12 +514,12 @@ def test_the_date_is_today_or_the_one_that_is_given():
 
 @pytest.mark.parametrize("value", [print, object(), {1, 2}, [b"x"], {"a": [lambda: 0]}])
 def test_variables_are_data(value):
-    with pytest.raises(InvalidConfig, match=r"tools may contain only strings, numbers, lists and dicts, got '\w+'"):
+    with pytest.raises(InvalidConfig, match=r"tools must contain only strings, numbers, lists and dicts, got '\w+'"):
         ChatTemplate("{{ tools }}").render(TALK, tools=value)
 
 
 def test_variables_that_contain_themselves():
     tools: list = []
     tools.append(tools)
-    with pytest.raises(InvalidConfig, match="tools: lists and dicts nested more than 90"):
+    with pytest.raises(InvalidConfig, match="tools: lists and dicts are nested more than 90"):
         ChatTemplate("{{ tools }}").render(TALK, tools=tools)

@@ -1,13 +1,13 @@
-"""Chat templates in the confined process: jinja2's sandbox, configured as transformers does.
+"""Chat templates in the confined process: jinja2's sandbox, with the configuration of transformers.
 
-Whatever is not a function of a template and its input is missing: random numbers, and addresses of objects in the text.
-The one exception is the date that `strftime_now` formats, which the parent sends.
+The text is a function of the template and its input: random numbers are not available, and addresses of objects in the
+text are refused. The only exception is the date that `strftime_now` formats, which the parent sends.
 """
 
 import contextlib
 import datetime
 import json
-import pprint  # noqa: F401  (jinja2 and Python import these three when they first need them, which is too late)
+import pprint  # noqa: F401  (jinja2 and Python would import these three modules on first use, when imports are no longer allowed)
 import re
 import textwrap  # noqa: F401
 import unicodedata  # noqa: F401
@@ -22,15 +22,16 @@ _ADDRESS = re.compile(r"<[^<>\n]{1,200} at 0x[0-9a-f]+>")
 
 
 class RaisedByTemplate(Exception):
-    """The template called `raise_exception`, for an unknown role or two answers in a row, for example."""
+    """The template called `raise_exception`, for example because of an unknown role or two answers in a row."""
 
 
-class Damaged(Exception):
-    """The template fails."""
+class TemplateError(Exception):
+    """The template cannot be compiled or rendered."""
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the assistant's messages for training. Its variables are its own."""
+    """The tag `{% generation %}`, which marks the assistant's messages for training. Its variables are local to the
+    tag."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -78,17 +79,17 @@ class Template:
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise Damaged(f"line {error.lineno}: {error.message}") from None
+            raise TemplateError(f"line {error.lineno}: {error.message}") from None
         except (RecursionError, SyntaxError, ValueError) as error:
-            raise Damaged(f"cannot be compiled: {error or type(error).__name__}") from None
+            raise TemplateError(f"cannot be compiled: {error or type(error).__name__}") from None
 
-    def render(self, inputs, now, room):
+    def render(self, inputs, now, characters):
         """Renders a list of conversations.
 
         Args:
-            inputs: the variables of each.
+            inputs: the variables of each conversation.
             now: the date and time, in ISO format.
-            room: characters that the texts may have together.
+            characters: the maximum number of characters of all texts together.
 
         Returns:
             The texts.
@@ -99,22 +100,22 @@ class Template:
             parts = []
             for part in self._template.generate(variables):
                 parts.append(part)
-                room -= len(part)
-                if room < 0:
-                    raise Damaged("its output is too long")
+                characters -= len(part)
+                if characters < 0:
+                    raise TemplateError("its output is too long")
             texts.append(self._checked("".join(parts), variables))
         return texts
 
     def _checked(self, text, variables):
         if " at 0x" in text:
-            given = f"{self._source}{variables}"
+            source_and_variables = f"{self._source}{variables}"
             for match in _ADDRESS.findall(text):
-                if match not in given:
-                    raise Damaged(f"prints {match.rpartition(' at ')[0]}>, which differs from run to run")
+                if match not in source_and_variables:
+                    raise TemplateError(f"prints {match.rpartition(' at ')[0]}>, which differs from run to run")
         return text
 
 
-# Renders and fails once, for the imports of the first time.
+# Renders a template that fails, so that jinja2 imports all modules that it needs.
 _WARM = (
     "{{ '\\N{EN DASH}' }}{% for m in x %}{{ m | tojson(indent=2) }}{% endfor %}{{ strftime_now('%d %b') }}{{ 1 / y }}"
 )

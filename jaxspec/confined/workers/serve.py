@@ -1,10 +1,10 @@
-"""The program of the confined process: holds objects that came with checkpoints, and answers requests to them.
+"""The program of the confined process: it holds objects that come with checkpoints, and answers requests to them.
 
     python -I -S serve.py WATCH PATH...
 
-The standard input is a sequence of requests, see `jaxspec.confined.process`. The process ends when the input ends.
-It imports nothing of jaxspec. After its imports, it gives up what it does not need: environment, files, other
-processes, the network and further imports. WATCH is 1 if the parent limits the memory, else 0.
+The standard input is a sequence of requests, see `jaxspec.confined.process`. The process ends when the input ends. The
+program does not import jaxspec. After its imports, it gives up everything that requests do not need: the environment,
+files, other processes, the network and further imports. WATCH is 1 if the parent limits the memory, else 0.
 """
 
 import gc
@@ -27,9 +27,9 @@ KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokeniz
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQ"), struct.Struct("<Q")
-LEFT_MEMORY = 0.5  # the part of a call's memory that calls may leave behind; otherwise the process ends
-UNUSED = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
-HARMLESS = {
+LEFTOVER_SHARE = 0.5  # the share of a call's memory limit that may stay in use afterwards; above it, the process ends
+UNUSED_RESOURCES = ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
+ALLOWED_EVENTS = {
     "builtins.id",
     "code.__new__",  # jinja2 rewrites tracebacks
     "compile",
@@ -39,17 +39,17 @@ HARMLESS = {
     "resource.setrlimit",
     "sys._getframe",
 }
-"""Audited events that templates need, or that this program causes. All others are refused."""
+"""Audit events that templates need, or that this program causes. All other events are refused."""
 
 
 def refuse(event, arguments):
-    """Refuses every audited event that is not known to be harmless."""
-    if event not in HARMLESS:
+    """Refuses every audit event that is not known to be harmless."""
+    if event not in ALLOWED_EVENTS:
         raise PermissionError(f"not allowed: {event}")
 
 
 class Limiter:
-    """Limits the processor time and the memory of requests, where the platform can."""
+    """Limits the processor time and the memory of requests, if the platform supports it."""
 
     def __init__(self, watched):
         self.sizes, self._settled = None, 0
@@ -57,7 +57,7 @@ class Limiter:
             self.sizes = os.open("/proc/self/statm", os.O_RDONLY)  # opened now: later, files cannot be opened
 
     def begin(self, seconds, memory):
-        """Sets the limits. At the end of the time, the kernel ends the process, whatever it is doing."""
+        """Sets the limits. When the processor time is used up, the operating system ends the process."""
         if self.sizes is not None:
             self._limit(self._used() + memory)
         if hasattr(signal, "setitimer"):
@@ -71,27 +71,27 @@ class Limiter:
             self._limit(resource.RLIM_INFINITY)
 
     def settle(self):
-        """Takes the current size for what the objects need."""
+        """Records the current memory as the memory that the objects need."""
         self._settled = self._used()
 
     def left_behind(self):
-        """Returns by how many bytes the process has grown since `settle`."""
+        """Returns how many bytes the process has grown since `settle`."""
         return self._used() - self._settled
 
     def _used(self):
         return 0 if self.sizes is None else int(os.pread(self.sizes, 64, 0).split()[0]) * resource.getpagesize()
 
     def _limit(self, size):
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        bounded = most != resource.RLIM_INFINITY and (size == resource.RLIM_INFINITY or size > most)
-        resource.setrlimit(resource.RLIMIT_AS, (most if bounded else size, most))
+        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        capped = limit != resource.RLIM_INFINITY and (size == resource.RLIM_INFINITY or size > limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if capped else size, limit))
 
 
 def seal():
-    """Gives up what requests do not need."""
+    """Gives up everything that requests do not need."""
     os.environ.clear()
     if resource is not None:
-        for kind in [getattr(resource, name) for name in UNUSED if hasattr(resource, name)]:
+        for kind in [getattr(resource, name) for name in UNUSED_RESOURCES if hasattr(resource, name)]:
             resource.setrlimit(kind, (0, 0))
     sys.addaudithook(refuse)
 
@@ -129,13 +129,14 @@ def describe(error):
 
 
 def refusal(error):
-    """Returns the answer for an exception. The limits still hold: its message may be the text of any value."""
+    """Returns the answer for an exception. The limits still apply, because the message may contain the text of any
+    value."""
     try:
         # Python reports some allocations that failed as "SystemError: error return without exception set".
         return (b"m", b"") if isinstance(error, (MemoryError, SystemError)) else (b"e", describe(error))
     except MemoryError:
         return b"m", b""
-    except BaseException as other:  # such as values that are nested too deep
+    except BaseException as other:  # for example, a value that is nested too deeply
         return b"e", to_json([type(error).__name__, type(other).__name__])
 
 
@@ -160,7 +161,7 @@ def answer(objects, classes, limiter, request):
 def main():
     """Imports, gives up rights, and answers requests."""
     pipe = os.dup(1)
-    os.dup2(2, 1)  # nothing that is printed mixes with the answers
+    os.dup2(2, 1)  # so that printed text does not mix with the answers
     sys.path[:] = [os.path.dirname(os.path.abspath(__file__)), *sys.argv[2:]]
     if hasattr(signal, "SIGPROF"):  # a parent may have ignored or blocked it
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -178,15 +179,15 @@ def main():
     while True:
         (size,) = LENGTH.unpack(read(LENGTH.size))
         request = marshal.loads(read(size))
-        is_new, most = request[1] not in objects, LEFT_MEMORY * request[-1]
+        is_new, limit = request[1] not in objects, LEFTOVER_SHARE * request[-1]
         kind, data = answer(objects, classes, limiter, request)
-        if limiter.left_behind() - len(data) > most:
+        if limiter.left_behind() - len(data) > limit:
             gc.collect()
         if is_new and request[1] in objects:
             limiter.settle()
-        leaves = limiter.left_behind() - len(data) > most
-        write(pipe, kind.upper() if leaves else kind, data)
-        if leaves:
+        ends = limiter.left_behind() - len(data) > limit
+        write(pipe, kind.upper() if ends else kind, data)
+        if ends:
             os._exit(0)
 
 

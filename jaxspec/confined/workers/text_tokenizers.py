@@ -1,4 +1,4 @@
-"""Tokenizers in the confined process: the `tokenizers` library, which encodes text with the content of a file."""
+"""Tokenizers in the confined process: the `tokenizers` library encodes text with the content of a file."""
 
 import json
 import struct
@@ -9,7 +9,7 @@ import tokenizers
 class Tokenizer:
     """The tokenizer of a `tokenizer.json`.
 
-    Some published files have settings of training: truncation, padding and dropout. They are turned off.
+    Some published files contain settings for training: truncation, padding and dropout. These settings are turned off.
     """
 
     def __init__(self, text):
@@ -23,7 +23,8 @@ class Tokenizer:
         self._check_added()
 
     def _check_added(self):
-        """Refuses added tokens with one text after normalization: the library takes one of them at random."""
+        """Refuses added tokens that have the same text after normalization, because the library picks one of them at
+        random."""
         if self._inner.normalizer is None:
             return
         seen = {}
@@ -31,7 +32,9 @@ class Tokenizer:
             if token.normalized:
                 text = self._inner.normalizer.normalize_str(token.content)
                 if text in seen:
-                    raise ValueError(f"the added tokens {seen[text]!r} and {token.content!r} are equal once normalized")
+                    raise ValueError(
+                        f"the added tokens {seen[text]!r} and {token.content!r} are equal after normalization"
+                    )
                 seen[text] = token.content
 
     def describe(self):
@@ -46,7 +49,7 @@ class Tokenizer:
         }
 
     def encode(self, texts, special):
-        """Returns the number of tokens of each text, then the ids of all, as unsigned integers of 32 bits.
+        """Returns the number of tokens of each text, then the ids of all texts, as unsigned 32-bit integers.
 
         Args:
             texts: the texts.
