@@ -79,12 +79,12 @@ def write(
     supervised, count = int(trained.data.rows.mask.sum()), len(measured["top1"])
     texts = "the target’s answers" if trained.settings.distill else "the answers"
     lines = [
-        f"# {trained.trainee.title} for {trained.target.name}",
+        f"# {trained.trainee.about.title} for {trained.target.name}",
         "",
-        f"{trained.trainee.description}, {size(heads.bytes)}. What is drafted is decided by the "
+        f"{trained.trainee.about.sizes}, {size(heads.bytes)}. What is drafted is decided by the "
         "target: with a lossless rule the text is the target's own.",
         "",
-        trained.trainee.served_by,
+        trained.trainee.about.served_by,
         "",
         f"Trained by jaxspec {__version__} on {datetime.date.today().isoformat()}: "
         f"{plural(trained.step, 'step')}, {plural(supervised, 'token')} to train on ({texts} to prompts of "

@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         state: the `TrainState`.
-        order: the position in the order of the rows (`jaxspec.train.order`).
+        order: the position in the order of the rows (`jaxspec.train.sources.make_order`).
         best: step and score of the best evaluation on the held-out texts; None before the first.
     """
 

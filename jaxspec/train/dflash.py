@@ -7,28 +7,26 @@ tokens (DSpark, arXiv:2607.05147).
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.amounts import plural
-from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
+from jaxspec.core.networks import need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target, init_params, module
-from jaxspec.heads.serving import served_by
+from jaxspec.heads.network import DraftHeads, check_target, module
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here
+from jaxspec.train.dflash_settings import DFlashSettings, DSparkSettings
+from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, with_ids
 from jaxspec.train.settings import check_start, parse_taps
-from jaxspec.train.target_layers import layers_like
 from jaxspec.train.trainee import Blocks
 
 CHUNK = 64
@@ -37,85 +35,78 @@ ANY = Blocks(anchors=1, gamma=1.0)
 """The settings of heads that are only evaluated."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DFlashTrainee:
-    """A DFlash or DSpark head that is trained for a target; see `jaxspec.train.trainee.Trainee`.
-
-    Attributes:
-        config: the sizes.
-        blocks: how many blocks a step draws, and the weights of the losses.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlashTrainee(HeadTrainee):
+    """A DFlash or DSpark head that is trained for a target."""
 
     config: DFlashConfig
-    blocks: Blocks
-    drafter = "dflash"
-    reads_features = True
-    reads_context = True
-    joint = None
 
-    @property
-    def drafted(self) -> int:
-        """The number of tokens that a block names."""
-        return self.config.max_depth
+    @classmethod
+    def of(cls, config: DFlashConfig, blocks: Blocks = ANY) -> Self:
+        """Returns the trainee of a head of these sizes.
 
-    @property
-    def vocab_size(self) -> int:
-        """V, the rows of the target's projection."""
-        return self.config.vocab_size
+        Args:
+            config: the sizes.
+            blocks: how many blocks a step draws, and the weights of the losses.
 
-    @property
-    def reads_tokens(self) -> bool:
-        """True if the head reads the target's embeddings, and has none of its own."""
-        return not self.config.own_embedding
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """The taps."""
-        return {"taps": list(self.config.taps or ())}
-
-    @property
-    def title(self) -> str:
-        """The kind of head."""
-        return "DSpark head" if self.config.markov or self.config.confidence else "DFlash head"
-
-    @property
-    def description(self) -> str:
-        """The sizes, for the card."""
-        c, layers = self.config, self.config.decoder.num_layers
-        markov = f", Markov head: {c.markov}, rank {c.markov_rank}" if c.markov else ""
-        return (
-            f"{plural(layers, 'decoder layer')} on the target's states after the layers "
-            f"{', '.join(map(str, c.taps or ()))}, blocks of {c.block_size} rows that name {c.max_depth} tokens"
-            f"{markov}{', with a confidence head' * c.confidence}, mask token {c.mask_token}, {c.rows} of "
-            f"{c.vocab_size} tokens drafted"
+        Raises:
+            InvalidConfig: the sizes are those of a DFlash 2 head, which is not trained here.
+        """
+        if config.is_second:
+            raise InvalidConfig(f"heads are {config.summary}, whose distributions along a text are not computed")
+        layers, taps = plural(config.decoder.num_layers, "decoder layer"), ", ".join(map(str, config.taps or ()))
+        markov = f", Markov head: {config.markov}, rank {config.markov_rank}" if config.markov else ""
+        sizes = (
+            f"{layers} on the target's states after the layers {taps}, blocks of {config.block_size} rows that name "
+            f"{config.max_depth} tokens{markov}{', with a confidence head' * config.confidence}, mask token "
+            f"{config.mask_token}, {config.rows} of {config.vocab_size} tokens drafted"
         )
+        title = "DSpark head" if config.markov or config.confidence else "DFlash head"
+        return cls._of(config, title, sizes, drafted=config.max_depth, blocks=blocks)
 
-    @property
-    def served_by(self) -> str:
-        """A sentence that says which systems can serve the head."""
-        return served_by(self.config)
+    @classmethod
+    def make(cls, settings: DFlashSettings | DSparkSettings, target: Model, start: DraftHeads | None) -> Self:
+        """Returns the head to train for a target; see `TrainSettings.trainee`.
 
-    def network(self, lm: LanguageModel) -> LanguageModel:
-        """Returns the target's network with the head's taps."""
-        return with_taps(lm, self.config.taps_of(lm.depth if isinstance(lm, TappedTarget) else 0))
-
-    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Returns a head that reads the mean of the taps, norms its states as the target, and corrects no logits."""
+        Raises:
+            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
+        """
         lm: Any = target.lm
-        params = init_params(self.config, lm.unembedding(target.params), ids)
-        count = self.config.num_taps
-        params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
-        if isinstance(lm, TransformerLM):
-            params["norm"] = jnp.asarray(target.params["norm"], jnp.float32)
-        for name in ("markov_out", "confidence"):
-            if name in params:
-                params[name] = jnp.zeros_like(params[name])
-        return {name: value for name, value in params.items() if name != "tokens"}
+        need_members(lm, ["unembedding", "embedding"], "DFlash heads are trained on a target with a method")
+        need_members(lm, ["depth", "taps"], "a DFlash head reads the target's residual stream, which needs")
+        if start is not None:
+            if not isinstance(start.config, DFlashConfig):
+                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, and a DFlash head is trained")
+            if start.config.is_second:
+                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
+            config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
+            check_start(settings, config, ("anchors", "gamma", "confidence"))
+        else:
+            taps = parse_taps(settings.taps) or default_taps(lm.depth, settings.layers)
+            if settings.mask_token >= lm.vocab:
+                raise InvalidConfig(
+                    f"mask_token must be below the target's {lm.vocab} tokens, got {settings.mask_token}"
+                )
+            config = DFlashConfig(
+                layers_like(target, settings.layers, qk_norm=True),
+                block_size=settings.block,
+                mask_token=settings.mask_token if settings.mask_token >= 0 else lm.vocab - 1,
+                from_anchor=settings.from_anchor,
+                taps=taps,
+                markov=settings.markov,
+                markov_rank=settings.markov_rank,
+                confidence=settings.confidence > 0,
+                confidence_reads_token=settings.confidence > 0 and settings.markov is not None,
+                draft_vocab_size=reduced_vocab(settings, lm),
+            )
+        check_target(config, target)
+        with_taps(lm, config.taps or ())
+        return cls.of(config, Blocks(settings.anchors, settings.gamma, settings.confidence))
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks. The backward pass computes attention again."""
         c = self.config
-        params = params if frozen.ids is None else params | {"tokens": frozen.ids}
+        params = with_ids(params, frozen.ids)
         head, states = module(c, params), self._states(params, frozen, batch)
         memory = jnp.zeros((*states.shape[:2], c.memory))
         for step in range(self.drafted):
@@ -176,13 +167,6 @@ class DFlashTrainee:
 
         return head.run(x, attention).reshape(*rows, row.size, -1)
 
-    def result(
-        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
-    ) -> DraftHeads:
-        """Returns the trained head."""
-        params = params if ids is None else params | {"tokens": ids}
-        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
-
 
 @functools.partial(jax.checkpoint, static_argnums=5)
 def attend_to_text_and_block(
@@ -214,58 +198,3 @@ def attend_to_text_and_block(
     weights, size = jax.nn.softmax(jnp.concatenate([far, close], -1), -1), far.shape[-1]
     mixed = dot("bhgaij,bhjk->bhgaik", weights[..., :size].astype(queries.dtype), text.values)
     return (mixed + dot("bhgaij,bhajk->bhgaik", weights[..., size:], values)).reshape(queries.shape)
-
-
-def make_trainee(settings: Any, target: Model, start: DraftHeads | None) -> DFlashTrainee:
-    """Returns a DFlash or DSpark head to train for a target.
-
-    Args:
-        settings: a `DFlashSettings` or a `DSparkSettings`.
-        target: the target.
-        start: the head to start from, whose sizes are taken; None for a new one.
-
-    Raises:
-        InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
-    """
-    lm: Any = target.lm
-    need_members(lm, ["unembedding", "embedding"], "DFlash heads are trained on a target with a method")
-    need_members(lm, ["depth", "taps"], "a DFlash head reads the target's residual stream, which needs")
-    if start is not None:
-        if not isinstance(start.config, DFlashConfig):
-            raise InvalidConfig(f"start: {start.name} is {start.config.summary}, and a DFlash head is trained")
-        if start.config.is_second:
-            raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
-        config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
-        check_start(settings, config, ("anchors", "gamma", "confidence"))
-    else:
-        taps = parse_taps(settings.taps) or default_taps(lm.depth, settings.layers)
-        if settings.mask_token >= lm.vocab:
-            raise InvalidConfig(f"mask_token must be below the target's {lm.vocab} tokens, got {settings.mask_token}")
-        config = DFlashConfig(
-            layers_like(target, settings.layers, qk_norm=True),
-            block_size=settings.block,
-            mask_token=settings.mask_token if settings.mask_token >= 0 else lm.vocab - 1,
-            from_anchor=settings.from_anchor,
-            taps=taps,
-            markov=settings.markov,
-            markov_rank=settings.markov_rank,
-            confidence=settings.confidence > 0,
-            confidence_reads_token=settings.confidence > 0 and settings.markov is not None,
-            draft_vocab_size=settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None,
-        )
-    check_target(config, target)
-    with_taps(lm, config.taps or ())
-    return DFlashTrainee(config, Blocks(settings.anchors, settings.gamma, settings.confidence))
-
-
-def trainee_of(heads: DraftHeads) -> DFlashTrainee | None:
-    """Returns the trainee that a DFlash or DSpark head comes from; None for heads of another kind.
-
-    Raises:
-        InvalidConfig: it is a DFlash 2 head, which is not trained here.
-    """
-    if not isinstance(heads.config, DFlashConfig):
-        return None
-    if heads.config.is_second:
-        raise InvalidConfig(f"{heads.name} is {heads.config.summary}, whose laws along a text are not computed")
-    return DFlashTrainee(heads.config, ANY)

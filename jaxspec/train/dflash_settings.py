@@ -27,7 +27,7 @@ class _BlockSettings(TrainSettings):
     anchors: int = 64
     mask_token: int = setting(-1, least=-1)
 
-    maker = "jaxspec.train.dflash:make_trainee"
+    drafter, trainee_class = "dflash", "jaxspec.train.dflash:DFlashTrainee"
 
     def check(self) -> None:
         """Refuses taps that are not layers, and settings that blocks do not have; see `TrainSettings.check`."""

@@ -7,29 +7,26 @@ own state of step s - 1 and the text's token t + 1 + s, and predicts token t + 2
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.amounts import plural
-from jaxspec.core.networks import LanguageModel, TappedTarget, need_members, with_taps
+from jaxspec.core.networks import need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target, init_params, module
-from jaxspec.heads.serving import served_by
+from jaxspec.heads.network import DraftHeads, check_target, module
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
-from jaxspec.train.eagle_settings import Eagle3Settings
+from jaxspec.train.eagle_settings import Eagle1Settings, Eagle3Settings
+from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, taps_of, with_ids
 from jaxspec.train.settings import check_start, parse_taps
-from jaxspec.train.target_layers import layers_like
 
 JUDGED = 7
 """Steps in which heads are evaluated, however many they were trained with: EAGLE's own trees are as deep."""
@@ -39,92 +36,75 @@ SWITCHES = ("fc_bias", "fc_norm", "norm_output", "norm_before_fc", "norm_before_
 """Settings that are fields of `EagleConfig`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EagleTrainee:
-    """An EAGLE head that is trained for a target; see `jaxspec.train.trainee.Trainee`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleTrainee(HeadTrainee):
+    """An EAGLE head that is trained for a target.
 
     Attributes:
-        config: the sizes.
-        depth: number of steps.
         feature_loss: weight of the smooth L1 distance of EAGLE-1's features.
         noise: width of the uniform noise on EAGLE-1's features.
     """
 
     config: EagleConfig
-    depth: int
     feature_loss: float = 0.0
     noise: float = 0.0
-    drafter = "eagle"
-    reads_features = True
-    reads_context = True
-    joint = None
-    blocks = None
 
-    @property
-    def drafted(self) -> int:
-        """The number of steps."""
-        return self.depth
+    @classmethod
+    def of(cls, config: EagleConfig, depth: int = JUDGED, feature_loss: float = 0.0, noise: float = 0.0) -> Self:
+        """Returns the trainee of a head of these sizes.
 
-    @property
-    def vocab_size(self) -> int:
-        """V, the rows of the target's projection."""
-        return self.config.vocab_size
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if the head reads the target's embeddings, and has none of its own."""
-        return not self.config.own_embedding
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """The taps; none for EAGLE-1, which reads the target's own features."""
-        return {"taps": list(self.config.taps)} if self.config.taps else {}
-
-    @property
-    def title(self) -> str:
-        """The kind of head."""
-        return f"EAGLE-{self.config.version} head"
-
-    @property
-    def description(self) -> str:
-        """The sizes, for the card."""
-        c, d = self.config, self.config.decoder
-        layers = plural(d.num_layers, "decoder layer")
-        reads = f"after the layers {', '.join(map(str, c.taps))}" if c.taps else "before the projection"
-        projection = "own" if c.own_projection else "shared"
-        return (
-            f"{layers} on the target's states {reads}, projection: {projection}, {c.rows} of {c.vocab_size} tokens "
-            f"drafted, {plural(self.depth, 'step')} in training"
+        Args:
+            config: the sizes.
+            depth: number of steps.
+            feature_loss: see `EagleTrainee`.
+            noise: see `EagleTrainee`.
+        """
+        layers, taps = plural(config.decoder.num_layers, "decoder layer"), config.taps
+        reads = f"after the layers {', '.join(map(str, taps))}" if taps else "before the projection"
+        sizes = (
+            f"{layers} on the target's states {reads}, projection: {'own' if config.own_projection else 'shared'}, "
+            f"{config.rows} of {config.vocab_size} tokens drafted, {plural(depth, 'step')} in training"
         )
+        title, loss = f"EAGLE-{config.version} head", {"feature_loss": feature_loss, "noise": noise}
+        return cls._of(config, title, sizes, drafted=depth, **loss)
 
-    @property
-    def served_by(self) -> str:
-        """A sentence that says which systems can serve the head."""
-        return served_by(self.config)
+    @classmethod
+    def make(cls, settings: Eagle1Settings | Eagle3Settings, target: Model, start: DraftHeads | None) -> Self:
+        """Returns the head to train for a target; see `TrainSettings.trainee`.
 
-    def network(self, lm: LanguageModel) -> LanguageModel:
-        """Returns the target's network with the head's taps."""
-        return with_taps(lm, self.config.taps_of(lm.depth if isinstance(lm, TappedTarget) else 0))
-
-    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Returns a head that reads the mean of the taps, and norms and projects its states as the target does."""
+        Raises:
+            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
+        """
         lm: Any = target.lm
-        params = init_params(self.config, lm.unembedding(target.params), ids)
-        if self.config.version == 3:
-            count = self.config.num_taps
-            params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
-            if isinstance(lm, TransformerLM):
-                params["norm"] = jnp.asarray(target.params["norm"], jnp.float32)
-        return {name: value for name, value in params.items() if name != "tokens"}
+        version, taps, given = 1, None, vars(settings)
+        need_members(lm, ["unembedding", "embedding"], "EAGLE heads are trained on a target with a method")
+        if isinstance(settings, Eagle3Settings):
+            version, taps = 3, parse_taps(settings.taps)
+        if start is not None:
+            config = start.config
+            if not isinstance(config, EagleConfig) or config.version != version:
+                raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{version} head is trained")
+            config = dataclasses.replace(config, taps=taps_of(config, lm) or None)
+            check_start(settings, config, ("depth", "feature_loss", "noise"))
+        else:
+            if version == 3:
+                need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
+                taps = taps or default_taps(lm.depth)
+            decoder = layers_like(target, settings.layers, given.get("qk_norm", False))
+            switches = {name: given[name] for name in SWITCHES if name in given}
+            config = EagleConfig(decoder, version, taps=taps, draft_vocab_size=reduced_vocab(settings, lm), **switches)
+        check_target(config, target)
+        with_taps(lm, config.taps or ())
+        return cls.of(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each step. The backward pass computes the layers of each step again."""
         features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
-        params = params if frozen.ids is None else params | {"tokens": frozen.ids}
+        params = with_ids(params, frozen.ids)
         states = module(self.config, params).fuse(self._with_noise(features, batch))
         sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
         kept: list[list[KV]] = []
-        for _ in range(self.depth):
+        for _ in range(self.drafted):
             states, new, logits = self._step(params, frozen, states, batch.tokens, kept, sees)
             kept = [*kept, new]
             yield Guess(logits, self._distance(states, features) if self.feature_loss else None)
@@ -171,13 +151,6 @@ class EagleTrainee:
         apart = jnp.abs(states - ahead(features, 1))
         return self.feature_loss * jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1)
 
-    def result(
-        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
-    ) -> DraftHeads:
-        """Returns the trained head."""
-        params = params if ids is None else params | {"tokens": ids}
-        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
-
 
 def attend_to_rows_and_chain(
     queries: Float[Array, "B H G T K"], seen: Sequence[KV], sees: Bool[Array, "B T T"], scale: float
@@ -205,44 +178,3 @@ def attend_to_rows_and_chain(
     weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1)
     mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size].astype(queries.dtype), first.values)
     return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)
-
-
-def make_trainee(settings: Any, target: Model, start: DraftHeads | None) -> EagleTrainee:
-    """Returns an EAGLE head to train for a target.
-
-    Args:
-        settings: an `Eagle1Settings` or an `Eagle3Settings`.
-        target: the target.
-        start: the head to start from, whose sizes are taken; None for a new one.
-
-    Raises:
-        InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
-    """
-    lm: Any = target.lm
-    version, taps, given = 1, None, vars(settings)
-    need_members(lm, ["unembedding", "embedding"], "EAGLE heads are trained on a target with a method")
-    if isinstance(settings, Eagle3Settings):
-        version, taps = 3, parse_taps(settings.taps)
-    if start is not None:
-        config = start.config
-        if not isinstance(config, EagleConfig) or config.version != version:
-            raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{version} head is trained")
-        depth = lm.depth if isinstance(lm, TappedTarget) else 0
-        config = dataclasses.replace(config, taps=config.taps_of(depth) or None)
-        check_start(settings, config, ("depth", "feature_loss", "noise"))
-    else:
-        if version == 3:
-            need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
-            taps = taps or default_taps(lm.depth)
-        reduced = settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None
-        decoder = layers_like(target, settings.layers, given.get("qk_norm", False))
-        switches = {name: given[name] for name in SWITCHES if name in given}
-        config = EagleConfig(decoder, version, taps=taps, draft_vocab_size=reduced, **switches)
-    check_target(config, target)
-    with_taps(lm, config.taps or ())
-    return EagleTrainee(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
-
-
-def trainee_of(heads: DraftHeads) -> EagleTrainee | None:
-    """Returns the trainee, with `JUDGED` steps, that an EAGLE head comes from; None for heads of another kind."""
-    return EagleTrainee(heads.config, JUDGED) if isinstance(heads.config, EagleConfig) else None

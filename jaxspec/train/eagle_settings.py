@@ -37,7 +37,7 @@ class Eagle3Settings(TrainSettings):
     own_projection: bool = False
     loss: str = setting("kl", LOSSES)
 
-    maker = "jaxspec.train.eagle:make_trainee"
+    drafter, trainee_class = "eagle", "jaxspec.train.eagle:EagleTrainee"
 
     @property
     def drafted(self) -> int:
@@ -69,7 +69,7 @@ class Eagle1Settings(TrainSettings):
     noise: float = setting(0.2, least=0)
     loss: str = setting("kl", LOSSES)
 
-    maker = "jaxspec.train.eagle:make_trainee"
+    drafter, trainee_class = "eagle", "jaxspec.train.eagle:EagleTrainee"
 
     @property
     def drafted(self) -> int:

@@ -18,7 +18,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import as_loaded, mesh_of
-from jaxspec.registry import TRAINEES, find
+from jaxspec.registry import TRAINEES, find, locate
 from jaxspec.train import losses, sources
 from jaxspec.train.features import Reader
 from jaxspec.train.packing import Text, pack
@@ -41,8 +41,9 @@ def trainee_of(heads: DraftHeads | Model) -> Trainee:
     if not isinstance(heads, DraftHeads):
         raise InvalidConfig(f"{heads.name} is a draft model, which does not say how it was trained")
     for name in TRAINEES:
-        if (trainee := find("kind of heads", name).trainee_of(heads)) is not None:
-            return trainee
+        kind = find("kind of heads", name)
+        if kind.drafter == heads.config.drafter:
+            return locate(kind.trainee_class).of(heads.config)
     raise InvalidConfig(f"no registered kind of heads has a {type(heads.config).__name__}")
 
 

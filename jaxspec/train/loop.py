@@ -19,7 +19,6 @@ from jaxspec.train.features import Reader
 from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
 from jaxspec.train.manifest import CHECKPOINTS
-from jaxspec.train.order import make_order
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, TrainState, learning_rate, train_step
 from jaxspec.train.trainee import Trainee
@@ -74,7 +73,7 @@ class Loop:
         found, wrong = self.store.newest(begun)
         for line in wrong:
             watch.say(line)
-        self._order = make_order(len(setup.rows.rows.tokens), setup.settings)
+        self._order = sources.make_order(len(setup.rows.rows.tokens), setup.settings)
         if found is None:
             found = Checkpoint(begun, self._order.get_state(), None)
         else:

@@ -1,27 +1,26 @@
 """Medusa heads in training, for any target that gives features and a projection (`HeadTarget`)."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from jaxspec.amounts import plural
-from jaxspec.core.networks import LanguageModel, ProjectedTarget, need_members, no_feature
+from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.medusa import normed
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.network import DraftHeads, check_kind, check_target, init_params, module, vocabulary
-from jaxspec.heads.serving import served_by
+from jaxspec.heads.network import DraftHeads, check_kind, check_target, module, vocabulary
 from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.head_trainee import HeadTrainee, reduced_vocab, with_ids
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import check_start
 from jaxspec.train.trainee import Joint
@@ -31,74 +30,77 @@ TOLERANCE = 0.02
 rounds to about 0.004."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MedusaTrainee:
-    """Medusa heads that are trained for a target; see `jaxspec.train.trainee.Trainee`.
-
-    Attributes:
-        config: the sizes.
-        joint: how the target is trained, too (Medusa-2, Cai et al. 2024, section 2.2.2); None if it is frozen.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaTrainee(HeadTrainee):
+    """Medusa heads that are trained for a target, with the target if `joint` is not None (Cai et al. 2024, 2.2.2)."""
 
     config: HeadsConfig
-    joint: Joint | None = None
-    drafter = "medusa"
-    title = "Medusa heads"
-    reads_features = True
-    reads_context = False
-    blocks = None
 
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """None: Medusa heads read the target's own features."""
-        return {}
+    @classmethod
+    def of(cls, config: HeadsConfig, joint: Joint | None = None) -> Self:
+        """Returns the trainee of heads of these sizes.
 
-    @property
-    def drafted(self) -> int:
-        """The number of heads."""
-        return self.config.num_heads
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the rows of the target's projection."""
-        return self.config.vocab_size
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if the heads read embeddings of tokens."""
-        return self.config.reads_words
-
-    @property
-    def description(self) -> str:
-        """The sizes, for the card."""
-        c = self.config
-        blocks = plural(c.num_layers, "block")
-        network = f" in one network of {blocks}" if c.inputs == "recurrent" else f" of {blocks} each"
-        return (
-            f"{plural(c.num_heads, 'head')}{network}, inputs: {c.inputs}, projection: {c.projection}, {c.rows} of "
-            f"{c.vocab_size} tokens drafted"
+        Args:
+            config: the sizes.
+            joint: the settings of the target's training (Medusa-2); None if the target is frozen.
+        """
+        blocks = plural(config.num_layers, "block")
+        network = f" in one network of {blocks}" if config.inputs == "recurrent" else f" of {blocks} each"
+        sizes = (
+            f"{plural(config.num_heads, 'head')}{network}, inputs: {config.inputs}, projection: {config.projection}, "
+            f"{config.rows} of {config.vocab_size} tokens drafted"
         )
+        return cls._of(config, "Medusa heads", sizes, drafted=config.num_heads, reads_context=False, joint=joint)
 
-    @property
-    def served_by(self) -> str:
-        """A sentence that says which systems can serve the heads."""
-        return served_by(self.config, self.joint is not None)
+    @classmethod
+    def make(cls, settings: MedusaSettings, target: Model, start: DraftHeads | None) -> Self:
+        """Returns the heads to train for a target; see `TrainSettings.trainee`.
 
-    def network(self, lm: LanguageModel) -> LanguageModel:
-        """Returns the target's network: Medusa heads read its features."""
-        return lm
-
-    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Returns heads that all predict what the target's own head does."""
-        lm: Any = target.lm
-        params = init_params(self.config, lm.unembedding(target.params), ids)
-        return {name: value for name, value in params.items() if name != "tokens"}
+        Raises:
+            InvalidConfig: the target lacks a method, its `head` computes something else than features times projection,
+                or it is to be trained and its weights are int8.
+            ShapeMismatch: a table has the wrong shape.
+        """
+        lm, params, joint = target.lm, target.params, None
+        if settings.medusa2:
+            joint = Joint(settings.medusa2_warmup, settings.medusa2_heads, settings.medusa2_rate)
+        if start is not None:
+            check_kind(start, "medusa")
+            check_start(settings, start.config, [name for name in vars(settings) if name.startswith("medusa2")])
+        inputs = settings.inputs if start is None else start.config.inputs
+        tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
+        need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
+        no_text = no_feature(lm, params, lm.init_cache(1, 0))
+        width = no_text.shape[-1]
+        for name in tables:
+            shape = tuple(getattr(getattr(lm, name)(params), "shape", ()))
+            if len(shape) != 2 or shape[0] < lm.vocab or shape[1] != width:
+                raise ShapeMismatch(
+                    f"{type(lm).__name__}.{name}(params) must be [{lm.vocab}, {width}], a row for every token, as wide "
+                    f"as the features of apply; got {list(shape)}"
+                )
+        if not isinstance(lm, TransformerLM):
+            _check_projection(target, no_text)
+        assert isinstance(lm, ProjectedTarget)
+        if joint is not None and isinstance(lm.unembedding(params), Quantized):
+            raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
+        if start is not None:
+            check_target(start.config, target)
+            return cls.of(start.config, joint)
+        config = HeadsConfig(
+            hidden_size=width,
+            vocab_size=vocabulary(target),
+            num_heads=settings.heads,
+            num_layers=settings.layers,
+            inputs=inputs,
+            projection=settings.projection,
+            draft_vocab_size=reduced_vocab(settings, lm),
+        )
+        return cls.of(config, joint)
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the logits of each head after every token t, for token t + 2 + head."""
-        if frozen.ids is not None:
-            params = params | {"tokens": frozen.ids}
-        heads, words = module(self.config, params), []
+        heads, words = module(self.config, with_ids(params, frozen.ids)), []
         if self.config.reads_words:
             assert frozen.embed is not None
             words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(self.config.num_heads)]
@@ -107,64 +109,6 @@ class MedusaTrainee:
                 yield Guess(heads.logits(head, features))
             else:
                 yield Guess(matmul(features, frozen.rows, transposed=True))
-
-    def result(
-        self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
-    ) -> DraftHeads:
-        """Returns the trained heads."""
-        params = params if ids is None else params | {"tokens": ids}
-        return DraftHeads(self.config, jax.tree.map(jnp.asarray, params), name=name)
-
-
-def make_trainee(settings: MedusaSettings, target: Model, start: DraftHeads | None) -> MedusaTrainee:
-    """Returns Medusa heads to train for a target.
-
-    Args:
-        settings: the settings.
-        target: the target.
-        start: the heads to start from, whose sizes are taken; None for new ones.
-
-    Raises:
-        InvalidConfig: the target lacks a method, its `head` computes something else than features times projection, or
-            it is to be trained and its weights are int8.
-        ShapeMismatch: a table has the wrong shape.
-    """
-    lm, params, joint = target.lm, target.params, None
-    if settings.medusa2:
-        joint = Joint(settings.medusa2_warmup, settings.medusa2_heads, settings.medusa2_rate)
-    if start is not None:
-        check_kind(start, "medusa")
-        check_start(settings, start.config, [name for name in vars(settings) if name.startswith("medusa2")])
-    inputs = settings.inputs if start is None else start.config.inputs
-    tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
-    need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
-    no_text = no_feature(lm, params, lm.init_cache(1, 0))
-    width = no_text.shape[-1]
-    for name in tables:
-        shape = tuple(getattr(getattr(lm, name)(params), "shape", ()))
-        if len(shape) != 2 or shape[0] < lm.vocab or shape[1] != width:
-            raise ShapeMismatch(
-                f"{type(lm).__name__}.{name}(params) must be [{lm.vocab}, {width}], a row for every token, as wide as "
-                f"the features of apply; got {list(shape)}"
-            )
-    if not isinstance(lm, TransformerLM):
-        _check_projection(target, no_text)
-    assert isinstance(lm, ProjectedTarget)
-    if joint is not None and isinstance(lm.unembedding(params), Quantized):
-        raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
-    if start is not None:
-        check_target(start.config, target)
-        return MedusaTrainee(start.config, joint)
-    config = HeadsConfig(
-        hidden_size=width,
-        vocab_size=vocabulary(target),
-        num_heads=settings.heads,
-        num_layers=settings.layers,
-        inputs=inputs,
-        projection=settings.projection,
-        draft_vocab_size=settings.draft_vocab if 0 < settings.draft_vocab < lm.vocab else None,
-    )
-    return MedusaTrainee(config, joint)
 
 
 def _check_projection(target: Model, no_text: jax.Array) -> None:

@@ -32,7 +32,7 @@ class MedusaSettings(TrainSettings):
     medusa2_heads: float = 0.2
     medusa2_rate: float = 0.1
 
-    maker = "jaxspec.train.medusa:make_trainee"
+    drafter, trainee_class = "medusa", "jaxspec.train.medusa:MedusaTrainee"
 
     @property
     def drafted(self) -> int:

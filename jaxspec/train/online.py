@@ -12,11 +12,11 @@ from jaxspec.generation.rollout import Rollout
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch
+from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.losses import freeze, needs_laws
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, Trainable, TrainState, read, start, train_step
-from jaxspec.train.trainee import Trainee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OnlineHeads:
         settings: the settings, of which loss and optimiser count.
     """
 
-    trainee: Trainee
+    trainee: HeadTrainee
     settings: TrainSettings
 
     @classmethod
@@ -49,7 +49,9 @@ class OnlineHeads:
         for name in ("draft_vocab", "accumulate", "start"):
             if getattr(settings, name) != getattr(TrainSettings, name):
                 raise InvalidConfig(f"online heads have no setting {name}: leave it at its default")
-        return cls(settings.trainee(policy), settings)
+        trainee = settings.trainee(policy)
+        assert isinstance(trainee, HeadTrainee), "no draft model is trained"
+        return cls(trainee, settings)
 
     def init(self, policy: Model) -> TrainState:
         """Returns the state of new heads, which guess what the policy's own projection does."""
@@ -58,9 +60,7 @@ class OnlineHeads:
 
     def heads(self, state: TrainState) -> DraftHeads:
         """Returns the heads of a state, for `jaxspec.Drafting(..., heads=...)`; the state may be traced."""
-        heads = self.trainee.result(state.params.heads, None, "online")
-        assert isinstance(heads, DraftHeads), "`of` takes no start, so that no draft model is trained"
-        return heads
+        return self.trainee.result(state.params.heads, None, "online")
 
     def step(self, policy: Model, state: TrainState, rollout: Rollout) -> tuple[TrainState, Report]:
         """Takes an optimiser step on the new tokens of a rollout, with the features that the policy has for them."""

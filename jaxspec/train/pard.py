@@ -6,8 +6,8 @@ row names the first token of the block, and each mask another, as in the drafter
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,70 +25,63 @@ from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here, kept, positions_of
 from jaxspec.train.pard_settings import PardSettings
-from jaxspec.train.trainee import Blocks
+from jaxspec.train.trainee import About, Blocks, Trainee
 
 CHUNK = 64
 """Blocks of a row that are read at once in evaluation, which reads one at every position."""
+EVERYWHERE = Blocks(anchors=None, gamma=float("inf"))
+"""Blocks from all positions, whose tokens have one weight."""
+SERVED_BY = (
+    "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems that draft "
+    "with PARD models, such as vLLM."
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class PardTrainee:
-    """A draft model that is trained for a target; see `jaxspec.train.trainee.Trainee`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PardTrainee(Trainee):
+    """A draft model that is trained for a target.
+
+    Its blocks begin at all positions, and their tokens have one weight. The draft model may have more rows than
+    `vocab_size`, which are padding.
 
     Attributes:
         model: the draft model.
         token: the mask token.
-        vocab_size: V, the target's vocabulary; the draft model may have more rows, which are padding.
-        drafted: number of tokens of a block.
-        shares: of each token, the share of positions that it is named from in a step.
     """
 
     model: LanguageModel
     token: int
-    vocab_size: int
-    drafted: int
-    shares: tuple[float, ...]
-    drafter = "pard"
-    title = "PARD model"
-    reads_tokens = False
-    reads_features = False
-    reads_context = True
-    joint = None
+    blocks: Blocks = EVERYWHERE
 
-    @property
-    def blocks(self) -> Blocks:
-        """Blocks from all positions, whose tokens have one weight."""
-        return Blocks(None, float("inf"), shares=self.shares)
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """None: only some losses read features, those of the target itself."""
-        return {}
-
-    @property
-    def description(self) -> str:
-        """The sizes, for the card."""
-        return f"A draft model that names {self.drafted} tokens in one call, mask token {self.token}"
-
-    @property
-    def served_by(self) -> str:
-        """A sentence that says which systems can serve the model."""
-        return (
-            "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems "
-            "that draft with PARD models, such as vLLM."
-        )
-
-    def network(self, lm: LanguageModel) -> LanguageModel:
-        """Returns the target's network, whose law some losses compare with."""
-        return lm
-
-    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Refuses: the parameters before training are those of the draft model to start from.
+    @classmethod
+    def make(cls, settings: PardSettings, target: Model, start: Any) -> Self:
+        """Returns the draft model to train for a target; see `TrainSettings.trainee`.
 
         Raises:
-            InvalidConfig: always.
+            InvalidConfig: there is no draft model, it is a PARD-2 model, or it has no such mask token.
+            VocabMismatch: its vocabulary is not the target's.
         """
-        raise InvalidConfig("a PARD model has no parameters before training but those of the draft model")
+        if not isinstance(start, Model):
+            raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
+        if start.pard2 is not None:
+            raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
+        token = start.pard_token if settings.pard_token < 0 else settings.pard_token
+        if token is None:
+            token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
+        draft = dataclasses.replace(start, pard_token=token)
+        drafter, _ = Pard.build(DrafterInputs(target, draft, chain(settings.depth)))
+        shares = tuple(max(settings.retention**i, settings.retention_min) if i else 1.0 for i in range(settings.depth))
+        sizes = f"A draft model that names {settings.depth} tokens in one call, mask token {drafter.token}"
+        return cls(
+            about=About("PARD model", sizes, SERVED_BY),
+            drafter="pard",
+            drafted=settings.depth,
+            vocab_size=drafter.vocab,
+            reads_features=False,
+            blocks=EVERYWHERE._replace(shares=shares),
+            model=drafter.network,
+            token=drafter.token,
+        )
 
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks."""
@@ -98,7 +91,7 @@ class PardTrainee:
     def _states(self, params: Params, batch: Batch) -> list[Float[Array, "B A E"]]:
         """Returns the features of the rows that name each token, at its positions."""
         if batch.places is not None:
-            every = (kept(batch, self.shares, step).places for step in range(self.drafted))
+            every = (kept(batch, self.blocks.shares, step).places for step in range(self.drafted))
             return self._read(params, batch, tuple(each.shape[1] for each in every if each is not None))
         rows, size = batch.tokens.shape
         chunk = min(CHUNK, size)
@@ -145,28 +138,3 @@ class PardTrainee:
         """Returns the trained model, with the tokenizer of the one it started from."""
         params = jax.tree.map(jnp.asarray, params)
         return dataclasses.replace(start, params=params, name=name, preset=None, pard_token=self.token)
-
-
-def make_trainee(settings: PardSettings, target: Model, start: Any) -> PardTrainee:
-    """Returns a draft model to train for a target.
-
-    Args:
-        settings: the settings.
-        target: the target.
-        start: the draft model to start from.
-
-    Raises:
-        InvalidConfig: there is none, it is a PARD-2 model, or it has no such mask token.
-        VocabMismatch: its vocabulary is not the target's.
-    """
-    if not isinstance(start, Model):
-        raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
-    if start.pard2 is not None:
-        raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
-    token = start.pard_token if settings.pard_token < 0 else settings.pard_token
-    if token is None:
-        token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
-    draft = dataclasses.replace(start, pard_token=token)
-    drafter, _ = Pard.build(DrafterInputs(target, draft, chain(settings.depth)))
-    shares = tuple(max(settings.retention**i, settings.retention_min) if i else 1.0 for i in range(settings.depth))
-    return PardTrainee(drafter.network, drafter.token, drafter.vocab, settings.depth, shares)

@@ -30,7 +30,7 @@ class PardSettings(TrainSettings):
     retention_min: float = setting(0.2, least=0, most=1)
     learning_rate: float = 3e-05
 
-    trains_model, maker = True, "jaxspec.train.pard:make_trainee"
+    drafter, trainee_class, trains_model = "pard", "jaxspec.train.pard:PardTrainee", True
 
     @property
     def drafted(self) -> int:

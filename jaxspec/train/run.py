@@ -32,11 +32,11 @@ from jaxspec.train.checkpoints import Damaged
 from jaxspec.train.dataset import Data, prepare
 from jaxspec.train.features import Reader
 from jaxspec.train.files import digest_of, fingerprint
+from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import Watch
 from jaxspec.train.loop import Loop, Setup
 from jaxspec.train.medusa_settings import MedusaSettings
-from jaxspec.train.order import need_grain
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Trainable, TrainState, start
 from jaxspec.train.trained import Trained as Trained
@@ -116,7 +116,7 @@ def train_heads(
     if losses.has_law(settings, trainee):
         need_members(target.lm, ["unembedding"], f"the loss {settings.loss} needs a target with a method")
     check_machine(settings)
-    watch.say(trainee.served_by)
+    watch.say(trainee.about.served_by)
     run = _Run(settings, target, trainee, begun, folder, shelf, watch)
     read = read_prompts(prompts, settings, watch)
     identity = TargetIdentity.of(target)
@@ -134,7 +134,7 @@ def check_machine(settings: TrainSettings) -> None:
     """
     if settings.devices > jax.device_count():
         raise InvalidConfig(f"{plural(settings.devices, 'device')} requested, and there are {jax.device_count()}")
-    need_grain()
+    sources.need_grain()
 
 
 def read_prompts(prompts: Any, settings: TrainSettings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
@@ -198,6 +198,7 @@ def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> Setup:
 def _begin(run: _Run, used: Data) -> TrainState:
     """Returns the state before the first step."""
     if run.begun is None:
+        assert isinstance(run.trainee, HeadTrainee), "a draft model is trained from a start"
         heads = run.trainee.init_params(run.target, used.ids)
     else:
         kept = {name: value for name, value in run.begun.params.items() if name != "tokens"}

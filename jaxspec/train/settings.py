@@ -29,9 +29,10 @@ PRECISIONS = ("float32", "bfloat16")
 class TrainSettings(abc.ABC):
     """The settings that all kinds share; equal settings, prompts and target give equal bits on one machine.
 
-    A kind sets `maker`, the location "module:function" of a function that makes its `Trainee` from the settings, a
-    target and a start. It is imported when it is needed: JAX takes a second to import, and help does not need it.
-    `trains_model` is True if a draft model is trained, and False for heads.
+    A kind sets `drafter`, the registered name of its drafter, and `trainee_class`, the location "module:Class" of its
+    `Trainee`, which is imported when it is needed: JAX takes a second to import, and help does not need it. The class
+    has a class method `make(settings, target, start)`, and for heads also `of(config)`, the trainee of heads with these
+    sizes. `trains_model` is True if a draft model is trained, and False for heads.
 
     Attributes:
         draft_vocab: number of tokens to draft from, those most frequent in the answers (of all layouts, only vLLM's
@@ -70,7 +71,8 @@ class TrainSettings(abc.ABC):
         save_every: steps between checkpoints.
     """
 
-    maker: ClassVar[str]
+    drafter: ClassVar[str]
+    trainee_class: ClassVar[str]
     trains_model: ClassVar[bool] = False
 
     draft_vocab: int = setting(0, least=0)
@@ -151,7 +153,7 @@ class TrainSettings(abc.ABC):
         Raises:
             InvalidConfig, ShapeMismatch, VocabMismatch: heads of this kind cannot be trained for this target.
         """
-        return locate(self.maker)(self, target, start)
+        return locate(self.trainee_class).make(self, target, start)
 
 
 def own_fields(kind: Any) -> list[dataclasses.Field]:

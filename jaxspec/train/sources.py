@@ -1,4 +1,4 @@
-"""Rows together with the target's features of them."""
+"""Rows together with the target's features of them, and the order in which a run reads them."""
 
 import functools
 import pathlib
@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.amounts import plural, size
 from jaxspec.core.records import Params
+from jaxspec.errors import MissingPackage
 from jaxspec.models.model import Model
 from jaxspec.train import packing
 from jaxspec.train.batch import Batch
@@ -80,3 +81,27 @@ def cached(
     else:
         rows, places = packing.pack_supervised_spans(rows, trainee.drafted)
     return Source(rows, lambda index: features.at(places[index]))
+
+
+def need_grain() -> Any:
+    """Imports grain.
+
+    Raises:
+        MissingPackage: grain cannot be imported.
+    """
+    try:
+        import grain
+    except ImportError as error:
+        raise MissingPackage(
+            f"training needs the package grain, which cannot be imported here ({error}); run `pip install grain`"
+        ) from None
+    return grain
+
+
+def make_order(rows: int, settings: TrainSettings) -> Any:
+    """Returns an endless iterator over batches of row numbers, shuffled in every epoch.
+
+    `get_state` reads the position of the iterator and `set_state` sets it, so that a checkpoint can hold it.
+    """
+    source = need_grain().MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
+    return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())

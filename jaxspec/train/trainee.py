@@ -1,13 +1,15 @@
-"""The protocol of what is trained: a kind of draft heads, or a draft model.
+"""What is trained for a target: draft heads, or a draft model.
 
 A kind is two classes. Its settings (`jaxspec.train.settings.TrainSettings`) hold what a user chooses, and are
-registered in `jaxspec.registry.TRAINEES`. They make a `Trainee` for a target, which is all that training knows of the
-kind: data, losses, optimiser, checkpoints, evaluation and the card are shared. What is said of heads holds for a draft
-model as well.
+registered in `jaxspec.registry.TRAINEES`. The settings make a `Trainee` for a target, which is all that training knows
+of the kind: data, losses, optimiser, checkpoints, evaluation and the card are shared. Documentation that says "heads"
+holds for a draft model as well.
 """
 
+import abc
+import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -17,6 +19,20 @@ from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, Frozen, Guess
+
+
+class About(NamedTuple):
+    """The descriptions of heads for people.
+
+    Attributes:
+        title: the kind of heads, such as "Medusa heads".
+        sizes: the sizes, for the card.
+        served_by: a sentence that says which systems can serve the heads.
+    """
+
+    title: str
+    sizes: str
+    served_by: str
 
 
 class Joint(NamedTuple):
@@ -53,94 +69,42 @@ class Blocks(NamedTuple):
     shares: tuple[float, ...] = ()
 
 
-@runtime_checkable
-class Trainee(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainee(abc.ABC):
     """Heads that are trained for a target: static and hashable, without arrays.
 
-    Step i of `unroll` predicts token t + 2 + i from the position t: the target itself predicts token t + 1.
+    Attributes:
+        about: descriptions.
+        drafter: the registered name of the drafter that the heads are for.
+        drafted: the number of tokens that are guessed from each position, which is the number of steps of `unroll`.
+        vocab_size: V, the rows of the target's projection that are drafted from.
+        reads_features: True if `unroll` reads features of the target. If False, only losses that need the target's
+            distribution read them.
+        reads_tokens: True if `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed.
+        reads_context: True if logits depend on earlier positions of the text. If False, only supervised spans are kept.
+        joint: the settings of the target's training; None if the target is frozen.
+        blocks: the settings of blocks; None for heads that guess from every position, each token by itself.
     """
 
-    @property
-    def drafter(self) -> str:
-        """The registered name of the drafter that the heads are for."""
-        ...
+    about: About
+    drafter: str
+    drafted: int
+    vocab_size: int
+    reads_features: bool = True
+    reads_tokens: bool = False
+    reads_context: bool = True
+    joint: Joint | None = None
+    blocks: Blocks | None = None
 
-    @property
-    def drafted(self) -> int:
-        """The number of steps of `unroll`, which is the number of tokens that are guessed from each position."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the rows of the target's projection that are drafted from."""
-        ...
-
-    @property
-    def reads_features(self) -> bool:
-        """True if `unroll` reads features of the target; if not, only losses that need its law do."""
-        ...
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed."""
-        ...
-
-    @property
-    def reads_context(self) -> bool:
-        """True if logits depend on earlier positions of the text; if not, only supervised spans are kept."""
-        ...
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        """The settings that features on disk depend on, as JSON; empty for the features of the target itself."""
-        ...
-
-    @property
-    def joint(self) -> Joint | None:
-        """The settings of the target's training; None if the target is frozen."""
-        ...
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """The settings of blocks; None for heads that guess from every position, each token by itself."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """The kind of heads, for titles, such as "Medusa heads"."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The sizes, for the card."""
-        ...
-
-    @property
-    def served_by(self) -> str:
-        """A sentence that says which systems can serve the heads."""
-        ...
-
-    def network(self, lm: LanguageModel) -> Any:
-        """Returns the network whose features are read: the target's, or one whose features hold more."""
-        ...
-
-    def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Returns the parameters before training, float32.
-
-        Args:
-            target: the target.
-            ids: the drafted tokens, ascending; None for the whole vocabulary.
-        """
-        ...
-
+    @abc.abstractmethod
     def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each step at every position, with the text's own tokens as the drafted ones.
+        """Yields the guesses of each step at every position, with the text's own tokens as the drafted tokens.
 
-        If `batch.places` is not None, the guesses are those of its positions, or of the first of them
-        (`Blocks.shares`).
+        Step i predicts token t + 2 + i from the position t: the target itself predicts token t + 1. If `batch.places`
+        is not None, only these positions have guesses, or the first of them (`Blocks.shares`).
         """
-        ...
 
+    @abc.abstractmethod
     def result(
         self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
     ) -> DraftHeads | Model:
@@ -149,7 +113,15 @@ class Trainee(Protocol):
         Args:
             params: the parameters.
             ids: the drafted tokens, ascending; None for the whole vocabulary.
-            name: of the heads or the model.
+            name: the name of the heads or the model.
             start: what the training started from, see `TrainSettings.trainee`.
         """
-        ...
+
+    def network(self, lm: LanguageModel) -> LanguageModel:
+        """Returns the network whose features are read: the target's, or one whose features hold more."""
+        return lm
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """The settings that features on disk depend on, as JSON; empty for the features of the target itself."""
+        return {}

@@ -171,7 +171,7 @@ class Candidate:
         """What they are called in the record."""
         folder = pathlib.Path(self.source)
         name = folder.parent.name if folder.name == "heads" else folder.name  # of the run, where training wrote them
-        return trainee_of(self.heads).title + f" ({name})" * folder.exists()
+        return trainee_of(self.heads).about.title + f" ({name})" * folder.exists()
 
     @property
     def training(self) -> dict[str, float] | None:

@@ -171,10 +171,10 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     if eagle3:  # sizes of SmolLM2-135M's layers
         decoder = ModelConfig(args.vocab, args.width, args.width * 8 // 3, 1, args.width // 64, args.width // 192, 64)
         config = eagle.EagleConfig(decoder, taps=TAPS, fc_norm=True, norm_output=True)
-        trainee, params = EagleTrainee(config, args.heads), init_params(config, key=jax.random.key(0))
+        trainee, params = EagleTrainee.of(config, args.heads), init_params(config, key=jax.random.key(0))
         parameters = torch_eagle(features, tokens, table, args.drafted, trainee, params)
     else:
-        trainee = MedusaTrainee(HeadsConfig(args.width, args.vocab, args.heads, 1))
+        trainee = MedusaTrainee.of(HeadsConfig(args.width, args.vocab, args.heads, 1))
         params = init_params(trainee.config)
         parameters = torch_medusa(features, tokens, table, args.drafted, trainee, params)
     return {

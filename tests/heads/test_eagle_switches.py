@@ -80,7 +80,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     trained = {key: leaf for key, leaf in heads.params.items() if key != "tokens"}
 
     def loss(params):
-        found = losses.sums(jaxspec.Eagle3Settings(), EagleTrainee(heads.config, STEPS), params, frozen, batch)
+        found = losses.sums(jaxspec.Eagle3Settings(), EagleTrainee.of(heads.config, STEPS), params, frozen, batch)
         each = 0.8 ** jnp.arange(STEPS) * found.loss / found.counted
         return each.sum(), each
 

@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def trainee(name: str) -> DFlashTrainee:
-    return DFlashTrainee(CONFIGS[name], Blocks(5, 4.0, 1.0))
+    return DFlashTrainee.of(CONFIGS[name], Blocks(5, 4.0, 1.0))
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     config = dataclasses.replace(heads.config, own_embedding=False, own_projection=False)
     params = {key: leaf for key, leaf in heads.params.items() if key not in ("embed", "head")}
     frozen = Frozen(heads.params["head"], None, heads.params["embed"], None)
-    one = DFlashTrainee(config, Blocks(TRAINED[name]["anchors"], 4.0, weights["confidence"]))
+    one = DFlashTrainee.of(config, Blocks(TRAINED[name]["anchors"], 4.0, weights["confidence"]))
     tokens, mask, features = supervision(name)
     places = np.zeros((2, TRAINED[name]["anchors"]), np.int32)  # where nothing is wanted
     for row, anchors in zip(places, expected["anchors"]):

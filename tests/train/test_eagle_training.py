@@ -46,7 +46,7 @@ CONFIGS = {
 
 
 def trainee(name: str) -> EagleTrainee:
-    return EagleTrainee(CONFIGS[name], STEPS, feature_loss=2.0 * (name == "1"))
+    return EagleTrainee.of(CONFIGS[name], STEPS, feature_loss=2.0 * (name == "1"))
 
 
 @functools.cache
@@ -96,7 +96,7 @@ class Dense(EagleTrainee):
         causal = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (places[:, None] >= places)
         diagonal = jnp.broadcast_to(jnp.eye(size, dtype=bool), causal.shape)
         states, past = head.fuse(batch.features), None
-        for step in range(self.depth):
+        for step in range(self.drafted):
             mask = jnp.concatenate([causal, *[diagonal] * step], axis=-1)
             tokens = ahead(batch.tokens, 1 + step)
             window = Window(tokens, jnp.broadcast_to(places + step, tokens.shape), mask)

@@ -104,13 +104,13 @@ def reference(kind: str, config: HeadsConfig, named: dict, reduced: bool, weight
 
 def objective(settings: MedusaSettings, config: HeadsConfig, reduced: bool):
     frozen = losses.freeze(
-        MedusaTrainee(config), LM, PARAMS, IDS if reduced else None, laws=settings.loss not in ("ce", "kl")
+        MedusaTrainee.of(config), LM, PARAMS, IDS if reduced else None, laws=settings.loss not in ("ce", "kl")
     )
     weights = losses.head_weights(settings, jnp.zeros(3))
 
     @jax.jit
     def loss(named):
-        found = losses.sums(settings, MedusaTrainee(config), unflatten(named), frozen, rows())
+        found = losses.sums(settings, MedusaTrainee.of(config), unflatten(named), frozen, rows())
         return (weights * found.loss / found.counted).sum()
 
     return loss, np.asarray(weights)
@@ -163,10 +163,10 @@ def test_what_is_not_finite_and_not_counted_does_no_harm():
     config, named = heads("hidden", False)
     loss, _ = objective(CE, config, False)
     spoilt = rows()._replace(features=jnp.where((rows().segments == 0)[..., None], jnp.nan, rows().features))
-    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
+    frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sums(CE, MedusaTrainee(config), unflatten(named), frozen, spoilt).loss.sum()
+            lambda named: losses.sums(CE, MedusaTrainee.of(config), unflatten(named), frozen, spoilt).loss.sum()
         )
     )(named)
     assert np.isfinite(value)
@@ -188,7 +188,7 @@ def test_labels_are_those_two_and_more_ahead():
             params[f"blocks.{head}.0.kernel"] = jnp.asarray(40 * after - 20 * (1 - after))
         batch = losses.Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), features)
         frozen = losses.Frozen(jnp.eye(size), None, None, None)
-        found = losses.sums(CE, MedusaTrainee(config), unflatten(params), frozen, batch)
+        found = losses.sums(CE, MedusaTrainee.of(config), unflatten(params), frozen, batch)
         assert (found.top1 / found.seen).tolist() == ([1.0] * 3 if shift == 0 else [0.0] * 3)
         assert found.seen.tolist() == [28, 27, 26]
         assert float(losses.accepted_length(found)) == (4 if shift == 0 else 1)
@@ -197,13 +197,13 @@ def test_labels_are_those_two_and_more_ahead():
 def test_a_step_in_parts_is_the_step_in_one():
     """Gradients of two parts of unlike shares add up to those of the whole."""
     config, named = heads("hidden", False)
-    state = functools.partial(lambda: start(MedusaSettings(), MedusaTrainee(config), Trainable(unflatten(named))))
-    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
+    state = functools.partial(lambda: start(MedusaSettings(), MedusaTrainee.of(config), Trainable(unflatten(named))))
+    frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):
         settings = MedusaSettings(loss="ce", batch=2, accumulate=parts, warmup=0, steps=10, learning_rate=1e-3)
         batch = jax.tree.map(lambda a, parts=parts: a.reshape(parts, 2 // parts, *a.shape[1:]), rows())
-        step = jax.jit(functools.partial(train_step, settings, MedusaTrainee(config), LM))
+        step = jax.jit(functools.partial(train_step, settings, MedusaTrainee.of(config), LM))
         end, report = step(frozen, state(), batch)
         ends.append((flatten(end.params.heads), float(report.loss), float(report.gradient)))
     assert ends[0][1:] == pytest.approx(ends[1][1:], rel=1e-5)
@@ -242,11 +242,11 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     config = HeadsConfig(E, V, heads, inputs="path")
     params = init_params(config)
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), params)
-    frozen = losses.freeze(MedusaTrainee(config), LM, PARAMS)
+    frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     both = [
         losses.sums(
             MedusaSettings(loss="ce"),
-            MedusaTrainee(config),
+            MedusaTrainee.of(config),
             params,
             frozen,
             losses.Batch(*map(jnp.asarray, (*rows, a))),

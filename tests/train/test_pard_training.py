@@ -130,7 +130,7 @@ def test_losses_and_gradients_are_those_of_one_dense_mask():
     one, rows = trainee(), batch()
     (key,) = jax.random.split(jax.random.fold_in(jax.random.key(CE.seed), 0), 1)
     drawn = rows._replace(places=draw_places(rows._replace(key=key), None))
-    shares = [np.asarray(not_none(kept(drawn, one.shares, step).places)) for step in range(K)]
+    shares = [np.asarray(not_none(kept(drawn, one.blocks.shares, step).places)) for step in range(K)]
     sequences = []
     for r, there in texts_of(rows):
 
@@ -208,7 +208,7 @@ def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
     drawn = rows._replace(places=draw_places(rows, None))
     counts = []
     for step, found in enumerate(unroll(one, pard.CHUNK, draft().params, drawn)):
-        places = not_none(kept(drawn, one.shares, step).places)
+        places = not_none(kept(drawn, one.blocks.shares, step).places)
         counts.append(places.shape[1])
         at = (np.asarray(rows.segments) == np.roll(rows.segments, -1, 1)) & np.asarray(rows.segments > 0)
         inside = np.take_along_axis(at, np.asarray(places), 1)  # the root is in the text, too
@@ -219,18 +219,18 @@ def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
 
 def test_places_thin_out_by_the_retention():
     """The places with one more mask are among those with one mask less; those where a loss is wanted come first."""
-    assert trainee(jaxspec.PardSettings(start="draft")).shares == pytest.approx(
+    assert trainee(jaxspec.PardSettings(start="draft")).blocks.shares == pytest.approx(
         (1, 0.7, 0.49, 0.343, 0.2401, 0.2, 0.2, 0.2)
     )
     rows = batch()
     drawn = rows._replace(places=draw_places(rows, None))
     before = None
     for step in range(K):
-        places = np.asarray(not_none(kept(drawn, trainee().shares, step).places))
+        places = np.asarray(not_none(kept(drawn, trainee().blocks.shares, step).places))
         assert all(len(set(row)) == len(row) for row in places)
         assert before is None or (places == before[:, : places.shape[1]]).all()
         before = places
-    assert kept(rows, trainee().shares, 2) is rows
+    assert kept(rows, trainee().blocks.shares, 2) is rows
     other = draw_places(rows._replace(key=jax.random.key(6)), None)
     assert (np.asarray(other) != np.asarray(drawn.places)).any()
 

@@ -120,7 +120,7 @@ def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     """Every array of the optimizer's state is a scalar or shaped like a head's."""
     trained = run[0]
     heads = trained.heads
-    state = start(jaxspec.MedusaSettings(), MedusaTrainee(heads.config), Trainable(heads.params))
+    state = start(jaxspec.MedusaSettings(), MedusaTrainee.of(heads.config), Trainable(heads.params))
     shapes = set(heads.config.param_shapes().values())
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt)]
     assert {shape for shape in moments if shape} <= shapes
@@ -426,7 +426,7 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     """No file may grow past two kilobytes: the cause in one line, and what was saved is whole."""
     config = HeadsConfig(64, 61, 2)
-    begun = start(jaxspec.MedusaSettings(), MedusaTrainee(config), Trainable(init_params(config)))
+    begun = start(jaxspec.MedusaSettings(), MedusaTrainee.of(config), Trainable(init_params(config)))
     store = Checkpoints(tmp_path)
     store.save(Checkpoint(begun, {"next_index": 0}, None))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
