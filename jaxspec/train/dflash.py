@@ -53,7 +53,7 @@ class DFlashTrainee(HeadTrainee):
             InvalidConfig: the sizes are those of a DFlash 2 head, which is not trained here.
         """
         if config.is_second:
-            raise InvalidConfig(f"heads are {config.summary}, whose distributions along a text are not computed")
+            raise InvalidConfig(f"{config.summary} is not trained here, nor is its law along a text computed")
         layers, taps = plural(config.decoder.num_layers, "decoder layer"), ", ".join(map(str, config.taps or ()))
         markov = f", Markov head: {config.markov}, rank {config.markov_rank}" if config.markov else ""
         sizes = (

@@ -43,7 +43,10 @@ def trainee_of(heads: DraftHeads | Model) -> Trainee:
     for name in TRAINEES:
         kind = find("kind of heads", name)
         if kind.drafter == heads.config.drafter:
-            return locate(kind.trainee_class).of(heads.config)
+            try:
+                return locate(kind.trainee_class).of(heads.config)
+            except InvalidConfig as error:
+                raise InvalidConfig(f"{heads.name}: {error}") from None
     raise InvalidConfig(f"no registered kind of heads has a {type(heads.config).__name__}")
 
 

@@ -166,7 +166,7 @@ def test_wrong_input():
     heads = jaxspec.DraftHeads(second, init_params(second, key=jax.random.key(1)), name="second")
     with pytest.raises(InvalidConfig, match="'dflash' has no law along a text"):
         acceptance.drafting_model(WRITER, Drafting("dflash", heads=heads))
-    with pytest.raises(InvalidConfig, match="second is a DFlash 2 head of 1 layer, blocks of 5, whose laws"):
+    with pytest.raises(InvalidConfig, match="second: a DFlash 2 head of 1 layer, blocks of 5 is not trained here"):
         head_laws(WRITER, heads)
     assert not acceptance.has_laws(Pard(LM, 1, V, states=(None,)))
 
