@@ -71,7 +71,7 @@ def add_options(parser: Parser) -> None:
         metavar="N",
         help="number of held-out prompts to choose the tree on (default: 6)",
     )
-    add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: that of --dtype)")
+    add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: as --dtype)")
     add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
         help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
     own = parser.add_argument_group("settings of the kind")
@@ -81,7 +81,7 @@ def add_options(parser: Parser) -> None:
     shared = {field.name: _add_setting(common, field) for field in dataclasses.fields(TrainSettings)}
 
     def show_kind(words: list[str]) -> None:
-        """Makes the help that of the kind that the words name: its own settings, with its own defaults."""
+        """Shows the settings of the kind that the words name, with its defaults, in the help."""
         name = next((word for word in words if word in TRAINEES), None)
         kind = find(KIND, name) if name else TrainSettings
         fields, described = {field.name: field for field in dataclasses.fields(kind)}, describe_fields(kind)
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         if fit_dtype != args.dtype:
             raise UsageError(f"--fit-dtype {fit_dtype}: the target is trained in --dtype {args.dtype}; leave it out")
         show.say(
-            "the target is trained, too: text will be lossless against the new one, not against the original",
+            "the target is trained as well: text will be lossless against the trained target, not against the original",
             answer=True,
         )
     check_machine(settings)
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         _finish(trained, fit_dtype, folder, args)
     except KeyboardInterrupt:
         held = f"{folder} holds the result; " if folder.exists() else ""
-        show.say(f"training is complete: {held}the same command goes on with the measurement", answer=True)
+        show.say(f"training is complete: {held}the same command continues with the measurement", answer=True)
         raise
     show.card((folder / card.CARD).read_text())
     show.say(f"written: {folder}")
@@ -200,7 +200,7 @@ def _check_files(args: argparse.Namespace, settings: "TrainSettings") -> None:
 def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse.Namespace) -> None:
     """Writes heads or a draft model, and then measures trees, which it adds to the heads and to the card.
 
-    Whatever ends the measurement leaves a folder that can be used. A draft model has no tree of its own.
+    If the measurement is interrupted, the folder can still be used. A draft model has no tree of its own.
     """
     from jaxspec.heads.files import set_tree
     from jaxspec.heads.network import DraftHeads
@@ -245,7 +245,7 @@ def _measure(
 
 
 def _write(trained: "Trained", folder: pathlib.Path) -> bool:
-    """Writes heads without a tree, or a draft model, and a target that was trained, too.
+    """Writes heads without a tree, or a draft model, and the target if it was trained as well.
 
     Returns:
         False if the folder holds these heads already: their tree stays until another one is measured.

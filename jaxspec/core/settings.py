@@ -50,7 +50,7 @@ def check_fields(config: Any) -> None:
 
 def _check(field: dataclasses.Field, value: Any) -> None:
     """Checks the value of a field."""
-    allowed = typing.get_args(field.type) or (field.type,)
+    allowed = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
     if value is None and types.NoneType in allowed:
         return
     choices, least, most = field.metadata.get("choices", ()), field.metadata.get("least"), field.metadata.get("most")

@@ -1,13 +1,12 @@
 """The configuration of a decoder-only transformer of the Llama family: sizes, constants, and parameter shapes."""
 
 import dataclasses
-import math
 
+from jaxspec.core.settings import check_fields, setting
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-_NUMBERS = {int: int, float: (int, float)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class ModelConfig:
     window: int | None = None
     windowed: tuple[bool, ...] = ()
     window_rope: Rope | None = None
-    activation: str = "silu"
+    activation: str = setting("silu", ACTIVATIONS)
     embed_scale: float = 1.0
     query_scale: float | None = None
     qkv_bias: bool = False
@@ -62,30 +61,13 @@ class ModelConfig:
     post_norms: bool = False
 
     def __post_init__(self):
-        optional = {"window": int, "query_scale": float}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            kind = optional.get(field.name, field.type)
-            if kind is bool and not isinstance(value, bool):
-                raise InvalidConfig(f"{field.name} must be true or false, got {value!r}")
-            if kind not in _NUMBERS or (value is None and field.name in optional):
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InvalidConfig(f"{field.name} must be a number, got {value!r}")
-            if not math.isfinite(value) or value <= 0:
-                raise InvalidConfig(f"{field.name} must be positive and finite, got {value!r}")
-            if kind is int and not isinstance(value, int):
-                raise InvalidConfig(f"{field.name} must be a whole number, got {value!r}")
-            if kind is int and value >= 1 << 31:  # positions and sizes are int32 on a device
-                raise InvalidConfig(f"{field.name} must be below 2**31, got {value!r}")
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
         if self.head_dim % 2:
             raise InvalidConfig(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.activation not in ACTIVATIONS:
-            raise InvalidConfig(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         if self.windowed and (self.window is None or len(self.windowed) != self.num_layers):
             raise InvalidConfig(
                 f"windowed must have one entry for each of the {self.num_layers} layers and needs a window, "

@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
-        features: what the trainee's network gives; the first E are those of the target's projection.
+        features: what the trainee's network gives; the first E entries are what the target's projection reads.
         key: of the noise and the draws of a step in training; None in evaluation.
         places: the positions that blocks are guessed from (`jaxspec.train.trainee.Blocks`); None for all. A step may
             guess from the first of them alone.
@@ -61,7 +61,7 @@ class Frozen(NamedTuple):
 
     @classmethod
     def nothing(cls) -> Self:
-        """Returns no part of any target."""
+        """Returns empty parts, for a trainee that uses none."""
         return cls(jnp.zeros((0, 0)), None, None, None)
 
 
@@ -80,7 +80,7 @@ def ahead(values: Array, steps: int) -> Array:
 def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
     """Returns the positions t whose token t + 2 + step is in the same text and written by the assistant.
 
-    With `blocks`, so are all tokens from t + 2 on.
+    With `blocks`, this must hold for all tokens from t + 2 to t + 2 + step.
     """
     steps = 2 + step
     same = (batch.segments > 0) & (ahead(batch.segments, steps) == batch.segments)
@@ -89,7 +89,7 @@ def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
 
 
 def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v"]:
-    """Returns what belongs to the places of a batch."""
+    """Returns the values at the places of a batch; all values if it has no places."""
     if batch.places is None:
         return values
     index = batch.places.reshape(*batch.places.shape, *[1] * (values.ndim - 2))
@@ -99,7 +99,7 @@ def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v
 def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
     """Draws positions of each row whose next token but one the assistant wrote, without repetition, by the batch's key.
 
-    A row with fewer such positions has others, too, behind them, which no loss counts. Without `count`, all are drawn.
+    Rows with fewer such positions are padded with positions that no loss counts. If `count` is None, all are drawn.
     """
     assert batch.key is not None
     size = batch.tokens.shape[1]

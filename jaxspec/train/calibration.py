@@ -20,8 +20,8 @@ class BlockSums(NamedTuple):
     """Sums over the blocks of a batch, which can be added.
 
     Attributes:
-        acceptance: of each drafted token, the mass that its law and the target's share, 1 - total variation.
-        running: of each drafted token, the product of that mass and those of all tokens before it.
+        acceptance: for each drafted token, 1 - total variation between its distribution and the target's.
+        running: for each drafted token, the product of its mass and the masses of all tokens before it.
         bins: for each interval of the confidence, the number of tokens, their confidence and their acceptance.
     """
 
@@ -67,7 +67,7 @@ class BlockSums(NamedTuple):
         """Returns the sums as values of a line of the log; `seen` are the numbers of tokens that count.
 
         `tau` is the expected number of tokens of a round that verifies a chain by rejection, the target's own included;
-        DSpark (arXiv:2607.05147) computes it so, from blocks that end with the text, too.
+        DSpark (arXiv:2607.05147) computes it in the same way, and also counts blocks that end with the text.
         """
         found = {
             "acceptance": (np.asarray(self.acceptance) / seen).tolist(),

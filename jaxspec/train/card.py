@@ -24,7 +24,7 @@ CARD, FIGURES = "README.md", "evaluation.json"
 
 
 def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
-    """Returns the measurements on the held-out texts; those of trees are with the target in `dtype`."""
+    """Returns the measurements on the held-out texts; trees were measured with the target in `dtype`."""
     return {
         "positions": found.positions,
         "top1": found.top1,
@@ -104,7 +104,7 @@ def write(
     lines += tree_table(measured)
     lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
     if trained.trainee.joint is not None:
-        lines += ["The target was trained, too: text is lossless against it, not against the original.", ""]
+        lines += ["The target was trained as well: text is lossless against the trained target, not the original.", ""]
     lines += [f"sha256 of the parameters: `{fingerprint(heads.params)}`.", ""]
     write_whole(folder / CARD, lambda file: file.write("\n".join(lines).encode()))
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written to a temporary folder and renamed, every file verified when they are read.
 
 A checkpoint is a folder with the arrays (`state/`, by Orbax), the rest (`about.json`), and the sha256 of every file of
-both in `SHA256SUMS`, which `sha256sum -c` reads, too.
+both in `SHA256SUMS`, which `sha256sum -c` can also check.
 """
 
 import hashlib

@@ -50,7 +50,7 @@ class DFlashTrainee(HeadTrainee):
             blocks: how many blocks a step draws, and the weights of the losses.
 
         Raises:
-            InvalidConfig: the sizes are those of a DFlash 2 head, which is not trained here.
+            InvalidConfig: the sizes belong to a DFlash 2 head, which cannot be trained.
         """
         if config.is_second:
             raise InvalidConfig(f"{config.summary} is not trained here, nor is its law along a text computed")
@@ -137,7 +137,7 @@ class DFlashTrainee(HeadTrainee):
         """Returns the states of the rows of blocks at some places.
 
         Args:
-            params: those of the head.
+            params: the parameters of the head.
             frozen: the target's tables.
             batch: the texts.
             text: keys and values of the context, of all layers.

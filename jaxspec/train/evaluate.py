@@ -90,7 +90,7 @@ class Ranks(NamedTuple):
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
     def acceptance(self) -> np.ndarray:
-        """Returns the frequency of each rank `[n, RANKS]`, where all earlier tokens were among the ranks, too."""
+        """Returns the frequency of each rank `[n, RANKS]`, counted where all earlier tokens were among the ranks."""
         table = np.zeros((self.at.shape[1], RANKS))
         there = np.ones(len(self.at), bool)
         for head, column in enumerate(self.at.T):
@@ -118,7 +118,7 @@ def ranks(
         texts: prompts with the target's own answers.
         row_tokens: number of tokens of each row that the texts are packed into.
         batch: number of rows read at once.
-        trainee: what they were in training; None for that of the heads.
+        trainee: their trainee; None for the trainee that heads of this kind have.
     """
     rows, _ = pack(texts, row_tokens)
     trainee = trainee or trainee_of(drafts)

@@ -193,7 +193,7 @@ def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: Froz
         rank = lax.stop_gradient((logits > own).sum(-1))
         first = there & (row >= 0) & (rank < 1)
         reached = reached[:, : first.shape[1]] & first
-        # Losses that are not counted may be NaN, too.
+        # Losses that are not counted may be NaN.
         taken = counted(settings, trainee, frozen, whole, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
@@ -222,7 +222,7 @@ def accepted_length(found: Sums) -> Array:
 def head_weights(settings: TrainSettings, running: Float[Array, "n"], gamma: float | None = None) -> Float[Array, "n"]:
     """Returns the weight of each drafted token in the loss; `running` are the running top-1 accuracies.
 
-    `gamma` is that of blocks, in place of `decay`.
+    `gamma` is the setting of blocks that replaces `decay`.
     """
     if settings.head_weights == "decay":
         base = settings.decay if gamma is None else math.exp(-1 / gamma)

@@ -22,8 +22,8 @@ from jaxspec.train.settings import TrainSettings
 
 ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "checkpoints"
 HEADS, DRAFT = "heads", "draft"
-"""The folders of a run; features are those of the rows to train on, and of the held-out rows. The last is of heads, or
-of a draft model."""
+"""The folders of a run. `FEATURES` holds the features of the rows to train on, `HELD` those of the held-out rows; the
+result is in `HEADS` or `DRAFT`."""
 LOG, SETTINGS = "log.jsonl", "settings.json"
 Say = Callable[[str], Any]
 FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
@@ -120,7 +120,7 @@ def write_or_match_manifest(
     because: dict[str, Any],
     say: Say,
 ) -> None:
-    """Writes the manifest of a folder without content, and compares that of a folder with content.
+    """Writes the manifest of an empty folder, or compares the manifest of a folder with content.
 
     A manifest of an earlier version lacks some values (`LATER`). They are not compared, and a line says so.
 
@@ -155,13 +155,13 @@ def write_or_match_manifest(
             say(f"{path} is of an earlier version and does not record {names}: not compared")
         return None
     differences |= _compare("", there, because)[0]
-    told = [line for name, line in differences.items() if name != "texts"] or list(differences.values())
+    reasons = [line for name, line in differences.items() if name != "texts"] or list(differences.values())
     odd = [name.split(".")[0] for name in differences]
-    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(told)}: {advice(odd)}")
+    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(reasons)}: {advice(odd)}")
 
 
 def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Compares the values of a manifest, or of an object in it, with those of now.
+    """Compares the values of a manifest, or of an object in it, with the current values.
 
     Returns:
         A description of each difference by dotted name, and the names of the values that are not recorded.

@@ -20,7 +20,7 @@ class MedusaSettings(TrainSettings):
         medusa2: whether to train the target as well (Medusa-2): text is then lossless against the trained target only.
         medusa2_warmup: steps before the target is trained as well.
         medusa2_heads: weight of the loss of the heads relative to the loss of the target.
-        medusa2_rate: learning rate of the target relative to that of the heads.
+        medusa2_rate: learning rate of the target relative to the learning rate of the heads.
     """
 
     heads: int = 4

@@ -138,7 +138,7 @@ def check_machine(settings: TrainSettings) -> None:
 
 
 def read_prompts(prompts: Any, settings: TrainSettings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
-    """Reads the files of prompts, and returns the rows that cannot be read, too.
+    """Reads the files of prompts; also returns the rows that cannot be read.
 
     Raises:
         TrainingError: a file cannot be read, or holds no prompt.

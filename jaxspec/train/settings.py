@@ -175,7 +175,7 @@ def parse_taps(text: str) -> tuple[int, ...] | None:
 
 
 def check_start(settings: TrainSettings, config: Any, free: Iterable[str]) -> None:
-    """Refuses sizes that differ from those of the heads to start from.
+    """Refuses sizes that differ from the sizes of the heads to start from.
 
     Args:
         settings: the settings.
@@ -183,7 +183,7 @@ def check_start(settings: TrainSettings, config: Any, free: Iterable[str]) -> No
         free: names of settings that may change when training starts from heads.
 
     Raises:
-        InvalidConfig: a setting is neither at its default nor that of the heads.
+        InvalidConfig: a setting is neither at its default nor equal to the size of the heads.
     """
     for field in own_fields(settings):
         given = getattr(settings, field.name)

@@ -23,8 +23,8 @@ class Trainable(NamedTuple):
     """The parameters that receive gradients.
 
     Attributes:
-        heads: those of the heads, without the ids of the drafted tokens, or of the draft model.
-        target: those of the target, if it is trained, too (`Trainee.joint`); else None.
+        heads: parameters of the heads, without the ids of the drafted tokens, or of the draft model.
+        target: parameters of the target if it is trained as well (`Trainee.joint`); else None.
     """
 
     heads: Params
@@ -68,7 +68,7 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
 
 
 def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTransformation:
-    """Returns AdamW with clipping, a factor for matrices, and the target's own learning rate if it is trained, too."""
+    """Returns AdamW with clipping, a factor for matrices, and a learning rate for a target that is trained."""
     rate = learning_rate(settings)
 
     def of_target(step: Array) -> Array:
@@ -121,7 +121,7 @@ def train_step(
     Args:
         settings: the settings.
         trainee: the heads.
-        lm: the network that gives the features, read here if the target is trained, too.
+        lm: the network that gives the features, read here if the target is trained as well.
         frozen: the frozen parts of the target.
         state: the state before the step.
         batch: the batch.

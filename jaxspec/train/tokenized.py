@@ -80,7 +80,7 @@ def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[
             bad.append(BadRow(one.where, str(error)))
             continue
         if not text.mask.any():
-            bad.append(BadRow(one.where, "there is no answer of the assistant; let the target answer (distill)"))
+            bad.append(BadRow(one.where, "the assistant has no answer; let the target answer (distill)"))
             continue
         found.append(text)
     return found, bad
@@ -122,7 +122,8 @@ def _masked(model: Model, one: Conversation) -> Text:
 def _encode_parts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Encodes what each text adds to the text before it, with which it begins.
 
-    The parts are encoded one by one. All texts are encoded only if the ids of the parts are not those of the last text.
+    The parts are encoded one by one. The whole texts are encoded only if the ids of the parts differ from those of the
+    last text.
     """
     parts = [after.removeprefix(before) for before, after in itertools.pairwise(["", *texts])]
     first, whole = tokenizer.encode_all([texts[0], texts[-1]])

@@ -17,7 +17,7 @@ class Trained(NamedTuple):
 
     Attributes:
         result: the heads with the best held-out accuracy, without a tree, or the draft model.
-        target: the target, or the trained target if it was trained, too.
+        target: the target; the trained target if it was trained as well.
         data: the texts that were trained on and held out.
         log: the lines of the log.
         step: number of steps taken.

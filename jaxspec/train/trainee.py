@@ -39,9 +39,9 @@ class Joint(NamedTuple):
     """The settings of the target's training together with the heads.
 
     Attributes:
-        warmup: steps before the target is trained, too.
+        warmup: steps before the target is trained as well.
         heads_weight: weight of the loss of the heads relative to the loss of the target.
-        rate: learning rate of the target relative to that of the heads.
+        rate: learning rate of the target relative to the learning rate of the heads.
     """
 
     warmup: int

@@ -143,7 +143,7 @@ def test_the_readers_do_not_import_jax():
         ({"llama.feed_forward_length": None}, "llama.feed_forward_length is missing"),
         ({"llama.attention.head_count": None}, "llama.attention.head_count is missing"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
-        ({"llama.attention.head_count": 0}, "num_heads must be positive"),
+        ({"llama.attention.head_count": 0}, "num_heads must be a whole number from 1"),
         ({"llama.attention.head_count": True}, "head_count is 'True', expected one number"),
         ({"llama.attention.head_count_kv": [2, 2]}, "head_count_kv is '.2, 2.', expected one number"),
         ({"llama.attention.head_count_kv": 3}, "must be a multiple of num_kv_heads"),

@@ -200,7 +200,7 @@ def test_only_the_assistants_tokens_are_learnt_from():
 def test_what_cannot_be_learnt_from_is_reported():
     target = trainees.target()
     silent = Conversation(TURNS[:1], None, "here")
-    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("there is no answer of the assistant")
+    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("the assistant has no answer")
     assert "the maximum is 3" in tokenized.prompts_of(target, [silent], 3)[1][0].why
     forgetful = "{{ messages[-1].content }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     odd = dataclasses.replace(target, chat_template=ChatTemplate(forgetful))

@@ -189,10 +189,10 @@ def test_ctrl_c_at_a_point(begun, folder, monkeypatch, capsys, percent):
     assert status == 130
     assert error.endswith("\njaxspec: interrupted\n")
     said = error.splitlines()[-3]
-    assert "the same command resumes the run" in said or "the same command goes on with the measurement" in said
+    assert "the same command resumes the run" in said or "the same command continues with the measurement" in said
     if decoded:
         held = f"training is complete: {folder / 'heads'} holds the result"
-        assert said == f"{held}; the same command goes on with the measurement"
+        assert said == f"{held}; the same command continues with the measurement"
         assert jaxspec.load_heads(folder / "heads").config.num_heads == SETTINGS["heads"]
     assert_goes_on(begun[0], folder, begun[1])
 
@@ -250,7 +250,7 @@ def test_a_process_that_measures_ends_at_once_with_the_status_of_ctrl_c(begun, t
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait() == 130, rest
-    assert "the same command goes on with the measurement\n\njaxspec: interrupted\n" in rest
+    assert "the same command continues with the measurement\n\njaxspec: interrupted\n" in rest
     assert_intact(out)
 
 
