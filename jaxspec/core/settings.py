@@ -2,16 +2,14 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-import textwrap
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxspec.core.checks import whole
-from jaxspec.core.descriptions import describe_fields
+from jaxspec.core.descriptions import describe_fields, parse_section, with_section
 from jaxspec.errors import InvalidConfig, WrongArguments, shown
 
 Class = TypeVar("Class", bound=type)
@@ -84,13 +82,10 @@ def settings_class(cls: Class) -> Class:
     are added to it. Unknown arguments raise `WrongArguments`, which suggests the nearest name.
     """
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    text, _, own = inspect.cleandoc(cls.__doc__ or "").partition("\n\nAttributes:\n")
-    described = describe_fields(made)
-    order = sorted(described, key=lambda name: f"    {name}: " not in own)  # the fields of the class first
-    lines = [textwrap.fill(f"{name}: {described[name]}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
-             for name in order]  # fmt: skip
-    raises = "    InvalidConfig: a setting has an invalid value, or does not fit another setting."
-    made.__doc__ = "\n".join([text, "", "Attributes:", *lines, "", "Raises:", raises])
+    described, own = describe_fields(made), parse_section(cls.__doc__)
+    raises = {"InvalidConfig": "a setting is invalid, or does not fit another setting."}
+    doc = with_section(cls.__doc__ or "", "Raises", raises)
+    made.__doc__ = with_section(doc, "Attributes", own | described)  # the fields of the class first
     made.__init__ = _refuse_unknown(cls.__name__, made.__init__, [field.name for field in dataclasses.fields(made)])
     return made
 
