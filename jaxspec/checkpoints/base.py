@@ -1,4 +1,4 @@
-"""The format-independent view of a checkpoint, and the checks that all formats share.
+"""The view of a checkpoint that does not depend on its format, and the checks that all formats share.
 
 A format module (`gguf`, `hf`, `saved`) reads the headers and returns a `Checkpoint`: its config and, for every
 parameter of `ModelConfig.param_shapes`, a function that reads it. Weights are read lazily.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FILE = "file"
 WEIGHTS = (*DTYPES, "int8", FILE)
-"""Supported dtypes of a model's matrices; "file" are those of a GGUF file."""
+"""Supported dtypes of a model's matrices; "file" keeps the dtypes of a GGUF file."""
 
 
 def activation_dtype(dtype: str) -> str:
@@ -54,7 +54,7 @@ class StoredTensor:
     """The type, shape and size of a tensor in a file.
 
     Attributes:
-        type: the file's name of the number format, such as "Q4_1" or "BF16".
+        type: the name of the number format in the file, such as "Q4_1" or "BF16".
         shape: shape in the file, rows first.
         bytes: size in the file; 0 if the type is not known.
     """
@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Headers:
-    """The headers of a checkpoint, of a supported model or any other.
+    """The headers of a checkpoint; its model need not be supported.
 
     Attributes:
         settings: metadata of a GGUF file, or the content of config.json.
@@ -85,11 +85,11 @@ class Checkpoint:
         config: sizes and constants of the model.
         source: the preset, path or repository that it was opened from.
         tensors: maps each canonical parameter name to a function that reads it, in float32 and in the canonical layout.
-        own: the same with the numbers of the file: matrices in blocks as `Blocks`, others in the file's float type
-            (float16 as float32). Empty for formats without blocks.
-        stop_ids: ids that it lists as ends of a text (end of sequence, end of turn); see `end_ids`.
-        other_stop_ids: ids of a list that `stop_ids` replaces.
-        has_all_stop_ids: whether `stop_ids` are all end tokens, as of a model that jaxspec saved.
+        native: the same without converting the numbers of the file: quantized matrices as `Blocks`, others in the
+            file's float type (float16 as float32). Empty for formats without quantized blocks.
+        stop_ids: ids that the checkpoint lists as ends of a text (end of sequence, end of turn); see `end_ids`.
+        other_stop_ids: ids of a list that `stop_ids` overrides.
+        has_all_stop_ids: whether `stop_ids` contains all end tokens, which is true for a model that jaxspec saved.
         bos_id: id of the beginning-of-sequence token; None if there is none.
         add_bos: whether the model expects `bos_id` at the beginning of a text.
         tokenizer: location of the tokenizer, or None.
@@ -100,13 +100,13 @@ class Checkpoint:
         stored: the file's tensors, by their names in the file.
         pard_token: the mask token of a draft model trained by PARD, or None.
         pard2: what a PARD-2 draft model reads of the target, or None.
-        left_out: the file's tensors that belong to other parts than the text model, such as encoders of images.
+        left_out: the file's tensors that do not belong to the text model, such as encoders of images.
     """
 
     config: ModelConfig
     source: str
     tensors: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
-    own: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict, repr=False)
+    native: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict, repr=False)
     stop_ids: tuple[int, ...] = ()
     other_stop_ids: tuple[int, ...] = ()
     has_all_stop_ids: bool = False
@@ -141,7 +141,7 @@ class Checkpoint:
         """Compiles the chat template; returns None if there is none.
 
         Raises:
-            CheckpointError: it cannot be compiled.
+            CheckpointError: the template cannot be compiled.
         """
         from jaxspec.text.chat import ChatTemplate
 
@@ -164,16 +164,16 @@ def describe_left_out(checkpoint: Checkpoint) -> str | None:
         return None
     more = " ..." if len(names) > 3 else ""
     return (
-        f"{checkpoint.source}: the text model is loaded, and {len(names)} tensors of its other parts are left out: "
+        f"{checkpoint.source}: only the text model is loaded; {len(names)} tensors of other parts are left out: "
         f"{', '.join(names[:3])}{more}"
     )
 
 
-def check_own(checkpoint: Checkpoint) -> None:
-    """Raises InvalidConfig if the checkpoint cannot be loaded with the numbers of its file."""
-    if not checkpoint.own:
+def check_native(checkpoint: Checkpoint) -> None:
+    """Raises InvalidConfig if the checkpoint cannot be loaded with dtype "file"."""
+    if not checkpoint.native:
         raise InvalidConfig(
-            f"{checkpoint.source}: dtype 'file' keeps the blocks of a GGUF file, and this is none; choose another dtype"
+            f"{checkpoint.source}: dtype 'file' needs a GGUF file, whose blocks it keeps; choose another dtype"
         )
 
 
@@ -181,7 +181,7 @@ def check_own(checkpoint: Checkpoint) -> None:
 
 
 def make_config(where: str, **values: Any) -> ModelConfig:
-    """Makes a `ModelConfig` from a file's values; `norm_eps` may be a whole number.
+    """Creates a `ModelConfig` from a file's values; `norm_eps` may be an integer.
 
     Raises:
         CheckpointError: a value is invalid; the message names the file.
@@ -195,11 +195,11 @@ def make_config(where: str, **values: Any) -> ModelConfig:
 
 
 def parse_config(where: str, values: Mapping[str, Any]) -> ModelConfig:
-    """Makes a `ModelConfig` from the JSON of its fields.
+    """Creates a `ModelConfig` from the JSON of its fields.
 
     Raises:
         CheckpointError: a value is invalid; the message names the file.
-        InvalidConfig, KeyError, TypeError, ValueError: so is a field, or it is missing or unknown.
+        InvalidConfig, KeyError, TypeError, ValueError: a field is invalid, missing or unknown.
     """
     values = dict(values)
     for name in ("rope", "window_rope"):
@@ -213,22 +213,22 @@ def canonical_tensors(
     where: str,
     config: ModelConfig,
     names: Mapping[str, tuple[str, ...]],
-    found: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Any],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     join: Callable[[list[Any], bool], Any] | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """Maps a file's tensors to canonical parameters, which they must match one to one.
+    """Maps a file's tensors to canonical parameters. Every tensor must belong to exactly one parameter.
 
     Args:
         where: the file, for messages.
         config: sizes and constants of the model.
-        names: maps each kind of parameter ("embed", "qkv", ...), or its whole name, to the file's tensors that it
-            consists of, in order, with `{}` for the index of the layer.
-        found: the file's tensors and their shapes; matrices are `[out, in]`.
+        names: maps each kind of parameter ("embed", "qkv", ...), or its full name, to the names of the tensors that it
+            consists of, in order; `{}` stands for the index of the layer.
+        stored: the file's tensors and their shapes; matrices are `[out, in]`.
         read: reads one tensor of the file.
         shapes: the parameters; `config.param_shapes()` by default.
-        join: returns a parameter, given its tensors and whether the model has it transposed; None for `join_arrays`.
+        join: returns a parameter, given its tensors and whether the model needs it transposed; None for `join_arrays`.
 
     Returns:
         A function for each canonical parameter that reads it.
@@ -236,8 +236,8 @@ def canonical_tensors(
     Raises:
         CheckpointError: a tensor is missing, unexpected, or its shape does not match the config.
     """
-    if config.num_layers > len(found):  # before anything is allocated per layer
-        raise CheckpointError(f"{where}: {config.num_layers} layers and only {len(found)} tensors")
+    if config.num_layers > len(stored):  # before anything is allocated per layer
+        raise CheckpointError(f"{where}: {config.num_layers} layers, but only {len(stored)} tensors")
     expected: dict[str, tuple[int, ...]] = {}
     readers = {}
     for canonical, shape in (config.param_shapes() if shapes is None else shapes).items():
@@ -245,9 +245,9 @@ def canonical_tensors(
         out_in = not is_table(kind) and len(shape) == 2
         expected |= zip(parts, file_shapes(config, kind, shape, len(parts)), strict=True)
         readers[canonical] = functools.partial(_read_parts, read, parts, join or join_arrays, out_in)
-    check_names(where, expected, found)
+    check_names(where, expected, stored)
     for name, shape in expected.items():
-        check_shape(where, name, found[name], shape)
+        check_shape(where, name, stored[name], shape)
     return readers
 
 
@@ -257,10 +257,10 @@ def file_names(names: Mapping[str, tuple[str, ...]], canonical: str) -> tuple[li
     return [name.format(*layer[1:]) for name in names.get(canonical) or names[kind]], kind
 
 
-def check_names(where: str, expected: Iterable[str], found: Iterable[str]) -> None:
+def check_names(where: str, expected: Iterable[str], stored: Iterable[str]) -> None:
     """Raises CheckpointError if tensors are missing or unexpected; the message names them."""
-    missing = sorted(set(expected) - set(found))
-    extra = sorted(set(found) - set(expected))
+    missing = sorted(set(expected) - set(stored))
+    extra = sorted(set(stored) - set(expected))
     for names, problem in ((missing, "missing"), (extra, "not expected")):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -276,12 +276,13 @@ def check_shape(where: str, name: str, got: Iterable[int], expected: Iterable[in
 def check_finite(where: str, name: str, array: np.ndarray) -> np.ndarray:
     """Returns the array; raises CheckpointError if it contains a NaN or an infinity."""
     if not np.isfinite(array).all():
-        raise CheckpointError(f"{where}: tensor {name} has weights that are not finite")
+        raise CheckpointError(f"{where}: tensor {name} has weights that are not finite (NaN or infinity)")
     return array
 
 
 def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    """Returns the file's shapes of a parameter's tensors: matrices are `[out, in]`, fused ones may be separate."""
+    """Returns the shapes in the file of a parameter's tensors: matrices are `[out, in]`, and fused matrices can be
+    separate."""
     if parts == 1:
         return [shape if is_table(kind) or len(shape) > 2 else shape[::-1]]
     *inputs, outputs = shape
@@ -291,7 +292,7 @@ def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: i
 
 
 def join_arrays(arrays: list[np.ndarray], transpose: bool) -> np.ndarray:
-    """Returns matrices or vectors one below the other, transposed if the model has them so."""
+    """Concatenates matrices or vectors along their rows, and transposes the result if the model needs it."""
     array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return np.ascontiguousarray(array.T) if transpose else array
 

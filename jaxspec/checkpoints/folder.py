@@ -1,7 +1,7 @@
-"""Readers of a checkpoint directory's files: JSON, text, and safetensors, in one file or in the shards of an index.
+"""Reads the files of a checkpoint directory: JSON, text, and safetensors in one file or in shards.
 
-No file's content is ever executed. Every file must be in the directory itself, or in the blobs of the Hub cache that
-the directory belongs to.
+The content of a file is never executed. Every file must be in the directory itself, or in the blobs of the Hub cache
+that the directory belongs to.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class LazyTensor:
 
     Attributes:
         where: the file, for messages.
-        stored: its type, shape and size.
-        read: reads it, in the file's own dtype.
+        stored: type, shape and size of the tensor.
+        read: reads the tensor in the dtype of the file.
     """
 
     where: str
@@ -42,10 +42,11 @@ class LazyTensor:
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, LazyTensor]:
-    """Opens the tensors of `model.safetensors`, of the shards of its index, or of all shards without an index, by name.
+    """Opens the tensors of `model.safetensors`, of the shards of its index, or of all shards if there is no index; by
+    name.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or index and shards differ.
+        CheckpointError: a file is missing or malformed, or the index contradicts the shards.
     """
     if inside(directory, WHOLE) is not None:
         return open_shard(directory, WHOLE)
@@ -63,38 +64,41 @@ def _shards(directory: pathlib.Path) -> list[str]:
     """Returns the names of the safetensors files of a directory without an index: one file, or all shards of a set.
 
     Raises:
-        CheckpointError: a shard is missing, or there are several files that are no set.
+        CheckpointError: a shard is missing, or there are several files that do not form a set.
     """
     names = sorted(file.name for file in directory.glob("*.safetensors"))
     if len(names) < 2 and not (names and SHARD.fullmatch(names[0])):
         return names
-    found = {(one["stem"], int(one["count"])) for name in names if (one := SHARD.fullmatch(name))}
+    found = {(match["stem"], int(match["count"])) for name in names if (match := SHARD.fullmatch(name))}
     if len(found) != 1:
         raise CheckpointError(
-            f"{directory}: has the safetensors files {', '.join(names[:4])}, and no {INDEX} that says which of them "
+            f"{directory}: has the safetensors files {', '.join(names[:4])}, but no {INDEX} that says which of them "
             f"belong together; expected {WHOLE}, or shards such as model-00001-of-00002.safetensors"
         )
     [(stem, count)] = found
     if not 0 < count <= MAX_SHARDS:
         raise CheckpointError(f"{directory}: {names[0]} is one of {count} shards, expected 1 to {MAX_SHARDS}")
-    digits = len(next(one["count"] for name in names if (one := SHARD.fullmatch(name))))
-    every = [f"{stem}-{i:0{digits}d}-of-{count:0{digits}d}.safetensors" for i in range(1, count + 1)]
-    if missing := [name for name in every if not os.path.exists(directory / name)]:
+    digits = len(next(match["count"] for name in names if (match := SHARD.fullmatch(name))))
+    shard_names = [f"{stem}-{i:0{digits}d}-of-{count:0{digits}d}.safetensors" for i in range(1, count + 1)]
+    if missing := [name for name in shard_names if not os.path.exists(directory / name)]:
         raise CheckpointError(f"{directory / missing[0]}: is missing; {names[0]} is one of {count} shards")
-    return every
+    return shard_names
 
 
 def _open_all(directory: pathlib.Path, names: Iterable[str]) -> dict[str, LazyTensor]:
     """Opens the tensors of all these files, by name.
 
     Raises:
-        CheckpointError: two files hold the same tensor, or the tensors have the names of another format.
+        CheckpointError: two files contain the same tensor, or the tensors have the names of another format.
     """
     tensors: dict[str, LazyTensor] = {}
     for name in names:
         shard = open_shard(directory, name)
-        if twice := sorted(shard.keys() & tensors.keys()):
-            raise CheckpointError(f"{directory / name}: tensor {twice[0]} is in {tensors[twice[0]].where}, too")
+        if duplicates := sorted(shard.keys() & tensors.keys()):
+            raise CheckpointError(
+                f"{directory / name}: tensor {duplicates[0]} is also in {tensors[duplicates[0]].where}; "
+                "remove one of the files"
+            )
         tensors |= shard
     if "tok_embeddings.weight" in tensors:
         raise CheckpointError(
@@ -114,7 +118,7 @@ def open_shard(directory: pathlib.Path, name: str) -> dict[str, LazyTensor]:
 
     file, where = inside(directory, name), str(directory / name)
     if file is None:
-        raise CheckpointError(f"{where}: the index names this shard, but there is no such file")
+        raise CheckpointError(f"{where}: the index names this shard, but the file does not exist")
     try:
         shard: Any = safe_open(file, framework="np")
         parts = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118
@@ -142,13 +146,13 @@ def _stored(part: Any) -> StoredTensor:
 
 
 def _index(directory: pathlib.Path) -> dict[str, str]:
-    """Reads the index: the shard of each tensor. Shard names must be plain file names."""
+    """Reads the index, which names the shard of each tensor. Names of shards must be plain file names."""
     index = read_json(directory, INDEX)
     if index is None:
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         why = f"expected {WHOLE}, or {INDEX} and its shards"
         if pickles:
-            why = f"{', '.join(pickles[:3])} may contain code and are never opened; convert them to safetensors"
+            why = f"{', '.join(pickles[:3])} can contain code and are never opened; convert them to safetensors"
         raise CheckpointError(f"{directory}: has no safetensors weights: {why}")
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -163,10 +167,10 @@ def _index(directory: pathlib.Path) -> dict[str, str]:
 
 
 def inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Returns the path of a directory's file, or None if there is none.
+    """Returns the path of a file in a directory, or None if the file does not exist.
 
     Raises:
-        CheckpointError: it is a link out of the directory and not to the blobs of the same Hub cache.
+        CheckpointError: the file is a link that leads neither into the directory nor to the blobs of its Hub cache.
     """
     file, home = directory / name, directory.resolve()
     if not os.path.exists(file):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
-from jaxspec.checkpoints.gguf_blocks import join, read_own, rotation_halves
+from jaxspec.checkpoints.gguf_blocks import join, read_native, rotation_halves
 from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, stored
-from jaxspec.checkpoints.gguf_parts import Held, open_parts, read_part_headers
+from jaxspec.checkpoints.gguf_parts import LocatedTensor, open_parts, read_part_headers
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
 from jaxspec.models.config import ModelConfig
@@ -38,7 +38,7 @@ _NAMES = {
     "head": ("output.weight",),
 }
 _OTHER_PARTS = ("v.", "mm.", "a.")
-"""Prefixes of the tensors of encoders of images and sound, which some files hold beside the text model."""
+"""Prefixes of the tensors of encoders of images and sound, which some files contain in addition to the text model."""
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -50,9 +50,9 @@ class Architecture:
         parts: fields of `ModelConfig` that are not in the metadata.
         names: file tensors of the parameters that are named differently.
         interleaved: whether rotary embeddings rotate adjacent entries instead of halves.
-        full_every: with a sliding window, every n-th layer has full attention; 0 if no layer has.
+        full_every: with a sliding window, every n-th layer has full attention; 0 if no layer has full attention.
         rope_theta: default of the rotary base.
-        window_theta: default of the rotary base of layers with a sliding window; None if it is that of the others.
+        window_theta: default of the rotary base of layers with a sliding window; None for the base of other layers.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
     """
 
@@ -94,7 +94,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     """Opens a GGUF file; weights are read lazily from its memory map.
 
     Args:
-        path: the file, or any part of a split one.
+        path: the file, or any part of a split file.
         context: length of the longest text to decode; see `open_source`.
 
     Raises:
@@ -105,8 +105,8 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     left_out = tuple(name for name in tensors if name.startswith(_OTHER_PARTS))
 
     def read_file(name: str) -> np.ndarray:
-        held = tensors[name]
-        return check_finite(held.where, name, decode(held.data, held.tensor))
+        located = tensors[name]
+        return check_finite(located.where, name, decode(located.data, located.tensor))
 
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
@@ -116,10 +116,12 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         return rotation_halves(rows, config.head_dim) if rotates else rows
 
     def read_blocks(name: str) -> Any:
-        held = tensors[name]
-        return read_own(held.where, name, held.data, held.tensor, functools.partial(order, name))
+        located = tensors[name]
+        return read_native(located.where, name, located.data, located.tensor, functools.partial(order, name))
 
-    shapes = {name: held.tensor.shape for name, held in tensors.items() if name not in _ROTARY and name not in left_out}
+    shapes = {
+        name: located.tensor.shape for name, located in tensors.items() if name not in _ROTARY and name not in left_out
+    }
     canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
     text = _tokenizer_entries(where, metadata)
     tokens = text.get("tokenizer.ggml.tokens", [])
@@ -127,7 +129,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         raise CheckpointError(f"{where}: metadata tokenizer.ggml.tokens is not an array of strings")
     if tokens and len(tokens) != config.vocab_size:
         raise CheckpointError(
-            f"{where}: tokenizer.ggml.tokens has {len(tokens)} items, token_embd.weight {config.vocab_size} "
+            f"{where}: tokenizer.ggml.tokens has {len(tokens)} items, but token_embd.weight has {config.vocab_size} "
             "rows; expected the same number"
         )
     ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
@@ -137,7 +139,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         config=config,
         source=where,
         tensors=canonical(lambda name: order(name, read_file(name))),
-        own=canonical(read_blocks, join=join),
+        native=canonical(read_blocks, join=join),
         stop_ids=tuple(token for i, token in enumerate(ends) if token not in ends[:i]),
         bos_id=ids["bos"],
         add_bos=adds_bos(text) and ids["bos"] is not None,
@@ -154,13 +156,13 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
             if isinstance(token, int) and 0 <= token < len(tokens)
         },
         architecture=str(metadata["general.architecture"]),
-        stored={name: stored(held.tensor.kind, held.tensor.shape) for name, held in tensors.items()},
+        stored={name: stored(located.tensor.kind, located.tensor.shape) for name, located in tensors.items()},
         left_out=left_out,
     )
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """Reads the metadata and the tensor table, also of a truncated file or an unsupported model.
+    """Reads the metadata and the tensor table, even if the file is truncated or the model is not supported.
 
     Raises:
         CheckpointError: the header is malformed.
@@ -172,10 +174,10 @@ def read_headers(path: str | os.PathLike) -> Headers:
 
 
 def _tokenizer_entries(where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of the tokenizer; their arrays are lists, of at most as many items as a header has strings.
+    """Returns the entries of the tokenizer, with arrays as lists; the number of their items is limited.
 
     Raises:
-        CheckpointError: an array has more items.
+        CheckpointError: the arrays have too many items.
     """
     text = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     if (total := sum(len(value) for value in text.values() if isinstance(value, memoryview))) > 2 * MAX_STRINGS:
@@ -199,7 +201,7 @@ class _ConfigReader:
         self,
         where: str,
         metadata: Mapping[str, Any],
-        tensors: Mapping[str, Held],
+        tensors: Mapping[str, LocatedTensor],
         read: Callable[[str], np.ndarray],
         context: int | None,
     ):
@@ -228,13 +230,13 @@ class _ConfigReader:
         return value
 
     def config(self) -> ModelConfig:
-        """Makes the model's config."""
+        """Creates the model's config."""
         kind, tensors = self.architecture, self._tensors
         rows = tensors["token_embd.weight"].tensor.shape[0]
         hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
         layers = self._whole("block_count")
         if layers > len(tensors):  # before anything is allocated per layer
-            raise CheckpointError(f"{self._where}: {layers} layers and only {len(tensors)} tensors")
+            raise CheckpointError(f"{self._where}: {layers} layers, but only {len(tensors)} tensors")
         head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
         if head_dim > ropes.MAX_WIDTH:
             raise CheckpointError(
@@ -305,7 +307,10 @@ class _ConfigReader:
         elif kind == "yarn":
             factor = self._factor()
             if not (theta > 1 and original > 1 and width > 1):
-                raise CheckpointError(f"{self._where}: rotary base {theta} and context {original} allow no YaRN")
+                raise CheckpointError(
+                    f"{self._where}: YaRN needs a rotary base and an original context above 1, got {theta} and "
+                    f"{original}"
+                )
             divisors = ropes.yarn(theta, width, factor, original)
             scale = ropes.yarn_scale(factor) * self._get("rope.scaling.attn_factor", 1.0)
         elif kind != "none":

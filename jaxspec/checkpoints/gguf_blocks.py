@@ -1,4 +1,4 @@
-"""The blocks of GGUF files: takes their numbers apart, as ggml's quantization types lay them out."""
+"""Reads the quantized blocks of GGUF files: splits them into scales and codes, following ggml's layouts."""
 
 import math
 import warnings
@@ -16,12 +16,12 @@ from jaxspec.models.block_kinds import KINDS, Split
 if TYPE_CHECKING:
     from jaxspec.models.blocks import Blocks
 
-_ROWS = 2048  # taken apart at a time, so that codes of a whole matrix are never held
+_ROWS = 2048  # rows that are split at a time, so that memory never holds the codes of a whole matrix
 _FLOATS = ("F32", "F16", "BF16")
 
 
-def read_own(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Reads a tensor with the numbers of the file.
+def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Reads a tensor without converting its numbers.
 
     Types without a kernel are rounded to Q8_0, with a warning.
 
@@ -30,10 +30,10 @@ def read_own(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[
         name: name of the tensor.
         data: the file's memory map.
         tensor: the tensor's entry.
-        order: brings its rows into the order of the model.
+        order: reorders the rows to the order of the model.
 
     Returns:
-        Float32 or bfloat16 `[O, I]` or `[O]` if that is the tensor's type, `Blocks` otherwise.
+        An array `[O, I]` or `[O]` in float32 or bfloat16 if the tensor has a float type; `Blocks` otherwise.
 
     Raises:
         CheckpointError: a weight is not finite.
@@ -44,26 +44,26 @@ def read_own(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[
     if kind in KINDS and len(tensor.shape) == 2:
         raw = raw_rows(data, tensor)
         if not is_finite(kind, raw):
-            raise CheckpointError(f"{where}: tensor {name} has weights that are not finite")
+            raise CheckpointError(f"{where}: tensor {name} has weights that are not finite (NaN or infinity)")
         return read_blocks(kind, order(raw))
     array = order(check_finite(where, name, decode(data, tensor)))
     if kind in _FLOATS or array.ndim == 1:
         return array.astype(ml_dtypes.bfloat16) if kind == "BF16" else array
     warnings.warn(
-        f"{where}: tensors of type {kind} are rounded to Q8_0; there are kernels for {', '.join(KINDS)}", stacklevel=2
+        f"{where}: tensors of type {kind} are rounded to Q8_0; the kernels support {', '.join(KINDS)}", stacklevel=2
     )
     return read_blocks("Q8_0", gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0))
 
 
-def own_bytes(tensor: StoredTensor) -> int:
-    """Returns the memory of a tensor that `read_own` reads, in bytes."""
+def native_bytes(tensor: StoredTensor) -> int:
+    """Returns the memory of a tensor that `read_native` reads, in bytes."""
     if tensor.type in _FLOATS or len(tensor.shape) == 1:
         return math.prod(tensor.shape) * (2 if tensor.type == "BF16" else 4)
     return KINDS.get(tensor.type, KINDS["Q8_0"]).bytes(*tensor.shape)
 
 
 def join(matrices: list[Any], transpose: bool) -> Any:
-    """Puts what `read_own` returned one below the other; if any part is an array, as an array."""
+    """Concatenates results of `read_native` along their rows; the result is an array if any of them is an array."""
     from jaxspec.models.blocks import Blocks  # imports JAX
 
     if all(isinstance(one, Blocks) for one in matrices):
@@ -74,7 +74,7 @@ def join(matrices: list[Any], transpose: bool) -> Any:
 def rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
     """Reorders the rows of a query or key matrix from adjacent pairs (0, 1), (2, 3), ... of each head to halves.
 
-    Conversion to GGUF interleaves them because llama.cpp rotates adjacent entries; this library rotates halves.
+    The conversion to GGUF interleaves the rows because llama.cpp rotates adjacent entries; this library rotates halves.
     """
     return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
@@ -84,7 +84,7 @@ def read_blocks(kind: str, raw: np.ndarray) -> "Blocks":
 
     Args:
         kind: the type of its blocks, a key of `KINDS`.
-        raw: uint8 `[O, bytes]`: its rows in the file.
+        raw: the rows of the matrix in the file, uint8 `[O, bytes]`.
     """
     from jaxspec.models.blocks import Blocks  # imports JAX
 
@@ -94,12 +94,12 @@ def read_blocks(kind: str, raw: np.ndarray) -> "Blocks":
 
 
 def is_finite(kind: str, raw: np.ndarray) -> bool:
-    """Returns True if all weights of a matrix are finite; arguments as those of `read_blocks`."""
+    """Returns whether all weights of a matrix are finite; arguments as in `read_blocks`."""
     return all(np.isfinite(array).all() for array in _halves(kind, _blocks(kind, raw)))
 
 
 def split(kind: str, raw: np.ndarray) -> Split:
-    """Takes the numbers of a matrix apart; arguments as those of `read_blocks`."""
+    """Splits a matrix into codes, scales and minimums; arguments as in `read_blocks`."""
     blocks = _blocks(kind, raw)
     take = {"Q4_K": _split_k, "Q5_K": _split_k, "Q6_K": _split_q6_k}.get(kind, _split_plain)
     codes, *whole = [np.ascontiguousarray(array).reshape(len(raw), -1) for array in take(kind, blocks)]
@@ -125,7 +125,7 @@ def _halves(kind: str, blocks: np.ndarray) -> list[np.ndarray]:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the low nibbles of the last axis, then the high ones."""
+    """Returns the low nibbles of the last axis, then the high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 

@@ -1,7 +1,7 @@
 """A parser of the header of GGUF files (versions 2 and 3, little-endian), over a memory map.
 
-Input is not trusted: every count, length, dimension and offset is checked against the remaining bytes before anything
-is allocated. Only the blocks of quantized tensors are decoded by the `gguf` package.
+The file is not trusted: every count, length, dimension and offset is checked against the remaining bytes before memory
+is allocated. The `gguf` package only decodes the blocks of quantized tensors.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _SCALARS = {kind: struct.Struct("<" + code) for kind, code in _FORMATS.items()}
 _STRING, _ARRAY = 8, 9
 MAX_STRINGS, MAX_TEXT, MAX_ENTRIES = 1 << 20, 1 << 25, 1 << 16
-"""Most strings of a header, most bytes of all its strings, and most metadata entries or tensors.
+"""Maximum number of strings of a header, of bytes of all its strings, and of metadata entries or tensors.
 
 Published files have up to 0.8 million strings of 9 MB (a vocabulary of 262,144 tokens and its merges) and a few
-thousand tensors. A string takes several times as much memory as in the file, and an array of numbers takes none.
+thousand tensors. In memory, a string is several times as large as in the file; an array of numbers is not copied.
 """
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 
@@ -51,9 +51,9 @@ class _Cursor:
 
     def skip(self, size: int, what: str) -> int:
         """Skips `size` bytes and returns the offset of the first."""
-        left = len(self.data) - self.at
-        if size > left:
-            raise self.fail(f"{what} takes {size} bytes, {left} are left: truncated or malformed")
+        remaining = len(self.data) - self.at
+        if size > remaining:
+            raise self.fail(f"{what} takes {size} bytes, but {remaining} are left: truncated or malformed")
         self.at += size
         return self.at - size
 
@@ -61,13 +61,13 @@ class _Cursor:
         reader = _SCALARS[kind]
         return reader.unpack_from(self.data, self.skip(reader.size, what))[0]
 
-    def count(self, smallest: int, what: str, most: int | None = None) -> int:
+    def count(self, smallest: int, what: str, limit: int | None = None) -> int:
         """Reads a number of items of at least `smallest` bytes each, which must fit in the rest of the file."""
-        count, left = self.scalar(10, what), len(self.data) - self.at
-        if count > left // smallest:
-            raise self.fail(f"{what} is {count}, {left} bytes are left: truncated or malformed")
-        if most is not None and count > most:
-            raise self.fail(f"{what} is {count}, expected at most {most}")
+        count, remaining = self.scalar(10, what), len(self.data) - self.at
+        if count > remaining // smallest:
+            raise self.fail(f"{what} is {count}, but {remaining} bytes are left: truncated or malformed")
+        if limit is not None and count > limit:
+            raise self.fail(f"{what} is {count}, expected at most {limit}")
         return count
 
     def string(self, what: str) -> str:
@@ -76,17 +76,17 @@ class _Cursor:
         self.strings, self.text = self.strings + 1, self.text + size
         if self.strings > MAX_STRINGS or self.text > MAX_TEXT:
             raise self.fail(
-                f"{what} is string {self.strings} of {self.text} bytes together, expected at most {MAX_STRINGS} "
-                f"strings of {MAX_TEXT} bytes"
+                f"{what} is string number {self.strings}, and the strings have {self.text} bytes together; expected at "
+                f"most {MAX_STRINGS} strings of {MAX_TEXT} bytes together"
             )
         try:
             return self.data[start : start + size].decode("utf-8")
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
-    def name(self, what: str, taken: Mapping[str, object]) -> str:
+    def name(self, what: str, known_names: Mapping[str, object]) -> str:
         name = self.string(what)
-        if not name or len(name) > 65535 or name in taken:
+        if not name or len(name) > 65535 or name in known_names:
             raise self.fail(f"{what} {name[:80]!r} is empty, too long or duplicated")
         return name
 
@@ -115,15 +115,16 @@ class _Cursor:
         return memoryview(self.data)[start : start + count * size].cast(code)
 
     def string_array(self, key: str, count: int) -> list[str]:
-        """Reads strings as `string` does, without a call for each: a header has up to a million."""
+        """Reads strings in the same way as `string`, but without a call for each string, because a header has up to a
+        million."""
         data, begin, at, end = self.data, self.at, self.at, len(self.data)
-        most, unpack = begin + MAX_TEXT - self.text, _SCALARS[10].unpack_from
+        limit, unpack = begin + MAX_TEXT - self.text, _SCALARS[10].unpack_from
         found: list[str] = []
         for _ in range(count):
-            start, most = at + 8, most + 8
+            start, limit = at + 8, limit + 8
             stop = start + unpack(data, at)[0] if start <= end else end + 1
             try:
-                if stop > min(end, most):
+                if stop > min(end, limit):
                     raise ValueError
                 found.append(data[start:stop].decode("utf-8"))
             except ValueError:
@@ -147,7 +148,7 @@ class _Cursor:
 
 
 def parse_tables(data, where: str) -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], int]], int]:
-    """Parses the metadata and the tensor table, without checking the tensors against the file as `parse_header` does.
+    """Parses the metadata and the tensor table, without the checks of the tensors' bytes in `parse_header`.
 
     Returns:
         The metadata; type, shape and offset of each tensor by name; and the size of the header in bytes.
@@ -179,7 +180,7 @@ def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Args:
         data: the whole file, as bytes or a memory map.
-        where: its name, for messages.
+        where: the name of the file, for messages.
 
     Returns:
         The metadata (arrays of strings as lists, arrays of numbers as views of the file) and the tensors by name.
@@ -199,7 +200,7 @@ def parse_header(data, where: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise CheckpointError(f"{where}: tensors {before} and {name} overlap")
         if tensor.stop > len(data):
             raise CheckpointError(
-                f"{where}: tensor {name} ends at byte {tensor.stop}, the file at {len(data)}: truncated"
+                f"{where}: tensor {name} ends at byte {tensor.stop}, but the file ends at {len(data)}: truncated"
             )
         end, before = tensor.stop, name
     return metadata, tensors

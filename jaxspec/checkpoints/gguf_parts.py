@@ -1,7 +1,7 @@
-"""A model in one GGUF file, or in the parts of a split one, which are named `NAME-00001-of-00004.gguf`.
+"""Opens a model in one GGUF file, or in the parts of a split file, which are named `NAME-00001-of-00004.gguf`.
 
-The first part holds the metadata. Each part says its number (`split.no`, from 0), the number of parts and the number of
-tensors of all parts; see llama.cpp's `llama-gguf-split`.
+The first part contains the metadata. Each part contains its own number (`split.no`, from 0), the number of parts and
+the number of tensors of all parts; see llama.cpp's `llama-gguf-split`.
 """
 
 import os
@@ -19,8 +19,8 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
-class Held(NamedTuple):
-    """A tensor and the file that holds it."""
+class LocatedTensor(NamedTuple):
+    """A tensor and the file that contains it."""
 
     where: str
     data: Any
@@ -28,7 +28,8 @@ class Held(NamedTuple):
 
 
 def part_names(name: str) -> list[str]:
-    """Returns the names of all parts of the split file that a name belongs to; the name alone if it is not split."""
+    """Returns the names of all parts of the split file that a name belongs to; only the name itself if the file is not
+    split."""
     named = PART.fullmatch(name)
     count = int(named["count"]) if named else 1
     if named is None or count < 2 or count > MAX_PARTS:
@@ -36,8 +37,8 @@ def part_names(name: str) -> list[str]:
     return [f"{named['stem']}-{i + 1:05d}-of-{named['count']}{named['suffix']}" for i in range(count)]
 
 
-def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Held]]:
-    """Opens a GGUF file; of a split one, given any part, all parts.
+def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, LocatedTensor]]:
+    """Opens a GGUF file. If the file is a part of a split file, opens all parts.
 
     Returns:
         The metadata, and the tensors by name.
@@ -49,35 +50,35 @@ def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Held]
     data = map_file(where)
     metadata, tensors = parse_header(data, where)
     if (split := _split(metadata, where)) is None:
-        return metadata, {name: Held(where, data, tensor) for name, tensor in tensors.items()}
+        return metadata, {name: LocatedTensor(where, data, tensor) for name, tensor in tensors.items()}
     number, count = split
     places = _places(where, number, count)
-    whole: dict[str, Any] = {}
-    held: dict[str, Held] = {}
-    for i, place in enumerate(places):
-        name = str(place)
+    metadata_of_all: dict[str, Any] = {}
+    located: dict[str, LocatedTensor] = {}
+    for i, path in enumerate(places):
+        name = str(path)
         data = map_file(name)
-        own, tensors = parse_header(data, name)
-        if _split(own, name) != (i, count):
-            raise CheckpointError(f"{name}: is not part {i + 1} of {count} of a split file, as its name says")
-        if twice := sorted(tensors.keys() & held.keys()):
-            raise CheckpointError(f"{name}: tensor {twice[0]} is in {held[twice[0]].where}, too")
-        _check_same(name, places[0], whole, own)
-        whole = whole or own
-        held |= {key: Held(name, data, tensor) for key, tensor in tensors.items()}
-    total = whole.get(_TENSORS)
-    if total is not None and total != len(held):
+        part_metadata, tensors = parse_header(data, name)
+        if _split(part_metadata, name) != (i, count):
+            raise CheckpointError(f"{name}: is not part {i + 1} of {count} of a split file, although its name says so")
+        if duplicates := sorted(tensors.keys() & located.keys()):
+            raise CheckpointError(f"{name}: tensor {duplicates[0]} is also in {located[duplicates[0]].where}")
+        _check_same(name, places[0], metadata_of_all, part_metadata)
+        metadata_of_all = metadata_of_all or part_metadata
+        located |= {key: LocatedTensor(name, data, tensor) for key, tensor in tensors.items()}
+    total = metadata_of_all.get(_TENSORS)
+    if total is not None and total != len(located):
         raise CheckpointError(
-            f"{places[0]}: the {count} parts hold {len(held)} tensors, and {_TENSORS} is {total}: the parts do not "
-            "belong together"
+            f"{places[0]}: the {count} parts contain {len(located)} tensors, but {_TENSORS} is {total}: the parts do "
+            "not belong together"
         )
-    return whole, held
+    return metadata_of_all, located
 
 
 def read_part_headers(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, tuple]]:
-    """Returns the metadata, and type, shape and offset of each tensor, of a file and of its other parts.
+    """Returns the metadata, and the type, shape and offset of each tensor, of a file and its other parts.
 
-    Parts that cannot be read are left out, but for the file itself.
+    Other parts that cannot be read are left out.
 
     Raises:
         CheckpointError: the header of the file itself is malformed.
@@ -97,9 +98,10 @@ def read_part_headers(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str
 
 
 def find_model(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the GGUF file of a directory with one model, or the first of its parts; None if there is none.
+    """Returns the GGUF file of a directory with one model, or the first part of it; None if the directory has no GGUF
+    model.
 
-    Projectors of images and sound, which llama.cpp names `*mmproj*.gguf`, are left out.
+    Projectors of images and sound, which llama.cpp names `*mmproj*.gguf`, are ignored.
 
     Raises:
         CheckpointError: there are several models; the message names them.
@@ -108,13 +110,14 @@ def find_model(directory: pathlib.Path) -> pathlib.Path | None:
     models = sorted({part_names(name)[0] for name in names})
     if len(models) > 1:
         raise CheckpointError(
-            f"{directory}: holds {len(models)} GGUF models; to open one, give its path: {directory / models[0]}"
+            f"{directory}: contains {len(models)} GGUF models; to open one of them, pass its path, such as "
+            f"{directory / models[0]}"
         )
     return directory / models[0] if models else None
 
 
 def _split(metadata: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Returns the number of a part, from 0, and the number of parts; None of a file that is not split."""
+    """Returns the number of a part, from 0, and the number of parts; None if the file is not split."""
     count, number = metadata.get(_COUNT, 1), metadata.get(_NUMBER, 0)
     if type(count) is not int or not 0 <= count <= MAX_PARTS:
         raise CheckpointError(f"{where}: metadata {_COUNT} is {count!r:.80}, expected 1 to {MAX_PARTS}")
@@ -127,15 +130,15 @@ def _split(metadata: Mapping[str, Any], where: str) -> tuple[int, int] | None:
 
 def _places(where: str, number: int, count: int) -> list[pathlib.Path]:
     """Returns the paths of all parts, which must exist."""
-    place = pathlib.Path(where)
-    named = PART.fullmatch(place.name)
+    path = pathlib.Path(where)
+    named = PART.fullmatch(path.name)
     if named is None or (int(named["number"]), int(named["count"])) != (number + 1, count):
         raise CheckpointError(
             f"{where}: is part {number + 1} of {count} of a split GGUF file, whose name must end with "
-            f"-{number + 1:05d}-of-{count:05d}.gguf, with the other parts beside it; rename it, or merge the parts "
-            "with llama-gguf-split --merge"
+            f"-{number + 1:05d}-of-{count:05d}.gguf, with the other parts in the same directory; rename it, or merge "
+            "the parts with llama-gguf-split --merge"
         )
-    places = [place.with_name(name) for name in part_names(place.name)]
+    places = [path.with_name(name) for name in part_names(path.name)]
     if missing := [i for i, part in enumerate(places) if not os.path.isfile(part)]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
@@ -145,11 +148,11 @@ def _places(where: str, number: int, count: int) -> list[pathlib.Path]:
     return places
 
 
-def _check_same(where: str, first: pathlib.Path, expected: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the metadata of a part contradict those of the first."""
-    for key, value in own.items():
+def _check_same(where: str, first: pathlib.Path, expected: Mapping[str, Any], part_metadata: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the metadata of a part contradicts the metadata of the first part."""
+    for key, value in part_metadata.items():
         if key in expected and key != _NUMBER and expected[key] != value:
             raise CheckpointError(
-                f"{where}: metadata {key} is {value!r:.80}, in {first.name} {expected[key]!r:.80}: the parts do not "
-                "belong together"
+                f"{where}: metadata {key} is {value!r:.80}, but {expected[key]!r:.80} in {first.name}: the parts do "
+                "not belong together"
             )

@@ -1,6 +1,6 @@
 """The Hugging Face format: config.json (see `hf_families`), safetensors weights, tokenizer.json.
 
-Nothing in a directory is ever executed: no pickle is opened, and no code of the repository is imported.
+Code from a directory is never executed: pickles are not opened, and code of the repository is not imported.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of chat templates with names, as transformers writes it."""
+"""The folder in which transformers stores named chat templates."""
 
 
 def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
@@ -73,7 +73,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """Reads config.json and the headers of the safetensors files; skips what cannot be read."""
+    """Reads config.json and the headers of the safetensors files; skips files that cannot be read."""
     directory = pathlib.Path(path)
     settings, stored = {}, {}
     with contextlib.suppress(CheckpointError):
@@ -87,7 +87,8 @@ def read_headers(path: str | os.PathLike) -> Headers:
 def _tensors(
     directory: pathlib.Path, config: ModelConfig, family: Family
 ) -> tuple[dict, dict[str, StoredTensor], tuple[str, ...]]:
-    """Returns the readers of the canonical parameters, the stored tensors, and the names of those of other parts."""
+    """Returns the readers of the canonical parameters, the stored tensors, and the names of the tensors of other
+    parts."""
     tensors = folder.open_tensors(directory)
     stored = {key: tensor.stored for key, tensor in tensors.items()}
     named, left_out = text_names(tensors)
@@ -99,8 +100,8 @@ def _tensors(
         array = common.check_finite(tensor.where, name, tensor.read().astype(np.float32, copy=False))
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
-    # Ignore the rotary frequencies in some old files, which follow from rope_theta, Medusa heads (`jaxspec.heads`), and
-    # the projection of a PARD-2 model (`pard2`), which drafts as a PARD model without it.
+    # Ignore the rotary frequencies in some old files (they follow from rope_theta), Medusa heads (see `jaxspec.heads`),
+    # and the projection of a PARD-2 model (see `pard2`; without the projection it drafts like a PARD model).
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: one.stored.shape for key, one in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
@@ -110,7 +111,7 @@ def _tensors(
 
 
 def _read_tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Reads the embedding of a file that also has the output head although the config ties the two."""
+    """Reads the embedding of a file that also contains the output head, although the config ties them."""
     embed = read("model.embed_tokens.weight")
     if not np.array_equal(embed, read("lm_head.weight")):
         raise CheckpointError(
@@ -121,10 +122,10 @@ def _read_tied(directory: pathlib.Path, read: Callable[[str], np.ndarray]) -> np
 
 
 def _chat_templates(directory: pathlib.Path, text: Mapping) -> tuple[str | None, dict[str, str]]:
-    """Returns the default chat template and those with other names, from where transformers reads them.
+    """Returns the default chat template and the named chat templates, from the files that transformers reads.
 
-    These are chat_template.jinja, tokenizer_config.json, and chat_template.json of processors, of which the first
-    counts, and the files of additional_chat_templates, each with the name of its template.
+    The default template is read from the first of chat_template.jinja, tokenizer_config.json, and chat_template.json
+    (of processors) that has one. Each file in additional_chat_templates has the name of its template.
     """
     template = folder.read_text(directory, "chat_template.jinja") or text.get("chat_template")
     if template is None:
@@ -141,9 +142,9 @@ def _chat_templates(directory: pathlib.Path, text: Mapping) -> tuple[str | None,
 
 
 def _stop_ids(*files: Mapping) -> tuple[tuple, tuple]:
-    """Returns the end tokens of the first file that lists any, and those of the others.
+    """Returns the end tokens of the first file that lists any, and the end tokens of the other files.
 
-    A config may list them for the text model inside it. Null and an empty list are no list.
+    A config can list them for the text model inside it. Null and an empty list count as missing.
     """
     found = []
     for file in files:

@@ -1,6 +1,7 @@
-"""The model types of Hugging Face checkpoints: maps each config.json to a `ModelConfig`, and its tensor names.
+"""The model types of Hugging Face checkpoints: maps each config.json to a `ModelConfig` and to the names of its
+tensors.
 
-A new type is a row of `FAMILIES`: its differences from Llama, its config's defaults, and its tensor names.
+A new model type is a row of `FAMILIES`: its differences from Llama, the defaults of its config, and its tensor names.
 """
 
 import dataclasses
@@ -193,7 +194,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
 
 
 def _number(key: str, value: Any) -> Any:
-    """Returns a setting's value; a float without a fraction as an int if the setting is a whole number."""
+    """Returns the value of a setting. If the setting is an integer, converts a float without a fraction to an int."""
     return int(value) if key in _WHOLE and type(value) is float and value.is_integer() else value
 
 

@@ -16,7 +16,7 @@ class RopeReader:
     """Reads the rotary settings of each layer type, from top-level entries or from `rope_parameters` (newer files).
 
     Attributes:
-        longest: context length, which `read` may lower.
+        longest: context length; `read` can lower it.
     """
 
     def __init__(self, where: str, entries: Mapping, head_dim: int, longest: int, context: int | None):
@@ -50,7 +50,7 @@ class RopeReader:
         except CheckpointError:
             raise
         except (ValueError, ArithmeticError) as error:  # a base of at most 1 has no logarithm
-            raise CheckpointError(f"{self._where}: rotary positions: {error}") from None
+            raise CheckpointError(f"{self._where}: rotary embeddings: {error}") from None
 
     def _scaling(self, theta: float, width: int) -> tuple[tuple[float, ...], float]:
         kind = self._settings.get("rope_type", self._settings.get("type", "default"))
@@ -78,14 +78,14 @@ class RopeReader:
         if kind == "longrope":
             return self._longrope(width)
         raise CheckpointError(
-            f"{self._where}: rotary positions of type {kind!r:.80} are not supported; "
+            f"{self._where}: rotary embeddings of type {kind!r:.80} are not supported; "
             "supported: default, linear, llama3, yarn, longrope"
         )
 
     def _longrope(self, width: int) -> tuple[tuple[float, ...], float]:
         """Returns one of the two sets of divisors, and the scale.
 
-        The requested context decides which set, and not the current length of a text: cached keys cannot be rotated
+        The requested context selects the set, not the current length of a text, because cached keys cannot be rotated
         again.
         """
         original = self._original()
@@ -105,7 +105,7 @@ class RopeReader:
         value = self._entries.get("original_max_position_embeddings")
         value = self._settings.get("original_max_position_embeddings", self.longest) if value is None else value
         if type(value) is float and value.is_integer():
-            value = int(value)  # as some published files have it
+            value = int(value)  # some published files contain a float
         if type(value) is not int or value < 2:
             raise CheckpointError(
                 f"{self._where}: original_max_position_embeddings is {value!r:.80}, expected a whole number from 2"
@@ -113,7 +113,7 @@ class RopeReader:
         return value
 
     def _given(self, key: str) -> float | None:
-        """Returns a number that transformers ignores if it is absent, null or 0."""
+        """Returns a number, or None if it is absent, null or 0, which transformers ignores."""
         value: Any = self._settings.get(key)
         return None if type(value) in (int, float) and value == 0 else self._number(key) if value is not None else None
 
@@ -123,6 +123,6 @@ class RopeReader:
             if default is not None:
                 return default
             raise CheckpointError(f"{self._where}: {key} is missing, expected a positive number")
-        if type(value) not in (int, float) or not 0 < value < float("inf"):  # refuses NaN too
+        if type(value) not in (int, float) or not 0 < value < float("inf"):  # also refuses NaN
             raise CheckpointError(f"{self._where}: {key} is {value!r:.80}, expected a positive number")
         return float(value)

@@ -1,4 +1,4 @@
-"""Writes a model in the Hugging Face format, as the directory that it came from with other weights: `export_model`."""
+"""Writes a model in the Hugging Face format: the directory that it was trained from, with new weights."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from jaxspec.storage.reading import check_path
 from jaxspec.storage.writing import reason
 
 CONFIG = "config.json"
-COPIED = (
+COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,21 +37,21 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files that are copied if they are there."""
+"""The files that are copied if they exist."""
 
 
 def is_hf(source: str | os.PathLike) -> bool:
-    """Returns whether a source, as `load` takes it, is in the Hugging Face format; downloads it if necessary."""
+    """Returns whether a source of `load` is in the Hugging Face format; downloads the source if necessary."""
     place = pathlib.Path(find_source(source))
     return (place / CONFIG).is_file() and not (place / MANIFEST).is_file()
 
 
 def export_model(model: Model, directory: str | os.PathLike, like: str | os.PathLike) -> pathlib.Path:
-    """Writes a model in the Hugging Face format, which `load` and other systems read; `save` writes jaxspec's own.
+    """Writes a model in the Hugging Face format, which `load` and other systems read. `save` writes jaxspec's own
+    format.
 
     Args:
-        model: a `Model` whose network is a `TransformerLM`, on one device or several, such as a draft model that was
-            trained.
+        model: a `Model` whose network is a `TransformerLM`, on one or several devices, such as a trained draft model.
         directory: a path that does not exist yet.
         like: the directory or repository, in the Hugging Face format, of the model that it was trained from. Its
             config.json is written with the model's `pard_token` and dtype, and its tokenizer's files are copied.
@@ -60,17 +60,17 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
         The absolute path of the directory.
 
     Raises:
-        InvalidConfig: the network is not a `TransformerLM`, its weights are quantized, or `like` is a model of other
-            sizes.
+        InvalidConfig: the network is not a `TransformerLM`, its weights are quantized, or the model in `like` has
+            different sizes.
         CheckpointError: the directory exists, or cannot be written, or `like` cannot be read.
     """
     if not isinstance(model, Model) or not isinstance(model.lm, TransformerLM):
         raise InvalidConfig(f"model must be a Model of a TransformerLM, got {shown(model)}")
     if has_blocks(model.params) or is_quantized(model.params):
-        raise InvalidConfig(f"{model.name} has quantized weights, which cannot be written; load it in another dtype")
+        raise InvalidConfig(f"{model.name} has quantized weights, which cannot be exported; load it in another dtype")
     place = check_path(directory, "the directory to export to").absolute()
     if place.exists():
-        raise CheckpointError(f"{place}: exists already; choose a new directory")
+        raise CheckpointError(f"{place}: already exists; choose a new directory")
     source = pathlib.Path(find_source(like))
     settings = folder.read_json(source, CONFIG) if source.is_dir() else None
     if settings is None or not is_hf(like):
@@ -78,13 +78,18 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     settings = dict(text_settings(settings))
     config, family = read_config(str(source / CONFIG), settings)
     if config.param_shapes() != model.lm.config.param_shapes():
-        raise InvalidConfig(f"{model.name} has other sizes than {os.fspath(like)}; name the model that it came from")
+        raise InvalidConfig(
+            f"{model.name} and {os.fspath(like)} have different sizes; pass the model that it was trained from"
+        )
     params: Any = unpack(file_order(model.lm, model.params))
     name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
-    own: dict[str, Any] = {name: str(params["embed"].dtype)}
+    added_settings: dict[str, Any] = {name: str(params["embed"].dtype)}
     if model.pard_token is not None:
-        own |= {"pard_token": model.pard_token, "spd_type": "pard"}  # the second is what amd's code writes, too
-    _write(place, source, _tensors(config, family, params), settings | own)
+        added_settings |= {
+            "pard_token": model.pard_token,
+            "spd_type": "pard",
+        }  # the second is what amd's code writes, too
+    _write(place, source, _tensors(config, family, params), settings | added_settings)
     return place
 
 
@@ -113,7 +118,7 @@ def _write(place: pathlib.Path, source: pathlib.Path, tensors: dict[str, np.ndar
         part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
         try:
             templates = (f"{MORE_TEMPLATES}/{file.name}" for file in (source / MORE_TEMPLATES).glob("*.jinja"))
-            for name in (*COPIED, *templates):
+            for name in (*COPIED_FILES, *templates):
                 if (file := folder.inside(source, name)) is not None:
                     (part / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, part / name)

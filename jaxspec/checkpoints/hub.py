@@ -1,4 +1,4 @@
-"""Downloads repositories of the Hugging Face Hub, with the `huggingface_hub` package and its cache.
+"""Downloads repositories of the Hugging Face Hub with the `huggingface_hub` package and its cache.
 
 The package keeps completed files, shows progress, and is configured by the environment: `HF_TOKEN` for private
 repositories, `HF_HUB_OFFLINE=1` to use only the cache, `HF_HOME` for the cache's location.
@@ -13,7 +13,7 @@ from jaxspec.checkpoints.gguf_parts import part_names
 from jaxspec.errors import FetchError
 from jaxspec.storage import scratch, writing
 
-# The files that the readers of models open: no code, and no pickles.
+# The files that the readers of models open, which are neither code nor pickles.
 _PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -25,19 +25,19 @@ _PATTERNS = [
     "model*.safetensors",
     "model.safetensors.index.json",
 ]
-STALLED = 600
-"""Seconds without progress after which an unlocked partial file counts as abandoned; some disks do not lock."""
+STALL_SECONDS = 600
+"""Seconds without progress after which an unlocked partial file counts as abandoned; some file systems cannot lock."""
 
 
 def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[str] = ()) -> pathlib.Path:
-    """Returns the directory of a Hub repository, after downloading the files that are not in the Hub's cache.
+    """Returns the directory of a Hub repository. Files that are not in the Hub's cache are downloaded first.
 
-    Removes partial files of killed downloads, which the package itself keeps forever.
+    Also removes partial files of killed downloads, which the package itself never removes.
 
     Args:
         repo_id: `organization/name`.
         revision: branch, tag or commit; None for the default branch.
-        more: patterns of files to download besides a model's.
+        more: patterns of further files to download.
 
     Raises:
         FetchError: the download failed, or the disk is full.
@@ -46,7 +46,8 @@ def fetch_repository(repo_id: str, revision: str | None = None, more: Sequence[s
 
 
 def fetch_gguf(repo_id: str, file: str, revision: str | None = None) -> pathlib.Path:
-    """Returns the path of a GGUF file of a Hub repository, after downloading it; of a split file, with all parts.
+    """Returns the path of a GGUF file of a Hub repository. The file, or all parts of a split file, are downloaded
+    first.
 
     Args:
         repo_id: `organization/name`.
@@ -61,7 +62,7 @@ def fetch_gguf(repo_id: str, file: str, revision: str | None = None) -> pathlib.
     place = _fetch(repo_id, revision, names) / file
     if not place.is_file():
         raise FetchError(
-            f"{repo_id}: {file} was neither found in the cache nor downloaded; check its name, the connection and "
+            f"{repo_id}: {file} is not in the cache and could not be downloaded; check its name, the connection and "
             "HF_HUB_OFFLINE"
         )
     return place
@@ -89,7 +90,7 @@ def _fetch(repo_id: str, revision: str | None, patterns: list[str]) -> pathlib.P
 
 
 def _reason(error: BaseException) -> str:
-    """Returns why a download failed, in words."""
+    """Describes why a download failed."""
     import huggingface_hub.errors as errors
 
     seen: set[int] = set()
@@ -102,20 +103,20 @@ def _reason(error: BaseException) -> str:
     kinds = (
         (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE is set, and the files are not in the cache"),
         (errors.GatedRepoError, "access must be requested on the repository's page; then set HF_TOKEN"),
-        (errors.RevisionNotFoundError, "there is no such branch, tag or commit"),
-        (errors.RepositoryNotFoundError, "there is no such repository, or it is private (set HF_TOKEN)"),
+        (errors.RevisionNotFoundError, "the branch, tag or commit does not exist"),
+        (errors.RepositoryNotFoundError, "the repository does not exist, or it is private (set HF_TOKEN)"),
         (errors.HFValidationError, "it is not a valid name of a repository"),
     )
     for kind, why in kinds:
-        if any(isinstance(one, kind) for one in chain):
+        if any(isinstance(link_error, kind) for link_error in chain):
             return why
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     text = re.sub(r"^(\w+(\.\w+)*(Error|Exception|Timeout)\b:? *|Got: *)+", "", text.strip())
-    names = {type(one).__name__ for one in chain}
+    names = {type(link_error).__name__ for link_error in chain}
     if isinstance(error, errors.LocalEntryNotFoundError) or any(
         "Connect" in name or "Timeout" in name for name in names
     ):
-        return f"no connection to it, and the files are not in the cache{f' ({text})' if text else ''}"
+        return f"the Hub cannot be reached, and the files are not in the cache{f' ({text})' if text else ''}"
     return text or "no reason given"
 
 
@@ -130,10 +131,11 @@ def _missing(repo_id: str, settings: dict) -> int | None:
 
 
 def _remove_abandoned(cache: pathlib.Path, repo_id: str) -> None:
-    """Removes partial files that no process is downloading. Their names are random, so none would be resumed."""
+    """Removes partial files that no process is downloading. Their names are random, so no download would resume
+    them."""
     name = f"models--{repo_id.replace('/', '--')}"
     for part in (cache / name / "blobs").glob("*.????????.incomplete"):
         lock = cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock"
         with contextlib.suppress(OSError):
-            if scratch.is_abandoned(part, lock, STALLED):
+            if scratch.is_abandoned(part, lock, STALL_SECONDS):
                 part.unlink()

@@ -19,7 +19,7 @@ from jaxspec.checkpoints.base import (
     activation_dtype,
     check_finite,
     check_names,
-    check_own,
+    check_native,
     check_shape,
     describe_left_out,
 )
@@ -57,27 +57,27 @@ def load(
     Args:
         source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
         dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
-            quantizes the weights, and its caches are bfloat16: a different model, a quarter of the size; see
-            `jaxspec.models.quantized`. "file" keeps the blocks of a GGUF file, with which the CPU kernels multiply;
-            see `jaxspec.models.blocks`.
-        context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
-            LongRoPE depend on it, see `jaxspec.checkpoints.source.open_source`.
+            quantizes the weights and uses bfloat16 caches: the result is a different model of a quarter of the size;
+            see `jaxspec.models.quantized`. "file" keeps the quantized blocks of a GGUF file for the CPU kernels; see
+            `jaxspec.models.blocks`.
+        context: length of the longest text to decode, in tokens; None for the model's own context length. It selects
+            the rotary frequencies of models with LongRoPE; see `jaxspec.checkpoints.source.open_source`.
         revision: branch, tag or commit of a Hub repository.
         mesh: devices to place the model on, see `jaxspec.make_mesh`. Each parameter is placed as soon as it is read,
             and each device receives only its part. None for the default device.
-        kernels: use jaxspec's CPU kernels (docs/kernels.md); None if this machine has them and the model is placed on
-            CPU devices that share no layer.
-        attention: "xla" for XLA's own operations, or "pallas" for a kernel on one TPU or GPU that has not been timed
-            yet, see docs/gpu.md.
-        report: called with a line of text on each step of a download, and if parts of the file are left out (encoders
-            of images, for example); None for a warning.
+        kernels: whether to use jaxspec's CPU kernels (docs/kernels.md). With None they are used if they were built and
+            the model is placed on CPU devices that do not split layers.
+        attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on one TPU or GPU. On an H200
+            the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
+        report: called with a line of text on each step of a download, and if parts of the file are left out, such as
+            encoders of images; None for a warning.
         progress: called with (parameters read, total parameters, name of the parameter).
 
     Returns:
         A `Model` with its tokenizer and chat template, if the checkpoint has them.
 
     Raises:
-        UnknownName: there is no such preset, path or repository.
+        UnknownName: the source is neither a preset nor a path nor a repository.
         FetchError: the download failed.
         CheckpointError: the checkpoint is malformed or not supported.
         InvalidConfig: an argument is invalid.
@@ -87,14 +87,14 @@ def load(
         check(mesh)
     one_of("attention", attention, ATTENTION)
     sharding.check_attention(attention, mesh)
-    suited = sharding.suits_kernels(mesh)
-    if dtype == FILE and not (suited and available() and kernels is not False):
+    whole_layers = sharding.suits_kernels(mesh)
+    if dtype == FILE and not (whole_layers and available() and kernels is not False):
         raise InvalidConfig(
-            "dtype 'file' multiplies with the blocks of a GGUF file, for which whole layers on a CPU with the kernels "
-            f"are needed (kernels: {describe()}); choose another dtype, such as int8"
+            "dtype 'file' needs the CPU kernels and a model on CPU devices that do not split layers "
+            f"(kernels: {describe()}); choose another dtype, such as int8"
         )
-    packed = use_kernels(kernels, suited)
-    CONFINED.start()  # it imports while the file is read
+    packed = use_kernels(kernels, whole_layers)
+    CONFINED.start()  # so that it imports its modules while the file is read
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
@@ -159,9 +159,9 @@ def read_params(
         dtype: dtype of the matrices: "float32", "bfloat16", "int8" (see `jaxspec.models.quantized`) or "file" (see
             `jaxspec.models.blocks`). Norms and biases are always float32.
         progress: called as `progress(done, total, name)` after each parameter.
-        put: called as `put(name, array)` on each parameter as soon as it is read, with the last part of its name, to
-            place it on a device, so that the host holds one parameter at a time. Int8 matrices are `Quantized`, those
-            of a file `Blocks`.
+        put: called as `put(name, array)` on each parameter as soon as it is read, with the last part of its name. It
+            places the parameter on a device, so that the host holds only one parameter at a time. With "int8" a matrix
+            is a `Quantized`, with "file" a `Blocks`.
 
     Returns:
         A tree of the results of `put`, NumPy arrays by default: `{"embed": [V, E], "layers": [{"attn_norm": [E],
@@ -173,14 +173,14 @@ def read_params(
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
     if dtype == FILE:
-        check_own(checkpoint)
+        check_native(checkpoint)
     shapes = checkpoint.config.param_shapes()
     check_names(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         *layer, leaf = name.split(".")
         if dtype == FILE and len(shape) > 1:
-            array = checkpoint.own[name]()
+            array = checkpoint.native[name]()
         else:
             array = checkpoint.tensors[name]()
             check_shape(checkpoint.source, name, array.shape, shape)

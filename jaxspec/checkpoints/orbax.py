@@ -1,7 +1,7 @@
 """Reads and writes trees of arrays with Orbax; an error is one exception with a one-line message.
 
-Orbax works in its own threads, which log tracebacks through absl and asyncio. Reads in progress when a call fails end
-on a closed event loop. All of that is silenced.
+Orbax works in its own threads, which log tracebacks through absl and asyncio. Reads that are in progress when a call
+fails end with an error about a closed event loop. This module silences all of these messages.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def stored(folder: pathlib.Path) -> Any:
 
 
 def read_part(folder: pathlib.Path, like: Any) -> Any:
-    """Reads part of a directory's arrays as NumPy arrays: those in the tree `like` of shapes and dtypes.
+    """Reads some of a directory's arrays as NumPy arrays: the arrays in the tree `like` of shapes and dtypes.
 
     Raises:
         OrbaxError: the arrays cannot be read.
@@ -130,7 +130,8 @@ def _silence() -> Iterator[None]:
 
 
 def _dropping_late_reads(shown: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes a hook for unraisable exceptions. It stays installed, since reads may end long after the failed call."""
+    """Returns a hook for unraisable exceptions. The hook stays installed, because reads can end long after the failed
+    call."""
 
     def hook(raised: Any) -> None:
         closed = isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"

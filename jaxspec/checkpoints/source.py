@@ -21,18 +21,17 @@ def open_source(
     """Opens the checkpoint of a preset, a path, or a repository of the Hugging Face Hub, `organization/name`.
 
     Args:
-        source: the preset, path or repository, or a GGUF file in a repository, `organization/name/file.gguf` (of a
-            split file, any part). A preset takes precedence over a path of the same name (write `./name`
-            for the path).
+        source: the preset, path or repository, or a GGUF file in a repository, `organization/name/file.gguf` (any part
+            of a split file). A preset takes precedence over a path with the same name; write `./name` for the path.
         revision: branch, tag or commit of a Hub repository; equivalent to `organization/name@revision`.
         report: called with one line of text per step of a download.
         context: length of the longest text to decode, in tokens; None for the model's own context length. Models with
-            LongRoPE (Phi-3) have two sets of rotary frequencies: by default those of their original context, which is
-            then the limit; with a larger `context` the long ones, for short texts too.
+            LongRoPE (Phi-3) have two sets of rotary frequencies. By default, they use the set of their original
+            context, which is then the limit. With a larger `context`, all texts use the long set, even short texts.
 
     Raises:
         InvalidConfig: the context exceeds the model's, or the source or revision is not a valid name.
-        UnknownName: there is no such preset, path or repository.
+        UnknownName: the source is neither a preset nor a path nor a repository.
         FetchError: the download failed.
         CheckpointError: the checkpoint is malformed or not supported.
     """
@@ -50,8 +49,8 @@ def find_source(
 ) -> str:
     """Returns the path of a preset, path or repository, after downloading it if necessary.
 
-    Args and errors are those of `open_source`, except for `more`: patterns of files to download from a repository,
-    besides those of a model.
+    The arguments and errors are those of `open_source`. In addition, `more` lists patterns of further files to download
+    from a repository.
     """
     if revision is not None and not (isinstance(revision, str) and revision.isprintable() and revision.strip()):
         raise InvalidConfig(f"revision must be the name of a branch, tag or commit, got {revision!r:.80}")
@@ -80,7 +79,7 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
         context: length of the longest text to decode; see `open_source`.
 
     Raises:
-        CheckpointError: it does not exist, is malformed, or its format or model is not supported.
+        CheckpointError: the checkpoint does not exist or is malformed, or its format or model is not supported.
     """
     if context is not None and (type(context) is not int or context < 1):
         raise InvalidConfig(f"context must be a whole number of tokens from 1, got {context!r}")
@@ -96,13 +95,13 @@ def open_checkpoint(path: str | os.PathLike, context: int | None = None) -> Chec
     if not os.path.exists(place):
         raise CheckpointError(f"{place}: no such file or directory")
     raise CheckpointError(
-        f"{place}: not a supported checkpoint; give a .gguf file, or a directory with config.json and "
-        "safetensors weights (for a .safetensors file, give its directory)"
+        f"{place}: not a supported checkpoint; pass a .gguf file, or a directory with config.json and "
+        "safetensors weights (for a .safetensors file, pass its directory)"
     )
 
 
 def read_headers(path: str | os.PathLike) -> Headers:
-    """Reads the headers of a GGUF file or a Hugging Face directory, of a supported model or any other.
+    """Reads the headers of a GGUF file or a Hugging Face directory; its model need not be supported.
 
     Raises:
         CheckpointError: the header of the file cannot be read.
@@ -115,7 +114,8 @@ def read_headers(path: str | os.PathLike) -> Headers:
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of weights of a checkpoint that exist: those of a directory, or the parts of a GGUF file."""
+    """Returns the existing weight files of a checkpoint: the safetensors files of a directory, or the parts of a GGUF
+    file."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     file = gguf_parts.find_model(path) if not files else files[0]
     if file is None or file.suffix.lower() != ".gguf":
@@ -128,6 +128,6 @@ def _with_context(checkpoint: Checkpoint, context: int | None) -> Checkpoint:
     if context is None:
         return checkpoint
     if context > longest:
-        raise InvalidConfig(f"{checkpoint.source}: context {context} is more than the model's {longest}")
+        raise InvalidConfig(f"{checkpoint.source}: context is {context}, but the model supports at most {longest}")
     config = dataclasses.replace(checkpoint.config, max_position=context)
     return dataclasses.replace(checkpoint, config=config)

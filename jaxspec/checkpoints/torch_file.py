@@ -1,7 +1,7 @@
 """Reads the tensors of a `torch.save` file without PyTorch: a zip of raw storages and a pickle that describes them.
 
-The pickle is never unpickled. An interpreter of two dozen opcodes and five names parses it; it calls and imports
-nothing, and rejects a file that contains anything else.
+The pickle is never unpickled. An interpreter of two dozen opcodes and a few names parses it; the interpreter never
+calls or imports anything, and rejects a file with other opcodes or names.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _STORAGES = {
 _REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
 _KNOWN = {_REBUILD, _ORDERED, *(("torch", name) for name in _STORAGES)}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_PUSHED = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
+_CONSTANT_OPCODES = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 _MAX_PICKLE, _MAX_SHARED = 1 << 20, 16
 
 
@@ -57,15 +57,15 @@ class _Tensor:
 
 
 class _Malformed(Exception):
-    """The file is malformed or not supported; becomes a CheckpointError that names it."""
+    """The file is malformed or not supported; it becomes a CheckpointError that names the file."""
 
 
 def open_torch(path: pathlib.Path) -> dict[str, LazyTensor]:
     """Opens the tensors of a state dict, by name; they are read lazily.
 
     Raises:
-        CheckpointError: the file is not a zip that torch.save wrote, contains anything but tensors of float32, float16
-            and bfloat16, or a tensor exceeds its storage.
+        CheckpointError: the file is not a zip that torch.save wrote, contains values other than tensors of float32,
+            float16 and bfloat16, or a tensor exceeds its storage.
     """
     try:
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ def open_torch(path: pathlib.Path) -> dict[str, LazyTensor]:
             tensors = _tensors(_run(archive.read(entries["data.pkl"])))
         total = sum(_check(name, tensor, entries) for name, tensor in tensors.items())
         if total > _MAX_SHARED * path.stat().st_size:
-            raise _Malformed(f"its tensors take {total} bytes, the file {path.stat().st_size}")
+            raise _Malformed(f"its tensors take {total} bytes, but the file has {path.stat().st_size}")
     except _Malformed as error:
         raise CheckpointError(f"{path}: {error}") from None
     # The standard library's errors for malformed zips and pickles.
@@ -100,7 +100,7 @@ def _entries(archive: zipfile.ZipFile, size: int) -> tuple[str, dict[str, zipfil
         parts = info.filename.split("/")
         root = root or parts[0]
         if parts[0] != root or len(parts) < 2 or {"", ".", ".."} & set(parts) or re.search(r"[\\\0:]", info.filename):
-            raise _Malformed(f"entry {info.filename!r:.80} is outside the archive's one root directory")
+            raise _Malformed(f"entry {info.filename!r:.80} is outside the root directory of the archive")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
             raise _Malformed(f"entry {info.filename!r:.80} is compressed, which torch.save does not do")
         if info.header_offset + info.file_size > size:
@@ -138,7 +138,7 @@ def _run(data: bytes) -> Any:
                 stack.append([])
             case name if name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
-            case name if name in _PUSHED:
+            case name if name in _CONSTANT_OPCODES:
                 stack.append(arg)
             case "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]  # pyright: ignore[reportArgumentType]
@@ -166,7 +166,7 @@ def _run(data: bytes) -> Any:
                 _fill(pop_mark(), stack[-1])
             case "SETITEMS":
                 _fill(pop_mark(), stack[-1])
-            case "BUILD":  # the metadata that a state dict carries as an attribute
+            case "BUILD":  # the metadata that a state dict has as an attribute
                 stack.pop()
                 if type(stack[-1]) is not dict:
                     raise _Malformed("its pickle sets the state of something other than a dict")

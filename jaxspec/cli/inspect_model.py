@@ -21,7 +21,7 @@ LENGTH = 2048
 
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
     """Returns the sections about a model; errors that would prevent loading are appended to `refused`."""
-    from jaxspec.checkpoints.base import FILE, check_own
+    from jaxspec.checkpoints.base import FILE, check_native
     from jaxspec.checkpoints.source import open_checkpoint, read_headers
 
     report: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
         if args.dtype == FILE:
             try:
-                check_own(checkpoint)
+                check_native(checkpoint)
             except InvalidConfig as error:
                 refused.append(error)
         if length > config.max_position:
@@ -159,12 +159,12 @@ def memory_section(
         stored: the tensors of the file, if they are kept as they are.
     """
     from jaxspec.checkpoints.base import DTYPES, FILE, activation_dtype
-    from jaxspec.checkpoints.gguf_blocks import own_bytes
+    from jaxspec.checkpoints.gguf_blocks import native_bytes
     from jaxspec.models.config import is_table
 
     size = DTYPES[activation_dtype(dtype)].itemsize
     slots = sizes.round_to_bucket(sizes.slots(length, sizes.CHUNK))
-    parameters = sum(map(own_bytes, stored)) if dtype == FILE else 0
+    parameters = sum(map(native_bytes, stored)) if dtype == FILE else 0
     for name, shape in config.param_shapes().items() if dtype != FILE else ():
         if len(shape) == 1:  # vectors stay float32
             parameters += 4 * shape[0]

@@ -150,7 +150,7 @@ def test_context(tmp_path):
     plain = checkpoint(tmp_path / "llama", "llama-tied")
     assert open_checkpoint(plain).config.max_position == 256
     assert open_checkpoint(plain, context=64).config.max_position == 64
-    with pytest.raises(InvalidConfig, match="context 257 is more than the model's 256"):
+    with pytest.raises(InvalidConfig, match="context is 257, but the model supports at most 256"):
         open_checkpoint(plain, context=257)
     with pytest.raises(InvalidConfig, match="context must be a whole number of tokens from 1, got 0"):
         open_checkpoint(plain, context=0)

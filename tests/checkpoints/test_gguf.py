@@ -157,9 +157,9 @@ def test_the_readers_do_not_import_jax():
         ({"llama.vocab_size": 95}, "vocab_size is 95, expected 96"),
         ({"llama.block_count": 3}, "tensors missing: blk.2.attn_k.weight"),
         ({"llama.block_count": 1}, "tensors not expected: blk.1.attn_k.weight.* and 4 more"),
-        ({"llama.block_count": 2**32 - 1}, "4294967295 layers and only 20 tensors"),
+        ({"llama.block_count": 2**32 - 1}, "4294967295 layers, but only 20 tensors"),
         ({"llama.feed_forward_length": 64}, r"ffn_gate.weight has shape \[96, 64\], expected \[64, 64\]"),
-        ({"tokenizer.ggml.tokens": ["a", "b"]}, "tokens has 2 items, token_embd.weight 96 rows"),
+        ({"tokenizer.ggml.tokens": ["a", "b"]}, "tokens has 2 items, but token_embd.weight has 96 rows"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is not an array of strings"),
         ({"tokenizer.ggml.tokens": 0}, "tokens is not an array of strings"),
         ({"tokenizer.ggml.eos_token_id": 96}, "special token id 96, expected 0 .. 95"),
@@ -294,7 +294,7 @@ MALFORMED = {
     "offset wraps": (header([], [tensor(offset=2**64 - 32)]), "truncated"),
     "overlap": (header([], [tensor("x", (16,)), tensor("y", (16,), offset=32)]), "x and y overlap"),
     "same place": (header([], [tensor("x"), tensor("y")]), "x and y overlap"),
-    "data cut": (header([], [tensor(shape=(16,))])[:-1], "x ends at byte 128, the file at 127: truncated"),
+    "data cut": (header([], [tensor(shape=(16,))])[:-1], "x ends at byte 128, but the file ends at 127: truncated"),
     "table cut": (header([], [tensor(), tensor("y", offset=32)])[:90], "truncated"),
 }
 

@@ -95,7 +95,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path):
 
 def test_other_sources_are_refused(tmp_path):
     place = write_hf(tmp_path / "hf", CONFIG, PARAMS)
-    with pytest.raises(InvalidConfig, match="keeps the blocks of a GGUF file, and this is none"):
+    with pytest.raises(InvalidConfig, match="needs a GGUF file, whose blocks it keeps"):
         read_params(open_checkpoint(place), "file")
 
 

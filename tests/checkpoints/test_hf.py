@@ -88,7 +88,7 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4', expected a positive number"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": []}}, "mscale is .., expected a positive number"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
-        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions: .*division"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings: .*division"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "low_freq_factor is missing"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
@@ -114,7 +114,7 @@ def test_settings_that_may_vary(tmp_path, settings, field, value):
         ({"hidden_size": 10**400}, "not JSON: a whole number of 401 digits, expected at most 40"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a positive whole number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 4096"),
-        ({"num_hidden_layers": 4096}, "4096 layers and only 20 tensors"),
+        ({"num_hidden_layers": 4096}, "4096 layers, but only 20 tensors"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a positive whole number"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_kv_heads"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0, expected a positive number"),
@@ -250,7 +250,7 @@ def test_every_truncation_is_refused(tmp_path):
 def test_pickles_are_never_opened(tmp_path):
     write_hf(tmp_path, CONFIG, PARAMS)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin may contain code and are never opened"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin can contain code and are never opened"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has no safetensors weights: expected model.safetensors"):
@@ -392,6 +392,6 @@ def test_a_repository_that_cannot_be_fetched(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(
         FetchError,
-        match=r"a/b: neither a preset nor .*: no connection to it, and the files are not in the cache .no network.$",
+        match=r"a/b: neither a preset nor .*: the Hub cannot be reached, and the files are not in the cache .no network.$",
     ):
         open_source("a/b")

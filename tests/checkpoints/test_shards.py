@@ -74,7 +74,7 @@ def test_files_that_are_no_set(names, words, written):
 def test_a_tensor_in_two_shards(written, tmp_path):
     place = written("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     save_file(hf_tensors(CONFIG, PARAMS), tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor .* is in .*00001-of-00002.safetensors, too"):
+    with pytest.raises(CheckpointError, match=r"tensor .* is also in .*00001-of-00002.safetensors"):
         open_checkpoint(place)
 
 

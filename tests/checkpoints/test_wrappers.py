@@ -20,7 +20,7 @@ from jaxspec.errors import CheckpointError
 
 pytestmark = pytest.mark.quick
 
-SIZES = {
+DEFAULT_SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "sliding_window": 16,
 }  # fmt: skip
@@ -78,7 +78,7 @@ def wrapped(tensors: dict, prefix: str, head: str) -> dict:
 @pytest.mark.parametrize(("kind", "outside"), itertools.product(TEXTS, (False, True)))
 def test_the_text_part_is_that_of_the_text_model(kind, outside, tmp_path):
     """72 wrappers: each family, by each way of naming, with entries of the tokens inside or outside `text_config`."""
-    text = SIZES | TEXTS[kind] | {"model_type": kind, "bos_token_id": 1, "eos_token_id": 2}
+    text = DEFAULT_SIZES | TEXTS[kind] | {"model_type": kind, "bos_token_id": 1, "eos_token_id": 2}
     tensors = text_tensors(text)
     alone = open_checkpoint(write(tmp_path / "alone", text, tensors))
     expected = read_params(alone)
@@ -146,7 +146,7 @@ def test_published_configs_leave_out_what_transformers_assumes(name):
 
 
 def test_sizes_are_known_of_every_family():
-    assert hf_wrappers.SIZES.keys() == FAMILIES.keys()
+    assert hf_wrappers.DEFAULT_SIZES.keys() == FAMILIES.keys()
 
 
 def test_many_prefixes_take_little_time():
@@ -157,7 +157,7 @@ def test_many_prefixes_take_little_time():
 
 
 def test_a_flat_config_over_prefixed_tensors_is_read(tmp_path):
-    text = SIZES | TEXTS["gemma3_text"] | {"model_type": "gemma3_text"}
+    text = DEFAULT_SIZES | TEXTS["gemma3_text"] | {"model_type": "gemma3_text"}
     tensors = text_tensors(text)
     alone = read_params(open_checkpoint(write(tmp_path / "alone", text, tensors)))
     found = open_checkpoint(write(tmp_path / "flat", text, wrapped(tensors, *NAMES[0])))
@@ -165,13 +165,13 @@ def test_a_flat_config_over_prefixed_tensors_is_read(tmp_path):
 
 
 def test_what_is_left_out_is_said_once(tmp_path):
-    text = SIZES | TEXTS["llama"] | {"model_type": "llama"}
+    text = DEFAULT_SIZES | TEXTS["llama"] | {"model_type": "llama"}
     place = write(tmp_path / "w", {"model_type": "llava", "text_config": text}, wrapped(text_tensors(text), *NAMES[2]))
     said = []
     load(place, report=said.append, kernels=False)
     assert len(said) == 1
-    assert "the text model is loaded, and 3 tensors of its other parts are left out: model.audio_tower" in said[0]
-    with pytest.warns(UserWarning, match="3 tensors of its other parts are left out"):
+    assert "only the text model is loaded; 3 tensors of other parts are left out: model.audio_tower" in said[0]
+    with pytest.warns(UserWarning, match="3 tensors of other parts are left out"):
         load(place, kernels=False)
 
 

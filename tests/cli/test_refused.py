@@ -92,7 +92,7 @@ def test_settings(refused, command, option):
         ("tune", [""], "the prompt is empty"),
         ("acceptance", ["--prompt", ""], "--prompt: the prompt is empty"),
         ("generate", ["--samples", "9999999"], "from 1 to 1048576"),
-        ("generate", ["--context", "9999"], "context 9999 is more than the model's 4096"),
+        ("generate", ["--context", "9999"], "context is 9999, but the model supports at most 4096"),
         ("generate", ["--chat"], "has no chat template; pass plain text (--no-chat) instead"),
         ("chat", [], "has no chat template"),
         (
