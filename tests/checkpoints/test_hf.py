@@ -371,7 +371,7 @@ def test_names_of_nothing(source, error, words):
 
 def test_other_files(tmp_path):
     save_file(hf_tensors(CONFIG, PARAMS), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="give its directory"):
+    with pytest.raises(CheckpointError, match="pass its directory"):
         open_checkpoint(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         open_checkpoint(tmp_path)

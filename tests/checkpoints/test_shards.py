@@ -60,8 +60,8 @@ def test_a_set_beside_another_file(written, expected, tmp_path):
     ("names", "words"),
     [
         (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "model-00002-of-00003.*is missing"),
-        (["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"], "and no model.safetensors.index"),
-        (["a.safetensors", "b.safetensors"], "a.safetensors, b.safetensors, and no model.safetensors.index.json"),
+        (["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"], "but no model.safetensors.index"),
+        (["a.safetensors", "b.safetensors"], "a.safetensors, b.safetensors, but no model.safetensors.index.json"),
         (["model-00001-of-99999.safetensors"], "one of 99999 shards, expected 1 to 4096"),
         (["model-00002-of-00000.safetensors"], "one of 0 shards, expected 1 to 4096"),
     ],

@@ -172,14 +172,14 @@ def test_zips(tmp_path):
     refused(path, "since PyTorch 1.6")
     refused(write_zip(path, GOOD, {"0": RAW}, compression=zipfile.ZIP_DEFLATED), "is compressed")
     refused(write_zip(path, GOOD, {"0": b"\0" * (1 << 26)}, compression=zipfile.ZIP_BZIP2), "is compressed")
-    refused(write_zip(path, GOOD, {"0": RAW}, root=".."), "outside the archive")
-    refused(write_zip(path, GOOD, {"../../0": RAW}), "outside the archive")
-    refused(write_zip(path, GOOD, {"0": RAW}, root="/abs"), "outside the archive")
+    refused(write_zip(path, GOOD, {"0": RAW}, root=".."), "outside the root directory")
+    refused(write_zip(path, GOOD, {"../../0": RAW}), "outside the root directory")
+    refused(write_zip(path, GOOD, {"0": RAW}, root="/abs"), "outside the root directory")
     for odd in ("other/data/0", "alone", "medusa_lm_head/C:x", "medusa_lm_head/..\\x"):
         write_zip(path, GOOD, {"0": RAW})
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr(odd, b"")
-        refused(path, "outside the archive")
+        refused(path, "outside the root directory")
     write_zip(path, GOOD, {"0": RAW})
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("medusa_lm_head/data/0", RAW)
