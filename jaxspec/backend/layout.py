@@ -1,4 +1,7 @@
-"""Memory layouts of arrays where XLA's own choice costs a copy, and whether programs are for GPUs."""
+"""Memory layouts of arrays where XLA's own choice costs a copy, and the platforms of programs."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -31,9 +34,18 @@ def compact(values: Array) -> Array:
     return _constrain(values, (*batch_axes, columns, rows), "tpu") if narrow else values
 
 
-def on_gpu() -> bool:
-    """Returns whether JAX's default platform is a GPU, where few large kernels are faster than many small ones."""
-    return jax.default_backend() == "gpu"
+def default_platform() -> str:
+    """Returns the platform of JAX's default device, such as "cpu", "gpu" or "tpu"."""
+    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
+def gpu_dependent(*arrays: Any, gpu: Callable, default: Callable) -> Any:
+    """Returns `gpu(*arrays)` in a program for a GPU, and `default(*arrays)` in a program for another platform.
+
+    The choice is made when JAX lowers the program, so only one of the functions is compiled.
+    """
+    return lax.platform_dependent(*arrays, cuda=gpu, rocm=gpu, default=default)
 
 
 def _constrain(values: Array, major_to_minor: tuple[int, ...], on: str) -> Array:

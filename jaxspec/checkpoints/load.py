@@ -32,10 +32,11 @@ from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import available, describe, use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
+from jaxspec.models.execution import ATTENTION, Execution
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
 from jaxspec.models.quantized import Quantized
-from jaxspec.models.transformer import ATTENTION, TransformerLM
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -99,7 +100,7 @@ def load(
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
-        attention_pallas.check(jax.default_backend(), activation_dtype(dtype), checkpoint.config.head_dim)
+        attention_pallas.check(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
     size = checkpoint.config.vocab_size
@@ -127,9 +128,7 @@ def load(
             checkpoint.config,
             activation_dtype(dtype),
             known=known,
-            shards=1 if mesh is None else mesh.shape[MODEL],
-            kernels=packed,
-            attention=attention,
+            execution=_execution(packed, attention, mesh),
         ),
         params=params,
         tokenizer=tokenizer,
@@ -140,6 +139,13 @@ def load(
         pard_token=checkpoint.pard_token,
         pard2=checkpoint.pard2,
     )
+
+
+def _execution(kernels: bool, attention: str, mesh: Mesh | None) -> Execution:
+    """Returns how a network runs on a mesh, or on JAX's default device."""
+    if mesh is None:
+        return Execution(kernels, attention=attention)
+    return Execution(kernels, mesh.shape[MODEL], attention, sharding.platform_of(mesh))
 
 
 def _warn(note: str) -> None:

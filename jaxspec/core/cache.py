@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.backend.layout import compact, on_gpu, row_major
+from jaxspec.backend.layout import compact, default_platform, row_major
 from jaxspec.core.checks import whole
 from jaxspec.core.records import KV, Cache
 from jaxspec.core.sizes import BLOCK as BLOCK
@@ -22,9 +22,10 @@ from jaxspec.core.sizes import whole_blocks
 from jaxspec.errors import InvalidConfig, shown
 
 
-def storage_dtype(dtype) -> jnp.dtype:
-    """Returns the dtype in which a cache stores values of `dtype`, for JAX's default platform."""
-    as_bits = jnp.dtype(dtype) == jnp.bfloat16 and not on_gpu()
+def storage_dtype(dtype, platform: str | None = None) -> jnp.dtype:
+    """Returns the dtype in which a cache stores values of `dtype`; `platform` is that of `empty_cache`."""
+    platform = default_platform() if platform is None else platform
+    as_bits = jnp.dtype(dtype) == jnp.bfloat16 and platform != "gpu"
     return jnp.dtype(jnp.uint16 if as_bits else dtype)
 
 
@@ -33,7 +34,16 @@ def value_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
 
 
-def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, dtype, value_width: int = 0) -> Cache:
+def empty_cache(
+    layers: int,
+    batch: int,
+    heads: int,
+    capacity: int,
+    width: int,
+    dtype,
+    value_width: int = 0,
+    platform: str | None = None,
+) -> Cache:
     """Returns an empty cache of zeros, as `attend` reads it.
 
     Args:
@@ -42,8 +52,9 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
         heads: H, key/value heads.
         capacity: slots per row; rounded up to whole blocks.
         width: K, the width of a key.
-        dtype: of keys and values; bfloat16 is stored in uint16, which `attend` and the decoder handle.
-        value_width: the width of a value; 0 for that of a key.
+        dtype: of keys and values; bfloat16 is stored in uint16 except on a GPU, which `attend` and the decoder handle.
+        value_width: the width of a value; 0 for the width of a key.
+        platform: the platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device.
 
     Raises:
         InvalidConfig: a size is not a whole number from 0, or `dtype` is not a dtype.
@@ -57,7 +68,7 @@ def empty_cache(layers: int, batch: int, heads: int, capacity: int, width: int, 
         number = False
     if not number:
         raise InvalidConfig(f"dtype must be a dtype of numbers such as jnp.float32, got {shown(dtype)}")
-    slots, stored = whole_blocks(capacity), storage_dtype(jax.dtypes.canonicalize_dtype(dtype))
+    slots, stored = whole_blocks(capacity), storage_dtype(jax.dtypes.canonicalize_dtype(dtype), platform)
     keys = jnp.zeros((layers, batch, heads, slots, width), stored)
     values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored)
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))

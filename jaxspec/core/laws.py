@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.backend.layout import on_gpu
+from jaxspec.backend.layout import gpu_dependent
 from jaxspec.core.sampling import GREEDY, Sampling
 
 _BLOCK = 128
@@ -111,9 +111,15 @@ def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b 
 
 
 def first_highest(values: Float[Array, "*b V"]) -> Int[Array, "*b"]:
-    """Computes `argmax`, several times faster on a CPU for large V: of the blocks' maxima, then in that block."""
-    if on_gpu():
-        return values.argmax(-1).astype(jnp.int32)
+    """Computes `argmax`, on a CPU several times faster for large V: of the maxima of blocks, then in that block."""
+    return gpu_dependent(values, gpu=_argmax, default=_argmax_in_blocks)
+
+
+def _argmax(values: Float[Array, "*b V"]) -> Int[Array, "*b"]:
+    return values.argmax(-1).astype(jnp.int32)
+
+
+def _argmax_in_blocks(values: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     split = _in_blocks(values)
     block = split.max(-1).argmax(-1)
     inside = jnp.take_along_axis(split, block[..., None, None], -2)[..., 0, :]
@@ -156,8 +162,8 @@ def _log_min_p(sampling: Sampling) -> Float[Array, "*b"]:
 def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
     """Returns the highest x such that `spent` is true of the weights of all values at or above x.
 
-    Exact and without a sort: a search over the bits of the floats, of one bit in each turn, and on a GPU of four, where
-    a turn costs launches rather than work. Returns the lowest float if there is no such x.
+    Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because an
+    iteration costs kernel launches there rather than work. Returns the lowest float if there is no such x.
     """
     whole = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
     limits, bits = jnp.iinfo(whole), lax.bitcast_convert_type(values, whole)
@@ -179,8 +185,12 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
 
     lowest = jnp.full(values.shape[:-1], limits.min, whole)
     highest = jnp.full(values.shape[:-1], limits.max, whole)
-    turns, turn = (limits.bits // 4, digit) if on_gpu() else (limits.bits, halve)
-    low, _ = lax.fori_loop(0, turns, turn, (lowest, highest))
+    low = gpu_dependent(
+        lowest,
+        highest,
+        gpu=lambda *bounds: lax.fori_loop(0, limits.bits // 4, digit, bounds)[0],
+        default=lambda *bounds: lax.fori_loop(0, limits.bits, halve, bounds)[0],
+    )
     return lax.bitcast_convert_type(low ^ ((low >> (limits.bits - 1)) & limits.max), values.dtype)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxspec.amounts import plural
 from jaxspec.backend import command_buffer
 from jaxspec.backend.compilation_cache import keep_compilations
+from jaxspec.backend.layout import default_platform
 from jaxspec.core.mesh import MODEL, groups, place, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
@@ -189,7 +190,7 @@ class Session:
     @property
     def _options(self) -> Mapping[str, str]:
         if self.mesh is None:
-            return command_buffer.options(jax.default_backend())
+            return command_buffer.options(default_platform())
         return command_buffer.options(self.mesh.devices.flat[0].platform, self.mesh.shape[MODEL] > 1)
 
     def _prefill(self, state: State) -> State:

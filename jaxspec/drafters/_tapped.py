@@ -12,7 +12,7 @@ from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.records import Advance, Params
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.heads.network import DraftHeads
-from jaxspec.kernels.library import available
+from jaxspec.models.execution import Execution
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack, take_rows
 from jaxspec.models.transformer import TransformerLM
@@ -47,7 +47,7 @@ def prepare(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]
         config = dataclasses.replace(config, own_projection=True)
         lm: Any = target.lm
         params["head"] = take_rows(lm.unembedding(target.params), params["tokens"])
-    return config, pack(params) if is_packed(target.lm) else params
+    return config, pack(params) if execution_of(target.lm).kernels else params
 
 
 def dtype_of(target: LanguageModel) -> str:
@@ -55,14 +55,9 @@ def dtype_of(target: LanguageModel) -> str:
     return target.dtype if isinstance(target, TypedTarget) else "float32"
 
 
-def is_packed(target: LanguageModel) -> bool:
-    """Returns whether the head's matrices are packed for the CPU kernels."""
-    return isinstance(target, TransformerLM) and target.kernels
-
-
-def uses_kernels(target: LanguageModel) -> bool:
-    """Returns whether the head runs with the CPU kernels."""
-    return is_packed(target) and available()
+def execution_of(target: LanguageModel) -> Execution:
+    """Returns how the head runs: like its target, on the same platform and with the same kernels."""
+    return target.execution.of_head() if isinstance(target, TransformerLM) else Execution()
 
 
 def pairs(advance: Advance) -> tuple[Int[Array, "B M"], Float[Array, "B M F"], Int[Array, "B"]]:

@@ -24,7 +24,7 @@ from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
+from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig, MissingDraft
 from jaxspec.heads.dflash import DFlashHead
@@ -91,20 +91,22 @@ class DFlash:
         return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
 
     def init(self, params: Params, batch: int, capacity: int) -> DFlashState:
-        return DFlashState(init_cache(self.config, batch, capacity, dtype_of(self.target)))
+        return DFlashState(
+            init_cache(self.config, batch, capacity, dtype_of(self.target), execution_of(self.target).platform)
+        )
 
     def absorb(self, params: Params, state: DFlashState, advance: Advance) -> DFlashState:
         """Reads the target's states before the committed tokens, which are those before the new root."""
-        head, cache = module(self.config, params), state.cache
+        head, cache = self._module(params), state.cache
         _, features, count = pairs(advance)
-        context = head.fuse(features, self._kernels)
+        context = head.fuse(features)
         positions = cache.length[:, None] + jnp.arange(context.shape[1])
-        entries = head.remember(context, positions, caches.value_dtype(cache.kv.keys.dtype), self._kernels)
+        entries = head.remember(context, positions, caches.value_dtype(cache.kv.keys.dtype))
         return DFlashState(caches.commit(cache, entries, count, jnp.isnan(context[:, 0, 0]).astype(jnp.int32)))
 
     def propose(self, params: Params, state: DFlashState, context: Context, draw: Draw) -> tuple[Proposal, DFlashState]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        head, config, depth = module(self.config, params), self.config, self.shape.depth
+        head, config, depth = self._module(params), self.config, self.shape.depth
 
         def block() -> tuple[Float[Array, "B D E"], Float[Array, "B D R"]]:
             states = self._read(head, params, context.params, root, state.cache)
@@ -140,7 +142,7 @@ class DFlash:
         table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
         rows = jnp.arange(self.config.rows_for(self.shape.depth))
         tokens = jnp.where(rows == 0, root[:, None], self.config.mask_token)
-        states = head(look_up(table, tokens), cache.length[:, None] + rows, cache, self._kernels)
+        states = head(look_up(table, tokens), cache.length[:, None] + rows, cache)
         return states[:, self.config.skipped :][:, : self.shape.depth]
 
     def _logits(self, head: DFlashHead, context: Context, states: Float[Array, "B D E"]) -> Float[Array, "B D R"]:
@@ -149,6 +151,5 @@ class DFlash:
         logits = head.logits(states)
         return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
 
-    @property
-    def _kernels(self) -> bool:
-        return uses_kernels(self.target)
+    def _module(self, params: Params) -> DFlashHead:
+        return module(self.config, params, execution_of(self.target))

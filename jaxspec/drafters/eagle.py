@@ -19,7 +19,7 @@ from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.drafters._tapped import dtype_of, pairs, prepare, uses_kernels, with_options
+from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
 from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
 from jaxspec.errors import MissingDraft
 from jaxspec.heads.eagle import EagleHead
@@ -83,7 +83,7 @@ class Eagle:
         return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
 
     def init(self, params: Params, batch: int, capacity: int) -> EagleState:
-        cache = init_cache(self.config, batch, capacity, dtype_of(self.target))
+        cache = init_cache(self.config, batch, capacity, dtype_of(self.target), execution_of(self.target).platform)
         return EagleState(cache, jnp.zeros((batch, self.config.hidden_size), jnp.float32))
 
     def absorb(self, params: Params, state: EagleState, advance: Advance) -> EagleState:
@@ -92,8 +92,8 @@ class Eagle:
         tokens, features, count = pairs(advance)
         steps = jnp.arange(size)
         causal = jnp.broadcast_to(steps[:, None] >= steps, (batch, size, size))
-        window, head = Window(tokens, cache.length[:, None] + steps, causal), module(self.config, params)
-        states = head.fuse(features, self._kernels)
+        window, head = Window(tokens, cache.length[:, None] + steps, causal), self._module(params)
+        states = head.fuse(features)
         states, entries = self._read(head, params, advance.params, states, window, cache)
         cache = caches.commit(cache, entries, count, jnp.isnan(states[:, 0, 0]).astype(jnp.int32))
         last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -101,7 +101,7 @@ class Eagle:
 
     def propose(self, params: Params, state: EagleState, context: Context, draw: Draw) -> tuple[Proposal, EagleState]:
         root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        head, cache = module(self.config, params), state.cache
+        head, cache = self._module(params), state.cache
 
         def read(level: Level, carry: tuple[Array, KV]) -> tuple[Array, tuple[Array, KV]]:
             states, entries = carry
@@ -131,15 +131,14 @@ class Eagle:
     ) -> tuple[Float[Array, "B T E"], KV]:
         target: Any = self.target
         table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
-        return head(states, look_up(table, window.tokens), window, cache, past, self._kernels)
+        return head(states, look_up(table, window.tokens), window, cache, past)
 
     def _logits(self, head: EagleHead, context: Context, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
-        features = head.projected(states, self._kernels)
+        features = head.projected(states)
         if head.head is None:
             return self.target.head(context.params, features)
         logits = matmul(features, head.head[...], transposed=True)
         return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
 
-    @property
-    def _kernels(self) -> bool:
-        return uses_kernels(self.target)
+    def _module(self, params: Params) -> EagleHead:
+        return module(self.config, params, execution_of(self.target))

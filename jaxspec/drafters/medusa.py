@@ -85,7 +85,7 @@ class Medusa:
         if config.draft_vocab_size is not None and config.projection == "shared":
             # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
             params["rows"] = take_rows(lm.unembedding(inputs.target.params), heads.params["tokens"])
-        if isinstance(target, TransformerLM) and target.kernels:
+        if isinstance(target, TransformerLM) and target.execution.kernels:
             params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
             params |= {"rows": pack_param("head", params["rows"])} if "rows" in params else {}
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)

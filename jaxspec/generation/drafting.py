@@ -33,6 +33,7 @@ from jaxspec.heads.network import DraftHeads, check_heads
 from jaxspec.kernels.library import token_cost
 from jaxspec.models.columns import gather
 from jaxspec.models.model import Model
+from jaxspec.models.sharding import follow_platform
 from jaxspec.registry import SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
@@ -138,7 +139,9 @@ class Drafting(DraftingOptions):
         if clash := self.drafter_options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
             raise InvalidConfig(f"{min(clash)} is a separate argument; pass it outside of drafter_options")
         inputs = DrafterInputs(target, draft, as_topology(self.tree), heads, dict(self.drafter_options))
-        return inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
+        inputs = inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
+        draft = None if inputs.draft is None else follow_platform(inputs.draft, target)
+        return dataclasses.replace(inputs, draft=draft)
 
     def build_drafter(self, target: Model) -> tuple[Drafter, Params]:
         """Returns the drafter and its parameters.

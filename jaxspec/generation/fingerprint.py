@@ -83,15 +83,14 @@ def static(value: Any, depth: int = 0) -> Any:
     if depth > _DEPTH:
         return _name(type(value))
     if isinstance(value, TransformerLM):
-        # `known` of None means the whole vocabulary.
-        value = dataclasses.replace(value, known=value.vocab, kernels=False, shards=1)
+        return _describe_transformer(value, depth)
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return digest(weights(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if (type(value), f.name) != (TransformerLM, "attention")]
-        return {"kind": _name(type(value))} | {name: below(getattr(value, name)) for name in names}
+        fields = {f.name: below(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": _name(type(value))} | fields
     if isinstance(value, Mapping):
         return {str(key): below(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (set, frozenset)):
@@ -108,6 +107,14 @@ def static(value: Any, depth: int = 0) -> Any:
     if inner := getattr(value, "__wrapped__", None):  # jax.jit
         return below(inner)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _describe_transformer(lm: TransformerLM, depth: int) -> dict[str, Any]:
+    """Describes what a network computes, without its `Execution`. `known` of None means the whole vocabulary."""
+    fields = {f.name: getattr(lm, f.name) for f in dataclasses.fields(lm) if f.name != "execution"}
+    described = {name: static(value, depth + 1) for name, value in (fields | {"known": lm.vocab}).items()}
+    # Constants: files of results and manifests of training have held these two since the first version.
+    return {"kind": _name(TransformerLM), "kernels": False, "shards": 1} | described
 
 
 def _name(value: Any) -> str:

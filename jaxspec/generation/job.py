@@ -191,7 +191,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     inputs.check_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
-    elif isinstance(target.lm, TransformerLM) and (parts := target.lm.shards) > 1:
+    elif isinstance(target.lm, TransformerLM) and (parts := target.lm.execution.shards) > 1:
         raise InvalidConfig(f"{target.name} is split over {parts} devices; pass the mesh, too (mesh=...)")
     prompts = inputs.as_prompts(prompts)
     count = len(prompts) * samples

@@ -263,8 +263,8 @@ def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
     if mesh is not None:
         check(mesh)
     size = 1 if mesh is None else mesh.shape[MODEL]
-    if isinstance(lm, TransformerLM) and lm.shards != size:
+    if isinstance(lm, TransformerLM) and lm.execution.shards != size:
         raise InvalidConfig(
-            f"the model is split over {lm.shards} devices, and the mesh has {size} on its axis 'model'; lay it out "
-            "once with jaxspec.shard(model, mesh), and pass the mesh"
+            f"the model is split over {lm.execution.shards} devices, and the mesh has {size} on its axis 'model'; "
+            "lay it out once with jaxspec.shard(model, mesh), and pass the mesh"
         )

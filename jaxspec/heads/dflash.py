@@ -26,6 +26,7 @@ from jaxspec.core.laws import highest
 from jaxspec.core.records import KV, Cache, Window
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.rows import rms_norm
 from jaxspec.models.transformer_block import Block, project
@@ -67,7 +68,14 @@ class Convolutions(nnx.Module):
 class DFlashHead(HeadNetwork):
     """The head of a `DFlashConfig`. Activations are float32 between matmuls; norms and biases are float32."""
 
-    def __init__(self, config: DFlashConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DFlashConfig,
+        dtype: DTypeLike = jnp.float32,
+        execution: Execution = Execution(),
+        *,
+        rngs: nnx.Rngs,
+    ):
         """Draws random parameters."""
         c, shapes = config, config.param_shapes()
 
@@ -81,9 +89,9 @@ class DFlashHead(HeadNetwork):
         def vector(name: str, value: float = 0) -> nnx.Param | None:
             return nnx.Param(jnp.full(shapes[name], value, jnp.float32)) if name in shapes else None
 
-        self.config = config
+        self.config, self.execution = config, execution
         self.fc, self.hidden_norm, self.norm = matrix("fc"), vector("hidden_norm", 1), vector("norm", 1)
-        self.layers = nnx.List(Block(c.decoder, dtype, rngs) for _ in range(c.decoder.num_layers))
+        self.layers = nnx.List(Block(c.decoder, dtype, rngs, None, execution) for _ in range(c.decoder.num_layers))
         convs = c.decoder.num_layers if c.conv_size else 0
         self.convs = nnx.List(Convolutions(c, dtype, rngs) for _ in range(convs))
         self.embed, self.head = matrix("embed"), matrix("head")
@@ -95,29 +103,26 @@ class DFlashHead(HeadNetwork):
         # Ids of the tokens that can be guessed, ascending; row r of `head` and `markov_out` belongs to token tokens[r].
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
-    def fuse(self, features: Float[Array, "B T F"], kernels: bool = False) -> Float[Array, "B T E"]:
+    def fuse(self, features: Float[Array, "B T F"]) -> Float[Array, "B T E"]:
         """Returns the context: what the layers read of the target's state at each token.
 
         Args:
             features: of the target, with the head's taps.
-            kernels: use the CPU kernels.
         """
         assert self.fc is not None
-        return self._norm(project(features[..., self.config.feature_size :], self.fc, None), self.hidden_norm, kernels)
+        return self._norm(project(features[..., self.config.feature_size :], self.fc, None), self.hidden_norm)
 
-    def remember(
-        self, context: Float[Array, "B T E"], positions: Int[Array, "B T"], dtype: DTypeLike, kernels: bool = False
-    ) -> KV:
+    def remember(self, context: Float[Array, "B T E"], positions: Int[Array, "B T"], dtype: DTypeLike) -> KV:
         """Returns the keys and values of all layers for the context of tokens at these positions, `[L, B, H, T, K]`.
 
         They are made of the context as it is: the norm before attention is for rows of blocks alone.
         """
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
-        entries = [block.heads(context, turned, dtype, kernels=kernels)[1] for block in self.layers]
+        entries = [block.heads(context, turned, dtype)[1] for block in self.layers]
         return caches.stack(entries)
 
     def __call__(
-        self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache, kernels: bool = False
+        self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache
     ) -> Float[Array, "B b E"]:
         """Returns the states of a block's rows, from which `head` names tokens; the cache is not written.
 
@@ -125,7 +130,6 @@ class DFlashHead(HeadNetwork):
             embeddings: of the root and the masks, unscaled.
             positions: of the rows; the root's is first.
             cache: keys and values of the context before the root.
-            kernels: use the CPU kernels.
         """
         batch, size = positions.shape
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
@@ -134,29 +138,26 @@ class DFlashHead(HeadNetwork):
         def attention(layer: int, read: Array) -> Array:
             seen = jnp.tril(jnp.ones((size, size), bool)) if self.config.is_causal(layer) else jnp.ones((), bool)
             window = Window(unread, positions, jnp.broadcast_to(seen, (batch, size, size)))
-            return self.layers[layer].attention(read, layer, turned, window, cache, None, 1, kernels)[0]
+            return self.layers[layer].attention(read, layer, turned, window, cache, None)[0]
 
-        return self.run(embeddings, attention, kernels)
+        return self.run(embeddings, attention)
 
-    def run(
-        self, x: Float[Array, "B b E"], attention: Callable[[int, Array], Array], kernels: bool = False
-    ) -> Float[Array, "B b E"]:
+    def run(self, x: Float[Array, "B b E"], attention: Callable[[int, Array], Array]) -> Float[Array, "B b E"]:
         """Returns the states of rows, with attention of the caller's.
 
         Args:
             x: the embeddings of the rows, unscaled.
             attention: a function from the number of a layer and its normed input to the output of its attention.
-            kernels: use the CPU kernels.
         """
         for layer, block in enumerate(self.layers):
-            attend, feed = functools.partial(attention, layer), functools.partial(block.feed, kernels=kernels)
+            attend, feed = functools.partial(attention, layer), block.feed
             if self.convs:
                 conv = self.convs[layer]
                 attend = functools.partial(conv.around, conv.attention_base, conv.attention_mix, sublayer=attend)
                 feed = functools.partial(conv.around, conv.mlp_base, conv.mlp_mix, sublayer=feed)
-            x = x + attend(block.norm(x, block.attn_norm, kernels))
-            x = x + feed(block.norm(x, block.mlp_norm, kernels))
-        return self._norm(x, self.norm, kernels)
+            x = x + attend(block.norm(x, block.attn_norm))
+            x = x + feed(block.norm(x, block.mlp_norm))
+        return self._norm(x, self.norm)
 
     def logits(self, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
         """Returns the logits by the head's own projection."""
@@ -228,6 +229,6 @@ class DFlashHead(HeadNetwork):
             reads = jnp.concatenate([states, words], axis=-1)
         return project(reads, self.confidence, self.confidence_bias)[..., 0]
 
-    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
+    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None) -> Float[Array, "*b I"]:
         assert scale is not None
-        return rms_norm(x, scale[...], self.config.decoder.norm_eps, kernels)
+        return rms_norm(x, scale[...], self.config.decoder.norm_eps, self.execution.kernels)

@@ -20,6 +20,7 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import matmul, rotation
 from jaxspec.models.rows import rms_norm
 from jaxspec.models.transformer_block import Block, project
@@ -28,7 +29,9 @@ from jaxspec.models.transformer_block import Block, project
 class EagleHead(HeadNetwork):
     """The head of an `EagleConfig`. Activations are float32 between matmuls; norms and biases are float32."""
 
-    def __init__(self, config: EagleConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: EagleConfig, dtype: DTypeLike = jnp.float32, execution: Execution = Execution(), *, rngs: nnx.Rngs
+    ):
         """Draws random parameters."""
         c, shapes = config, config.param_shapes()
 
@@ -39,33 +42,32 @@ class EagleHead(HeadNetwork):
         def vector(name: str, value: float = 1) -> nnx.Param | None:
             return nnx.Param(jnp.full(shapes[name], value, jnp.float32)) if name in shapes else None
 
-        self.config = config
+        self.config, self.execution = config, execution
         self.fc, self.fc_bias = matrix("fc"), vector("fc_bias", 0)
         self.fc_norms = nnx.List(vector(f"fc_norms.{i}") for i in range(c.num_taps * c.fc_norm))
         self.input_norm, self.hidden_norm, self.norm = vector("input_norm"), vector("hidden_norm"), vector("norm")
         layers = range(c.decoder.num_layers)
-        self.layers = nnx.List(Block(c.decoder, dtype, rngs, c.layer_shapes(i)) for i in layers)
+        self.layers = nnx.List(Block(c.decoder, dtype, rngs, c.layer_shapes(i), execution) for i in layers)
         self.embed = matrix("embed") if c.own_embedding else None
         self.head = matrix("head") if c.own_projection else None
         # Ids of the tokens that can be guessed, ascending; row r of `head` belongs to token tokens[r].
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
-    def fuse(self, features: Float[Array, "B T F"], kernels: bool = False) -> Float[Array, "B T E"]:
+    def fuse(self, features: Float[Array, "B T F"]) -> Float[Array, "B T E"]:
         """Returns the states with which rows of committed text start.
 
         Args:
             features: of the target, with the head's taps.
-            kernels: use the CPU kernels.
         """
         c, width = self.config, self.config.feature_size
         if c.version == 1:
             return features.astype(jnp.float32)
         taps = features[..., width:]
         if c.norm_before_fc:
-            taps = self._norm(taps, self.input_norm, kernels)
+            taps = self._norm(taps, self.input_norm)
         if c.fc_norm:
             each = jnp.split(taps, c.num_taps, axis=-1)
-            taps = jnp.concatenate([self._norm(a, scale, kernels) for a, scale in zip(each, self.fc_norms)], axis=-1)
+            taps = jnp.concatenate([self._norm(a, scale) for a, scale in zip(each, self.fc_norms)], axis=-1)
         return project(taps, self.fc, self.fc_bias)
 
     def __call__(
@@ -75,7 +77,6 @@ class EagleHead(HeadNetwork):
         window: Window,
         cache: Cache,
         past: KV | None = None,
-        kernels: bool = False,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Reads a window of rows, without writing to the cache.
 
@@ -85,7 +86,6 @@ class EagleHead(HeadNetwork):
             window: the tokens, and the places of their rows; the tokens themselves are not read.
             cache: keys and values of the rows before.
             past: keys and values of earlier rows of the same window.
-            kernels: use the CPU kernels.
 
         Returns:
             The rows' states, and their keys and values, for the caller to commit or to drop.
@@ -94,11 +94,11 @@ class EagleHead(HeadNetwork):
         turned = rotation(window.positions, self.config.decoder.rope, self.config.decoder.head_dim)
 
         def attention(layer: int, read: Array) -> Array:
-            mixed, new = self.layers[layer].attention(read, layer, turned, window, cache, past, 1, kernels)
+            mixed, new = self.layers[layer].attention(read, layer, turned, window, cache, past)
             entries.append(new)
             return mixed
 
-        states = self.run(states, embeddings, attention, kernels)
+        states = self.run(states, embeddings, attention)
         return states, caches.stack(entries)
 
     def run(
@@ -106,7 +106,6 @@ class EagleHead(HeadNetwork):
         states: Float[Array, "B T E"],
         embeddings: Float[Array, "B T E"],
         attention: Callable[[int, Array], Array],
-        kernels: bool = False,
     ) -> Float[Array, "B T E"]:
         """Returns the rows' states, with attention of the caller's.
 
@@ -114,39 +113,38 @@ class EagleHead(HeadNetwork):
             states: the state before each token.
             embeddings: of the tokens, unscaled.
             attention: a function from the number of a layer and its normed input to the output of its attention.
-            kernels: use the CPU kernels.
         """
         first = 0
         if self.config.version == 1:
             x = project(jnp.concatenate([embeddings, states], axis=-1), self.fc, self.fc_bias)
         else:
-            read, kept = self.start(states, embeddings, kernels)
-            x, first = self.layers[0].mlp(kept + attention(0, read), kernels=kernels), 1
+            read, kept = self.start(states, embeddings)
+            x, first = self.layers[0].mlp(kept + attention(0, read)), 1
         for layer in range(first, self.config.decoder.num_layers):
             block = self.layers[layer]
-            x = block.mlp(x + attention(layer, self._norm(x, block.attn_norm, kernels)), kernels=kernels)
-        return self.finish(x, kernels)
+            x = block.mlp(x + attention(layer, self._norm(x, block.attn_norm)))
+        return self.finish(x)
 
     def start(
-        self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"], kernels: bool = False
+        self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"]
     ) -> tuple[Float[Array, "B T 2*E"], Float[Array, "B T E"]]:
         """Returns what the attention of an EAGLE-3 head's first layer reads, and the residual stream before it."""
-        words = self._norm(embeddings, self.layers[0].attn_norm, kernels)
-        normed = self._norm(states, self.hidden_norm, kernels)
+        words = self._norm(embeddings, self.layers[0].attn_norm)
+        normed = self._norm(states, self.hidden_norm)
         return jnp.concatenate([words, normed], axis=-1), normed if self.config.norm_before_residual else states
 
-    def finish(self, x: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T E"]:
+    def finish(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the states of rows from the residual stream after the last layer."""
-        return self._norm(x, self.norm, kernels) if self.config.norm_output else x
+        return self._norm(x, self.norm) if self.config.norm_output else x
 
-    def projected(self, states: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T E"]:
+    def projected(self, states: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns what the projection to logits reads of states."""
-        return states if self.config.norm_output else self._norm(states, self.norm, kernels)
+        return states if self.config.norm_output else self._norm(states, self.norm)
 
-    def logits(self, states: Float[Array, "B T E"], kernels: bool = False) -> Float[Array, "B T R"]:
+    def logits(self, states: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
         """Returns the logits by the head's own projection."""
         assert self.head is not None
-        return matmul(self.projected(states, kernels), self.head[...], transposed=True)
+        return matmul(self.projected(states), self.head[...], transposed=True)
 
-    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b I"]:
-        return x if scale is None else rms_norm(x, scale[...], self.config.decoder.norm_eps, kernels)
+    def _norm(self, x: Float[Array, "*b I"], scale: nnx.Param | None) -> Float[Array, "*b I"]:
+        return x if scale is None else rms_norm(x, scale[...], self.config.decoder.norm_eps, self.execution.kernels)

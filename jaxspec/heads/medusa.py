@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.heads.medusa_config import INNER, HeadsConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import matmul
 
 
@@ -56,8 +57,8 @@ class Heads(HeadNetwork):
 
     starts_from_target = True
 
-    def __init__(self, config: HeadsConfig, *, rngs: nnx.Rngs | None = None):
-        """Makes heads that predict what the target predicts; `rngs` are not used."""
+    def __init__(self, config: HeadsConfig, *, execution: Execution = Execution(), rngs: nnx.Rngs | None = None):
+        """Makes heads that predict what the target predicts; `execution` and `rngs` are not used."""
         c = config
         self.config = config
         recurrent = c.inputs == "recurrent"

@@ -20,6 +20,7 @@ from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
 from jaxspec.heads.kinds import kind_of
 from jaxspec.heads.sizes import HeadSizes, TappedSizes
+from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
 
 
@@ -59,8 +60,8 @@ class Frozen(nnx.Variable):
 class HeadNetwork(nnx.Module):
     """The base of the networks of all kinds of heads.
 
-    A network is made by `Network(config, rngs=rngs)`. Its state, as a pure dict, are the parameters of
-    `HeadSizes.param_shapes`.
+    A network is made by `Network(config, execution=execution, rngs=rngs)`. Its state, as a pure dict, holds the
+    parameters of `HeadSizes.param_shapes`.
 
     Attributes:
         starts_from_target: True if the heads' own projections must start as copies of the target's projection.
@@ -76,19 +77,19 @@ def _network(config: HeadSizes) -> Any:
 
 
 @functools.lru_cache
-def _graph(config: HeadSizes) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: _network(config)(config, rngs=nnx.Rngs(0))))[0]
+def _graph(config: HeadSizes, execution: Execution) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: _network(config)(config, execution=execution, rngs=nnx.Rngs(0))))[0]
 
 
-def module(config: HeadSizes, params: Params) -> Any:
+def module(config: HeadSizes, params: Params, execution: Execution = Execution()) -> Any:
     """Returns the network with these parameters, which are the pure dict of its state."""
-    return nnx.merge(_graph(config), nnx.State(params))
+    return nnx.merge(_graph(config, execution.resolve()), nnx.State(params))
 
 
-def init_cache(config: TappedSizes, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+def init_cache(config: TappedSizes, batch: int, capacity: int, dtype: DTypeLike, platform: str | None = None) -> Cache:
     """Returns an empty cache of the keys and values of the head's layers; a slot holds what a row writes."""
     c = config.decoder
-    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype)
+    return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, platform=platform)
 
 
 def init_params(

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.backend.layout import on_gpu
 from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls
 from jaxspec.models.attention_once import attend_once, block_size
+from jaxspec.models.execution import Execution
 
 
 def attend(
@@ -24,8 +24,7 @@ def attend(
     paths: Int[Array, "B T D1"] | None = None,
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
-    kernels: bool = False,
-    form: str = "xla",
+    execution: Execution = Execution(),
 ) -> Float[Array, "B H G T K"]:
     """Computes softmax attention of each query to the row's cached tokens and to the window's tokens that it sees.
 
@@ -55,10 +54,8 @@ def attend(
         scale: factor of the scores, `K ** -0.5` in most models.
         first_seen: for sliding-window attention, the first position that each query sees; None for all. Blocks that no
             query sees are not read. The caller applies it to `mask`.
-        kernels: use the CPU kernel where the program runs on one and the cache has slots. It sums in the order of
-            positions, so that the bits do not depend on which tokens are cached; `paths` has no effect then.
-        form: "xla" for XLA's own operations, or "pallas" for the kernel of `jaxspec.models.attention_pallas`, if the
-            cache has slots; `paths` and `kernels` have no effect then.
+        execution: how to compute it. Kernels need a cache with slots, and `paths` has no effect with them. The CPU
+            kernel sums in the order of positions, so that the bits do not depend on which tokens are cached.
 
     Returns:
         The attention outputs, in float32.
@@ -66,14 +63,16 @@ def attend(
     Raises:
         InvalidConfig: there is no Pallas kernel for the platform, the type or the width of heads.
     """
-    if form == "pallas" and prefix.keys.shape[3]:
+    execution = execution.resolve()
+    assert execution.platform is not None
+    if execution.attention == "pallas" and prefix.keys.shape[3]:
         from jaxspec.models.attention_pallas import attend_pallas  # a third of a second
 
-        return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen)
-    size = block_size(prefix) if on_gpu() and paths is None else BLOCK
+        return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen, execution.platform)
+    size = block_size(prefix) if execution.on_gpu and paths is None else BLOCK
     if size == prefix.keys.shape[3] > BLOCK:
         return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
-    if not kernels or not prefix.keys.shape[3]:
+    if not execution.kernels or not prefix.keys.shape[3]:
         return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
 
     def kernel(queries, prefix, length, window, mask, paths, first_seen):

@@ -45,9 +45,9 @@ def attend_pallas(
     length: Int[Array, "B"],
     window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
     mask: Bool[Array, "B T W"],
-    scale: float = 1.0,
-    first_seen: Int[Array, "B T"] | None = None,
-    platform: str | None = None,
+    scale: float,
+    first_seen: Int[Array, "B T"] | None,
+    platform: str,
     interpret: bool = False,
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
@@ -56,13 +56,12 @@ def attend_pallas(
 
     Args:
         queries, prefix, layer, length, window, mask, scale, first_seen: see `attend`.
-        platform: "tpu" or "gpu"; None for JAX's default platform.
+        platform: "tpu" or "gpu".
         interpret: run the kernel as plain operations, on any device.
 
     Raises:
         InvalidConfig: there is no kernel for this platform, type or width of heads.
     """
-    platform = jax.default_backend() if platform is None else platform
     batch, heads, groups, tokens, width = queries.shape
     check(platform, queries.dtype, width, interpret)
     if (most := int((MOST / groups) ** 0.5)) < mask.shape[-1]:
@@ -87,7 +86,7 @@ def attend_pallas(
 def check(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
     """Raises InvalidConfig if there is no kernel for this platform, dtype of the cache and width of heads."""
     if platform not in ROWS:
-        raise InvalidConfig(f"attention='pallas' is for TPUs and GPUs, JAX runs on {platform!r} here; use 'xla'")
+        raise InvalidConfig(f"attention='pallas' is for TPUs and GPUs, the model runs on {platform!r}; use 'xla'")
     if (held := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
         raise InvalidConfig(f"attention='pallas' reads float32 and bfloat16, the cache holds {held}; use 'xla'")
     tiled = width % 128 == 0 if platform == "tpu" else width >= 16 and width & (width - 1) == 0

@@ -5,7 +5,6 @@ is split over devices has the columns of each device together (`jaxspec.models.s
 those of a file (saving, exports, checksums, other placements) reads them through `file_order`.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -51,9 +50,9 @@ def file_order(lm: Any, params: Params) -> Params:
         lm: the network; only a `TransformerLM` that is split over devices has parameters in another order.
         params: its parameters.
     """
-    if not isinstance(lm, TransformerLM) or lm.shards == 1:
+    if not isinstance(lm, TransformerLM) or lm.execution.shards == 1:
         return params
-    config, shards = lm.config, lm.shards
+    config, shards = lm.config, lm.execution.shards
 
     def restore(path: tuple, leaf: Any) -> Any:
         name = str(getattr(path[-1], "key", ""))
@@ -67,10 +66,10 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
 
     A network that is not split is returned unchanged.
     """
-    if not isinstance(lm, TransformerLM) or lm.shards == 1:
+    if not isinstance(lm, TransformerLM) or lm.execution.shards == 1:
         return lm, params
     whole = jax.tree.map(lambda leaf: jnp.asarray(to_host(leaf)), file_order(lm, params))
-    return dataclasses.replace(lm, shards=1), whole
+    return lm.with_execution(shards=1, platform=None), whole
 
 
 def _widths(name: str, config: ModelConfig) -> tuple[int, ...]:

@@ -32,11 +32,11 @@ def with_kernels(model: "Model") -> "Model":
     if not isinstance(lm, TransformerLM):
         raise InvalidConfig(f"only a model of a TransformerLM can use the kernels, got {shown(model)}")
     use_kernels(True)
-    if lm.kernels:
+    if lm.execution.kernels:
         return model
     lm, params = gather(lm, model.params)
     params = jax.tree.map(jax.numpy.asarray, pack(params))
-    return dataclasses.replace(model, lm=dataclasses.replace(lm, kernels=True), params=params)
+    return dataclasses.replace(model, lm=lm.with_execution(kernels=True), params=params)
 
 
 def without_kernels(model: "Model") -> "Model":
@@ -50,7 +50,7 @@ def without_kernels(model: "Model") -> "Model":
     if has_blocks(model.params):
         raise InvalidConfig(f"{model.name} was loaded with dtype 'file', which needs the CPU kernels; choose another")
     packed = any(map(is_packed, jax.tree.leaves(model.params, is_leaf=is_packed)))
-    if not packed and not (isinstance(lm, TransformerLM) and lm.kernels):
+    if not packed and not (isinstance(lm, TransformerLM) and lm.execution.kernels):
         return model
-    lm = dataclasses.replace(lm, kernels=False) if isinstance(lm, TransformerLM) else lm
+    lm = lm.with_execution(kernels=False) if isinstance(lm, TransformerLM) else lm
     return dataclasses.replace(model, lm=lm, params=unpack(model.params))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.records import KV
 from jaxspec.kernels import calls
+from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rope import Rope
 from jaxspec.models.rows import NOTHING, Fused, Norm
@@ -80,8 +81,7 @@ def split_heads(
     width: int,
     dtype: DTypeLike,
     norms: Sequence[Norm | None] = (None, None),
-    shards: int = 1,
-    kernels: bool = False,
+    execution: Execution = Execution(),
 ) -> tuple[Float[Array, "B H G T K"], KV]:
     """Returns queries and keys, normed and rotated, and values.
 
@@ -92,10 +92,9 @@ def split_heads(
         width: K.
         dtype: of the result.
         norms: of queries and keys.
-        shards: number of devices that share the layer.
-        kernels: use the CPU kernel.
+        execution: whether to use the CPU kernel, and how many devices share the layer.
     """
-    batch, tokens, size = projected.shape
+    (batch, tokens, size), shards = projected.shape, execution.shards
 
     def plain(projected: Array, rotation: tuple[Array, Array], norms: Sequence[Norm | None]) -> tuple[Array, KV]:
         heads = projected.reshape(batch, tokens, shards, -1, width)
@@ -113,6 +112,6 @@ def split_heads(
         queries, keys, values = calls.heads(projected, *rotation, shared, width, dtype, scales, epsilon)
         return queries, KV(keys, values)
 
-    if not kernels or shards > 1:
+    if not execution.kernels or shards > 1:
         return plain(projected, rotation, norms)
     return lax.platform_dependent(projected, rotation, norms, cpu=kernel, default=plain)

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.backend.layout import default_platform
 from jaxspec.core.mesh import DATA, MODEL, check, place, replicate
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
@@ -42,34 +43,48 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     check(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
         raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
-    check_attention(getattr(model.lm, "attention", "xla"), mesh)
+    if isinstance(model.lm, TransformerLM):
+        check_attention(model.lm.execution.attention, mesh)
+        model = dataclasses.replace(model, lm=model.lm.with_execution(platform=platform_of(mesh)))
     if not suits_kernels(mesh):
         model = without_kernels(model)
     lm, params, size = model.lm, model.params, mesh.shape[MODEL]
-    if not isinstance(lm, TransformerLM) or lm.kernels:
+    if not isinstance(lm, TransformerLM) or lm.execution.kernels:
         return dataclasses.replace(model, params=replicate(params, mesh))
     check_divisible(lm.config, mesh, model.name)
-    if lm.shards not in (1, size):  # split over another number of devices
-        lm, params = dataclasses.replace(lm, shards=1), file_order(lm, params)
+    if lm.execution.shards not in (1, size):  # split over another number of devices
+        lm, params = lm.with_execution(shards=1), file_order(lm, params)
 
     def put(path: tuple, leaf: Any) -> Any:
-        return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.shards)
+        return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.execution.shards)
 
     params = jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_quantized)
-    return dataclasses.replace(model, lm=dataclasses.replace(lm, shards=size), params=params)
+    return dataclasses.replace(model, lm=lm.with_execution(shards=size), params=params)
 
 
 def suits_kernels(mesh: Mesh | None) -> bool:
     """Returns True if each device of the mesh, or the default device, is a CPU that runs whole layers."""
-    if mesh is None:
-        return jax.default_backend() == "cpu"
-    return mesh.shape[MODEL] == 1 and mesh.devices.flat[0].platform == "cpu"
+    return platform_of(mesh) == "cpu" and (mesh is None or mesh.shape[MODEL] == 1)
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns the platform of a mesh's devices, or of JAX's default device without a mesh."""
+    return default_platform() if mesh is None else mesh.devices.flat[0].platform
+
+
+def follow_platform(model: "Model", leader: "Model") -> "Model":
+    """Returns a model that runs on the platform of another one, such as a draft model on that of its target."""
+    if not isinstance(model.lm, TransformerLM) or not isinstance(leader.lm, TransformerLM):
+        return model
+    return dataclasses.replace(model, lm=model.lm.with_execution(platform=leader.lm.execution.platform))
 
 
 def as_loaded(model: "Model") -> "Model":
     """Returns a model on the kernels that `load` uses by default: on a CPU, those of jaxspec if they are available."""
     lm = model.lm
-    if not isinstance(lm, TransformerLM) or lm.shards > 1 or lm.attention != "xla" or mesh_of(model.params) is not None:
+    if not isinstance(lm, TransformerLM) or lm.execution.attention != "xla":
+        return model
+    if lm.execution.shards > 1 or mesh_of(model.params) is not None:
         return model
     return with_kernels(model) if use_kernels(None, suits_kernels(None)) else model
 

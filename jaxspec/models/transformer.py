@@ -7,6 +7,7 @@ caches are arguments.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +17,32 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
-from jaxspec.core.checks import one_of
 from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Params, Window
-from jaxspec.errors import InvalidConfig
-from jaxspec.kernels.library import available
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import rms_norm
 from jaxspec.models.transformer_block import Block
 
-ATTENTION = ("xla", "pallas")
-
 
 class Transformer(nnx.Module):
     """A decoder-only transformer: embedding, blocks, final norm, and an output head that may be the embedding."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike = jnp.float32, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, dtype: DTypeLike = jnp.float32, execution: Execution = Execution(), *, rngs: nnx.Rngs
+    ):
         def table() -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)
             scale = config.hidden_size**-0.5
             return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, jnp.float32).astype(dtype))
 
         self.embed = table()
-        self.layers = nnx.List([Block(config, dtype, rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Block(config, dtype, rngs, None, execution) for _ in range(config.num_layers)])
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32))
         self.head = None if config.tie_embeddings else table()
-        self.config = config
+        self.config, self.execution = config, execution
 
     def __call__(
         self,
@@ -51,10 +50,7 @@ class Transformer(nnx.Module):
         cache: Cache,
         past: KV | None = None,
         layers: int | None = None,
-        shards: int = 1,
-        kernels: bool = False,
         taps: tuple[int, ...] = (),
-        form: str = "xla",
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
@@ -62,10 +58,10 @@ class Transformer(nnx.Module):
         entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):
-            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past, shards, kernels, form)
+            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past)
             entries.append(new)
             streams.append(x)
-        features = rms_norm(x, self.norm[...], self.config.norm_eps, kernels)
+        features = rms_norm(x, self.norm[...], self.config.norm_eps, self.execution.kernels)
         if taps:
             features = jnp.concatenate([features, *(streams[tap] for tap in taps)], axis=-1)
         return features, caches.stack(entries)
@@ -77,9 +73,9 @@ class Transformer(nnx.Module):
 
 
 @functools.lru_cache
-def graph(config: ModelConfig) -> nnx.GraphDef:
+def graph(config: ModelConfig, execution: Execution) -> nnx.GraphDef:
     """Returns the structure of the module without its parameters, for `nnx.merge`."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, execution=execution, rngs=nnx.Rngs(0))))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,31 +87,23 @@ class TransformerLM:
         dtype: dtype of the cache.
         layers: number of layers before the final norm and the head, for early exit; None for all.
         known: number of ids at the start of the vocabulary that stand for tokens, the rest being padding; None for all.
-        shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
-            `jaxspec.models.columns.group_by_shard`.
-        kernels: use the CPU kernels for attention and norms; packed matrices (`jaxspec.models.packed`) always do.
         taps: numbers of layers after which the residual stream is part of the features; see
             `jaxspec.core.networks.TappedTarget`.
-        attention: "xla", or "pallas" for a kernel on a TPU or GPU, see `jaxspec.models.attention_pallas`.
+        execution: how its operations run.
 
     Raises:
-        InvalidConfig: there is no such layer to tap, no such attention, or several devices would share its kernel.
+        InvalidConfig: there is no such layer to tap.
     """
 
     config: ModelConfig
     dtype: str = "float32"
     layers: int | None = None
     known: int | None = None
-    shards: int = 1
-    kernels: bool = False
     taps: tuple[int, ...] = ()
-    attention: str = "xla"
+    execution: Execution = Execution()
 
     def __post_init__(self):
         check_taps(self.taps, self.depth)
-        one_of("attention", self.attention, ATTENTION)
-        if self.attention == "pallas" and self.shards > 1:
-            raise InvalidConfig(f"attention='pallas' is for layers on one device, got {self.shards}; use 'xla'")
 
     @property
     def vocab(self) -> int:
@@ -129,6 +117,10 @@ class TransformerLM:
     def depth(self) -> int:
         return self.config.num_layers if self.layers is None else self.layers
 
+    def with_execution(self, **changes: Any) -> "TransformerLM":
+        """Returns the network with some fields of its `Execution` changed, such as `attention="pallas"`."""
+        return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
+
     def init_params(self, key: Array) -> Params:
         """Draws random parameters."""
         model = Transformer(self.config, self.dtype, rngs=nnx.Rngs(params=key))
@@ -136,21 +128,21 @@ class TransformerLM:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         c = self.config
-        return caches.empty_cache(self.depth, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype)
+        return caches.empty_cache(
+            self.depth, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype, platform=self.execution.platform
+        )
 
     def _module(self, params: Params) -> Transformer:
-        return nnx.merge(graph(self.config), nnx.State(params))
+        return nnx.merge(graph(self.config, self.execution.resolve()), nnx.State(params))
 
     def apply(
         self, params: Params, window: Window, cache: Cache, past: KV | None = None
     ) -> tuple[Float[Array, "B T F"], KV]:
-        kernels = self.kernels and available()
-        module = self._module(params)
-        return module(window, cache, past, self.layers, self.shards, kernels, self.taps, self.attention)
+        return self._module(params)(window, cache, past, self.layers, self.taps)
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)
-        if self.shards > 1:  # sampling needs every row's whole law
+        if self.execution.shards > 1:  # sampling needs every row's whole law
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 

@@ -12,6 +12,7 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
 from jaxspec.models.attention import attend, sliding_window_mask
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import matmul, split_heads
 from jaxspec.models.rows import Fused, Gate, Norm
 
@@ -34,7 +35,12 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, shapes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        execution: Execution = Execution(),
     ):
         """Draws parameters of these shapes, `config.block_shapes()` by default."""
         shapes = config.block_shapes() if shapes is None else shapes
@@ -48,7 +54,7 @@ class Block(nnx.Module):
             shape = shapes.get(name)
             return None if shape is None else nnx.Param(jnp.full(shape, value, jnp.float32))
 
-        self.config = config
+        self.config, self.execution = config, execution
         self.attn_norm, self.mlp_norm = vector("attn_norm", 1), vector("mlp_norm", 1)
         self.qkv, self.out = matrix("qkv"), matrix("out")
         self.gate_up, self.down = matrix("gate_up"), matrix("down")
@@ -65,22 +71,18 @@ class Block(nnx.Module):
         window: Window,
         cache: Cache,
         past: KV | None,
-        shards: int,
-        kernels: bool,
-        form: str,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
-        before = self.norm_of(self.attn_norm, kernels)
-        x, new = self.attention(x, layer, rotation, window, cache, past, shards, kernels, form, before, x)
-        return self.mlp(x, shards, kernels), new
+        x, new = self.attention(x, layer, rotation, window, cache, past, self.norm_of(self.attn_norm), x)
+        return self.mlp(x), new
 
-    def norm_of(self, scale: nnx.Param | None, kernels: bool) -> Norm | None:
+    def norm_of(self, scale: nnx.Param | None) -> Norm | None:
         """Returns the RMSNorm with this scale, if there is one."""
-        return None if scale is None else Norm(scale[...], self.config.norm_eps, kernels)
+        return None if scale is None else Norm(scale[...], self.config.norm_eps, self.execution.kernels)
 
-    def norm(self, x: Float[Array, "*b E"], scale: nnx.Param | None, kernels: bool) -> Float[Array, "*b E"]:
+    def norm(self, x: Float[Array, "*b E"], scale: nnx.Param | None) -> Float[Array, "*b E"]:
         """Applies RMSNorm, if there is one."""
-        norm = self.norm_of(scale, kernels)
+        norm = self.norm_of(scale)
         return x if norm is None else norm(x)
 
     def heads(
@@ -88,15 +90,13 @@ class Block(nnx.Module):
         read: Float[Array, "B T I"],
         rotation: tuple[Array, Array],
         dtype: DTypeLike,
-        shards: int = 1,
-        kernels: bool = False,
         before: Norm | None = None,
     ) -> tuple[Float[Array, "B H G T K"], KV]:
         """Returns the rotated queries of an input, normed by `before` or already, and its keys and values."""
         c = self.config
         projected = row_major(project(read, self.qkv, self.qkv_bias, before))
-        norms = self.norm_of(self.q_norm, kernels), self.norm_of(self.k_norm, kernels)
-        return split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms, shards, kernels)
+        norms = self.norm_of(self.q_norm), self.norm_of(self.k_norm)
+        return split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms, self.execution)
 
     def attention(
         self,
@@ -106,9 +106,6 @@ class Block(nnx.Module):
         window: Window,
         cache: Cache,
         past: KV | None,
-        shards: int,
-        kernels: bool,
-        form: str = "xla",
         before: Norm | None = None,
         residual: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KV]:
@@ -117,25 +114,24 @@ class Block(nnx.Module):
         The input is normed by `before` or already; the residual stream is added to the output if it is given.
         """
         c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
-        queries, new = self.heads(read, rotation, dtype, shards, kernels, before)
+        queries, new = self.heads(read, rotation, dtype, before)
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         mixed = attend(
-            queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, kernels, form
+            queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, self.execution
         )
-        return self.join(mixed, kernels, residual), new
+        return self.join(mixed, residual), new
 
     def join(
         self,
         mixed: Float[Array, "B H G T K"],
-        kernels: bool = False,
         residual: Float[Array, "B T E"] | None = None,
     ) -> Float[Array, "B T E"]:
         """Projects the outputs of all heads to the width of the residual stream, which is added if it is given."""
         batch, _, _, tokens, _ = mixed.shape
         mixed = jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
-        return self._leave(mixed, self.out, self.out_bias, self.post_attn_norm, kernels, None, residual)
+        return self._leave(mixed, self.out, self.out_bias, self.post_attn_norm, None, residual)
 
     def _leave(
         self,
@@ -143,29 +139,26 @@ class Block(nnx.Module):
         weight: nnx.Param,
         bias: nnx.Param | None,
         norm: nnx.Param | None,
-        kernels: bool,
         before: Gate | None,
         residual: Float[Array, "B T E"] | None,
     ) -> Float[Array, "B T E"]:
         """Applies the last linear layer of a sublayer and its norm, if it has one, and adds the residual stream."""
         if norm is None:
             return project(x, weight, bias, before, residual)
-        out = self.norm(project(x, weight, bias, before), norm, kernels)
+        out = self.norm(project(x, weight, bias, before), norm)
         return out if residual is None else residual + out
 
-    def mlp(self, x: Float[Array, "B T E"], shards: int = 1, kernels: bool = False) -> Float[Array, "B T E"]:
+    def mlp(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the residual stream after the MLP."""
-        return self.feed(x, shards, kernels, self.norm_of(self.mlp_norm, kernels), x)
+        return self.feed(x, self.norm_of(self.mlp_norm), x)
 
     def feed(
         self,
         read: Float[Array, "B T E"],
-        shards: int = 1,
-        kernels: bool = False,
         before: Norm | None = None,
         residual: Float[Array, "B T E"] | None = None,
     ) -> Float[Array, "B T E"]:
         """Returns the output of the MLP for an input, normed by `before` or already, plus the residual if given."""
         both = project(read, self.gate_up, self.gate_up_bias, before)
-        gate = Gate(self.config.activation, shards)
-        return self._leave(both, self.down, self.down_bias, self.post_mlp_norm, kernels, gate, residual)
+        gate = Gate(self.config.activation, self.execution.shards)
+        return self._leave(both, self.down, self.down_bias, self.post_mlp_norm, gate, residual)

@@ -5,11 +5,12 @@ text equals that of plain decoding with the same key, for any draft. Greedy veri
 For one child this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3; with several, the children are the
 draft's highest perturbed scores under the shared noise.
 
-A walk of one node after the other draws at few of them. Where a kernel's launch costs more than its work, on a GPU, the
+A walk from node to node draws after few of them. On a GPU, where launching a kernel costs more than its work, the
 target draws after all nodes at once. Both give the same verdict.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.backend.layout import on_gpu
+from jaxspec.backend.layout import gpu_dependent
 from jaxspec.core.draw import Noise
 from jaxspec.core.laws import choose
 from jaxspec.core.records import Proposal, Verdict
@@ -39,13 +40,22 @@ class Coupled:
         """Takes every tree."""
 
     def __call__(self, scores: Read, noise: Read, sampling: Sampling, proposal: Proposal) -> Verdict:
-        draws = _at_once if on_gpu() else _one_by_one
-        accepted, drawn = draws(scores, noise, sampling, proposal)
-        node = jnp.argmax(jnp.where(accepted, proposal.tree.depths, -1), -1).astype(jnp.int32)
-        return Verdict(node, jnp.take_along_axis(drawn, node[:, None], 1)[:, 0])
+        accepted, drawn = gpu_dependent(
+            sampling,
+            proposal,
+            gpu=functools.partial(draw_at_once, scores, noise),
+            default=functools.partial(draw_along_walk, scores, noise),
+        )
+        return deepest(accepted, drawn, proposal)
 
 
-def _one_by_one(
+def deepest(accepted: Bool[Array, "B N"], drawn: Int[Array, "B N"], proposal: Proposal) -> Verdict:
+    """Returns the deepest accepted node of each row, and the token drawn after it."""
+    node = jnp.argmax(jnp.where(accepted, proposal.tree.depths, -1), -1).astype(jnp.int32)
+    return Verdict(node, jnp.take_along_axis(drawn, node[:, None], 1)[:, 0])
+
+
+def draw_along_walk(
     scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
 ) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
     """Returns the accepted nodes, and the token drawn after each of them."""
@@ -76,7 +86,7 @@ def _one_by_one(
     return accepted, drawn
 
 
-def _at_once(
+def draw_at_once(
     scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
 ) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
     """Returns the accepted nodes, and the token drawn after every node, from one draw of noise per depth."""

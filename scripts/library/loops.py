@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import time
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -62,6 +61,7 @@ def shapes(lm: TransformerLM, int8: bool = False) -> Any:
 def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
     """Returns each with the shapes of its parameters."""
     small = llama(max(layers // 2, 1), 2048, 8192, 32, 8)
+    small = small.with_execution(platform=target.execution.platform)
     hidden = target.config.hidden_size
     config = HeadsConfig(hidden, target.config.vocab_size, 4)
     layer = {
@@ -95,7 +95,7 @@ def drafters(target: TransformerLM, layers: int) -> dict[str, tuple[Any, Any]]:
 
 def across(target: TransformerLM, small: TransformerLM, tree: Any) -> tuple[BridgedDraft, Any]:
     """A draft of 49,152 tokens, of which 40,000 are the target's, too."""
-    small = TransformerLM(dataclasses.replace(small.config, vocab_size=49152), small.dtype)
+    small = dataclasses.replace(small, config=dataclasses.replace(small.config, vocab_size=49152))
     tables = {"common": int32(40000), "as_target": int32(40000), "spelling": int32(400_000)}
     params = {"model": shapes(small), "starts": int32(target.vocab + 1)} | tables
     bridge: Any = None  # only the host reads it
@@ -197,9 +197,10 @@ def int32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, "int32")
 
 
-def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
+def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    target, batch = dataclasses.replace(llama(case.layers), attention=case.attention), case.batch
+    target = llama(case.layers).with_execution(attention=case.attention, platform=platform)
+    batch = case.batch
     drafter, params = drafters(target, case.layers)[case.drafter]
     decoder, weights = jaxspec.Decoder(target, drafter, Coupled()), Weights(shapes(target, case.int8), params)
     request = Request(
@@ -214,7 +215,7 @@ def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
     arguments = (weights, state, int32())
     function = decoder.run
     if case.mesh:
-        decoder = dataclasses.replace(decoder, target=dataclasses.replace(target, shards=2))
+        decoder = dataclasses.replace(decoder, target=target.with_execution(shards=2))
         mesh = jaxspec.make_mesh(2, 2, devices)
         partition = Partition(mesh, row_axes(lambda w, r: decoder.init(w, r, case.capacity), weights, request))
         function = partition.over(decoder.run, arguments)
@@ -231,9 +232,8 @@ def prepared(case: Case, devices: Any) -> tuple[Callable, tuple]:
 
 def compiled(case: Case, platform: str, devices: Any, options: Mapping[str, str]) -> Program:
     """Compiles the loop for these devices, with these options of the compiler."""
-    with unittest.mock.patch.object(jax, "default_backend", return_value=platform):  # caches and kernels depend on it
-        function, arguments = prepared(case, devices)
-        start = time.perf_counter()
-        done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))
+    function, arguments = prepared(case, platform, devices)
+    start = time.perf_counter()
+    done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))
     weights, state, _ = arguments
     return Program(done, hlo.computations(done.as_text() or ""), weights, state, time.perf_counter() - start)

@@ -145,7 +145,7 @@ class Bench:
 
     def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
         """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
-        target = dataclasses.replace(self.lm, attention=case.attention)
+        target = self.lm.with_execution(attention=case.attention)
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
         rows = case.rows

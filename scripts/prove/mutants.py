@@ -518,7 +518,7 @@ MUTANTS = (
         "eagle-output-not-normed",
         "norm_output norms what the projection reads alone, not what is fed back (SpecForge before #879)",
         "heads/eagle.py",
-        "return self._norm(x, self.norm, kernels) if self.config.norm_output else x",
+        "return self._norm(x, self.norm) if self.config.norm_output else x",
         "return x",
         ("tests/heads/test_eagle_switches.py::test_three_steps_after_every_token[3.1]",),
     ),
@@ -591,7 +591,7 @@ MUTANTS = (
         "the context takes the norm before attention, which is for the rows of blocks alone",
         "heads/dflash.py",
         "block.heads(context, turned,",
-        "block.heads(block.norm(context, block.attn_norm, kernels), turned,",
+        "block.heads(block.norm(context, block.attn_norm), turned,",
         ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
     ),
     Mutant(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import defects
+from helpers import defects, toys
 from helpers.tiers import with_slow
-from helpers.toys import decoder, lively, request, texts
+from helpers.toys import decoder, lively, texts
 from helpers.toys import transformer as toy
 from jaxspec.backend import command_buffer
 from jaxspec.core import laws
@@ -21,6 +21,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.attention import attend
 from jaxspec.models.attention_once import FEW, MOST, attend_once, block_size
 from jaxspec.models.layers import look_up
+from jaxspec.rules import coupled
 from scripts.library import hlo, thunks
 from scripts.library.loops import Case
 from scripts.prove import gpu
@@ -172,12 +173,19 @@ def test_a_gpu_reads_few_blocks():
     assert size(1, MOST // 1024) == MOST // 1024
 
 
-def test_digits_of_four_bits_find_the_same_scores(monkeypatch):
+@pytest.fixture
+def as_gpu(monkeypatch):
+    """Runs on this machine what `gpu_dependent` chooses for a GPU."""
+    for module in (laws, coupled):
+        monkeypatch.setattr(module, "gpu_dependent", lambda *arrays, gpu, default: gpu(*arrays))
+
+
+def test_digits_of_four_bits_find_the_same_scores(request):
     values = jax.random.normal(jax.random.key(0), (3, 4, 500)) * 10
     values = values.at[0, 0].set(jnp.nan).at[1].set(jnp.round(values[1])).at[2, 0, :490].set(-jnp.inf)
     k = jnp.asarray([[1], [7], [500]])
     by_bits, first = laws.kth_highest(values, k), laws.first_highest(values)
-    monkeypatch.setattr(laws, "on_gpu", lambda: True)
+    request.getfixturevalue("as_gpu")
     by_digits = laws.kth_highest(values, k)
     np.testing.assert_array_equal(np.asarray(by_bits).view(np.int32), np.asarray(by_digits).view(np.int32))
     np.testing.assert_array_equal(first, laws.first_highest(values))
@@ -189,22 +197,23 @@ def test_one_row_of_a_table_is_looked_up():
 
 
 @pytest.mark.slow
-def test_what_is_compiled_for_a_gpu_writes_the_same_text(monkeypatch):
+def test_what_is_compiled_for_a_gpu_writes_the_same_text(request):
     """The forms of its own, run on a CPU: plain decoding and drafts, a width of one and of five, every setting."""
     target = toy()
     weights = Weights(lively(target.init_params(jax.random.key(0))))
-    asked = request(
+    asked = toys.request(
         [[1, 2, 3, 1, 2], [4], [5, 6] * 4], 24, vocab=target.vocab, temperature=[0.0, 1.0, 0.7], top_k=[0, 9, 0],
         top_p=[1.0, 1.0, 0.8], min_p=[0.0, 0.02, 0.0],
     )  # fmt: skip
 
-    def written(drafter, capacity=512):
-        return texts(jax.jit(lambda w, r: decoder(target, drafter).generate(w, r, capacity))(weights, asked))
+    def written(target, drafter):
+        return texts(jax.jit(lambda w, r: decoder(target, drafter).generate(w, r, 512))(weights, asked))
 
-    plain = written(NoDraft())
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert written(NoDraft(), 768) == plain  # another capacity, so that nothing traced is used again
-    assert written(PromptLookup(chain(4), min_match=1)) == plain
+    plain = written(target, NoDraft())
+    request.getfixturevalue("as_gpu")
+    on_gpu = target.with_execution(platform="gpu")
+    assert written(on_gpu, NoDraft()) == plain
+    assert written(on_gpu, PromptLookup(chain(4), min_match=1)) == plain
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Tests meshes: tokens equal those of one device, and groups that share no row exchange nothing."""
 
-import dataclasses
 import json
 import re
 import socket
@@ -171,7 +170,7 @@ def test_what_is_no_mesh_is_refused(eight):
         with pytest.raises(InvalidConfig, match="mesh"):
             jaxspec.generate(target, [[1]], mesh=wrong)
     lm = transformer()
-    split = jaxspec.Model(dataclasses.replace(lm, shards=2), lm.init_params(jax.random.key(0)))
+    split = jaxspec.Model(lm.with_execution(shards=2), lm.init_params(jax.random.key(0)))
     with pytest.raises(InvalidConfig, match=r"split over 2 devices; pass the mesh"):
         jaxspec.generate(split, [[1]])
     with pytest.raises(InvalidConfig, match=re.escape("a mesh of 99 x 1 needs 99 devices")):

@@ -30,6 +30,7 @@ from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import DraftHeads, flatten, init_params, module
 from jaxspec.kernels import library
+from jaxspec.models.execution import Execution
 from jaxspec.models.packed import pack
 from jaxspec.models.rope import Rope
 from jaxspec.schedules.confidence import Confidence
@@ -370,9 +371,9 @@ def test_the_kernels_compute_the_same(name):
 
     @functools.partial(jax.jit, static_argnums=1)
     def compute(params, kernels):
-        head = module(config, params)
-        states = head(words, places, state.cache, kernels)
-        parts = [states, *head.remember(head.fuse(jnp.asarray(features), kernels), text, jnp.float32, kernels)]
+        head = module(config, params, Execution(kernels=kernels))
+        states = head(words, places, state.cache)
+        parts = [states, *head.remember(head.fuse(jnp.asarray(features)), text, jnp.float32)]
         if config.selector_rank:
             parts.append(head.select(jnp.arange(8).reshape(2, 4), states[:, :1], words[:, :1, :V]))
         if config.markov:

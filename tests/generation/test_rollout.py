@@ -255,6 +255,6 @@ def test_wrong_arguments_are_refused_before_anything_compiles(changes, error, ma
 
 
 def test_a_model_that_is_split_needs_its_mesh():
-    split = jaxspec.Model(dataclasses.replace(rollouts.LM, shards=2), None)
+    split = jaxspec.Model(rollouts.LM.with_execution(shards=2), None)
     with pytest.raises(InvalidConfig, match="split over 2 devices, and the mesh has 1"):
         jaxspec.rollout(split, TOKENS, COUNT, key=jax.random.key(0))

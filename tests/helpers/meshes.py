@@ -197,8 +197,8 @@ def kernels(target) -> list | None:
     drafting = {"drafter": "early-exit", "draft": None, "drafter_options": {"exit_layers": 1}, "tree": 3}
     options: dict[str, Any] = {**OPTIONS, **drafting, "logprobs": True}
     outs = [jaxspec.generate(packed, PROMPTS, **options, mesh=where) for where in (None, mesh)]
-    assert instance(TransformerLM, jaxspec.shard(packed, mesh).lm).kernels
-    assert not instance(TransformerLM, jaxspec.shard(packed, jaxspec.make_mesh(2, 4)).lm).kernels
+    assert instance(TransformerLM, jaxspec.shard(packed, mesh).lm).execution.kernels
+    assert not instance(TransformerLM, jaxspec.shard(packed, jaxspec.make_mesh(2, 4)).lm).execution.kernels
     return [[(row.tokens, row.logprobs) for row in out] for out in outs]
 
 

@@ -114,14 +114,14 @@ def with_embedding(model: Any) -> Any:
 
 def packed(model: Any) -> list[np.ndarray]:
     fast = with_kernels(model)
-    assert fast.lm == dataclasses.replace(model.lm, shards=1, kernels=True)
+    assert fast.lm == model.lm.with_execution(shards=1, kernels=True, platform=None)
     return leaves(unpack(fast.params))
 
 
 def moved(model: Any) -> list[np.ndarray]:
     """The parameters after the model was placed on another mesh."""
-    other: Any = jaxspec.shard(model, jaxspec.make_mesh(1, 4 if model.lm.shards == 2 else 2))
-    assert other.lm.shards != model.lm.shards
+    other: Any = jaxspec.shard(model, jaxspec.make_mesh(1, 4 if model.lm.execution.shards == 2 else 2))
+    assert other.lm.execution.shards != model.lm.execution.shards
     return leaves(file_order(other.lm, other.params))
 
 

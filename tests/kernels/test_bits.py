@@ -49,7 +49,7 @@ def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
     lm = TransformerLM(WIDE if dtype == "file" else CONFIG, dtype if dtype == "bfloat16" else "float32")
     params = noisy(lm.init_params(jax.random.key(seed)), seed, 0.1)
     if dtype == "file":
-        lm = dataclasses.replace(lm, kernels=True)
+        lm = lm.with_execution(kernels=True)
         return jaxspec.Model(lm, in_blocks(params, seed if draft == 0 else seed + 1))
     params = noisy(params, seed + 1, draft) if draft else params
     return with_kernels(jaxspec.Model(lm, quantize(params) if dtype == "int8" else params))

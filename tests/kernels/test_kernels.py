@@ -14,6 +14,7 @@ from jaxspec.core.cache import storage_dtype
 from jaxspec.core.records import KV
 from jaxspec.kernels import calls, library
 from jaxspec.models.attention import attend
+from jaxspec.models.execution import Execution
 from jaxspec.models.layers import rotation, split_heads
 from jaxspec.models.packed import Packed
 from jaxspec.models.quantized import Quantized
@@ -22,6 +23,7 @@ from jaxspec.models.rows import Fused, Gate, Norm, rms_norm
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(not library.available(), reason=library.describe())]
 
+KERNELS = Execution(kernels=True)
 KINDS = ("float32", "bfloat16", "int8")
 SIZES = [(16, 4), (1, 1), (33, 37), (100, 576), (577, 1536), (49, 33), (2048, 65)]  # O, I
 ROWS = 200
@@ -150,7 +152,7 @@ def test_attention_is_that_of_xla(dtype, length, size):
             first = position - size + 1
             mask &= position[:, None, :] >= first[:, :, None]
         arguments = (queries, prefix, 1, lengths, window, mask, None, 0.3, first)
-        expected, found = attend(*arguments), attend(*arguments, kernels=True)
+        expected, found = attend(*arguments), attend(*arguments, execution=KERNELS)
         np.testing.assert_allclose(
             found, expected, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-2 if dtype == "bfloat16" else 1e-5
         )
@@ -161,7 +163,7 @@ def test_the_longest_texts_are_read_whole():
     queries, prefix, lengths, window, mask = arguments
     expected = attend(queries, prefix, 0, lengths, window, mask)
     np.testing.assert_allclose(
-        attend(queries, prefix, 0, lengths, window, mask, kernels=True), expected, rtol=1e-4, atol=1e-5
+        attend(queries, prefix, 0, lengths, window, mask, execution=KERNELS), expected, rtol=1e-4, atol=1e-5
     )
 
 
@@ -174,7 +176,7 @@ def test_bits_of_attention_do_not_depend_on_what_is_cached(dtype, size):
         chain = jnp.broadcast_to(jnp.tril(jnp.ones((depth, depth), bool)), (BATCH, depth, depth))
         first = None if size is None else lengths[:, None] + jnp.arange(depth) - size + 1
         seen = chain if size is None else chain & ~jnp.tril(jnp.ones((depth, depth), bool), -size)
-        together = attend(queries, prefix, 1, lengths, window, seen, first_seen=first, kernels=True)
+        together = attend(queries, prefix, 1, lengths, window, seen, first_seen=first, execution=KERNELS)
         keys, values = (np.array(jax.lax.bitcast_convert_type(a, dtype)) for a in prefix)
         for step in range(depth):
             stored = KV(*(jax.lax.bitcast_convert_type(jnp.asarray(a), storage_dtype(dtype)) for a in (keys, values)))
@@ -187,7 +189,7 @@ def test_bits_of_attention_do_not_depend_on_what_is_cached(dtype, size):
                 one,
                 jnp.ones((BATCH, 1, 1), bool),
                 first_seen=None if first is None else first[:, step : step + 1],
-                kernels=True,
+                execution=KERNELS,
             )
             np.testing.assert_array_equal(alone[..., 0, :], together[..., step, :])
             for cached, new in zip((keys, values), window):
@@ -200,18 +202,18 @@ def test_slots_past_the_text_are_not_read(dtype):
     slots = jnp.arange(prefix.keys.shape[3])[:, None]
     bad = jax.lax.bitcast_convert_type(jnp.asarray(jnp.nan, dtype), prefix.keys.dtype)
     spoiled = KV(*(jnp.where(slots < lengths[:, None, None, None], a, bad) for a in prefix))
-    good, found = (attend(queries, kv, 1, lengths, window, mask, kernels=True) for kv in (prefix, spoiled))
+    good, found = (attend(queries, kv, 1, lengths, window, mask, execution=KERNELS) for kv in (prefix, spoiled))
     np.testing.assert_array_equal(found, good)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bad_value_spoils_the_tokens_that_see_it_alone(dtype):
     queries, prefix, lengths, window, mask = text(3, dtype, [20, 5], 6)
-    good = attend(queries, prefix, 1, lengths, window, mask, kernels=True)
+    good = attend(queries, prefix, 1, lengths, window, mask, execution=KERNELS)
     for part in range(2):
         spoiled = list(window)
         spoiled[part] = spoiled[part].at[0, 1, 2, 4].set(jnp.nan)
-        out = np.asarray(attend(queries, prefix, 1, lengths, (spoiled[0], spoiled[1]), mask, kernels=True))
+        out = np.asarray(attend(queries, prefix, 1, lengths, (spoiled[0], spoiled[1]), mask, execution=KERNELS))
         sees = np.asarray(mask[0, :, 2])
         assert np.isnan(out[0, 1][:, sees]).all()
         np.testing.assert_array_equal(out[0, 1][:, ~sees], good[0, 1][:, ~sees])
@@ -250,7 +252,7 @@ def test_heads_are_those_of_xla_and_no_token_depends_on_another(dtype, width, tu
     def split(tokens: slice, kernels: bool):
         norms = [Norm(scale, 1e-5, kernels) if normed else None for scale in scales]
         turns = rotation(positions[:, tokens], rope, width)
-        queries, new = split_heads(projected[:, tokens], turns, 2, width, dtype, norms, kernels=kernels)
+        queries, new = split_heads(projected[:, tokens], turns, 2, width, dtype, norms, Execution(kernels=kernels))
         assert (queries.shape[:3], new.keys.shape[:2]) == ((2, 2, 3), (2, 2))
         assert queries.dtype == new.keys.dtype == new.values.dtype == dtype
         return queries, *new

@@ -200,8 +200,8 @@ def test_texts_are_those_of_plain_decoding_and_of_xla(platform, monkeypatch):
     asked = request([[1, 2, 3, 1, 2], [5, 6] * 4], 24, vocab=target.vocab, temperature=[0.0, 1.0])
 
     expected = texts(generate(decoder(target, NoDraft()), weights, asked, 256))
-    by_kernel = dataclasses.replace(target, attention="pallas")
-    form = functools.partial(attend_pallas, platform=platform, interpret=True)
+    by_kernel = target.with_execution(attention="pallas", platform=platform)
+    form = functools.partial(attend_pallas, interpret=True)
     monkeypatch.setattr(attention_pallas, "attend_pallas", form)
     # Each platform has a capacity of its own, so that nothing traced is used again.
     tree, capacity = {"tpu": (chain(3), 256), "gpu": (dynamic(2, 3, 6), 512)}[platform]
@@ -210,10 +210,10 @@ def test_texts_are_those_of_plain_decoding_and_of_xla(platform, monkeypatch):
 
 
 def test_what_there_is_no_kernel_for_is_refused(tmp_path):
-    target = dataclasses.replace(toy(), attention="pallas")
+    target = toy().with_execution(attention="pallas")
     cache = target.init_cache(1, 256)
     window = jaxspec.Window(jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool))
-    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, JAX runs on 'cpu' here; use 'xla'"):
+    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, the model runs on 'cpu'; use 'xla'"):
         target.apply(target.init_params(jax.random.key(0)), window, cache)
     with pytest.raises(InvalidConfig, match="a multiple of 128 on a TPU, got 64"):
         attention_pallas.check("tpu", jnp.float32, 64)
@@ -227,15 +227,15 @@ def test_what_there_is_no_kernel_for_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="reads 256 tokens at once, got 300"):
         compiled("tpu")(*given)
     with pytest.raises(InvalidConfig, match="attention must be one of xla, pallas, got 'flash'"):
-        dataclasses.replace(target, attention="flash")
+        target.with_execution(attention="flash")
     with pytest.raises(InvalidConfig, match="layers on one device, got 2"):
-        dataclasses.replace(target, shards=2)
+        target.with_execution(shards=2)
     mesh: Any = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
     with pytest.raises(InvalidConfig, match="one device, got a mesh of 4"):
         check_attention("pallas", mesh)
     config = tiny_config()
     source = write_hf(tmp_path, config, random_params(config))
-    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, JAX runs on 'cpu' here"):
+    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, the model runs on 'cpu'"):
         jaxspec.load(source, attention="pallas")
     lm: Any = jaxspec.load(source).lm
     assert lm.attention == "xla"

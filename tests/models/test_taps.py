@@ -73,7 +73,7 @@ def test_other_weights_give_taps(kind):
     if "packed" in kind and not available():
         pytest.skip("no kernels")
     params = quantize(PARAMS) if "int8" in kind else PARAMS
-    lm = dataclasses.replace(LM, kernels="packed" in kind)
+    lm = LM.with_execution(kernels="packed" in kind)
     params = pack(params) if "packed" in kind else params
     found = features(with_taps(lm, (1, 3)), params, TOKENS)
     np.testing.assert_array_equal(found[..., :WIDTH], features(lm, params, TOKENS))

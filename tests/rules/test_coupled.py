@@ -1,13 +1,14 @@
 """Tests the coupled rule: the walk against one in Python, its match probability, and the law of emitted tokens."""
 
 import functools
-import unittest.mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.platforms import lowered_text
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED, allowed, decoder, generate, request
 from jaxspec.core.draw import Draw, Noise
@@ -18,8 +19,7 @@ from jaxspec.core.topology import Topology, branching, chain
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
-from jaxspec.rules import coupled as rule
-from jaxspec.rules.coupled import Coupled
+from jaxspec.rules.coupled import Coupled, deepest, draw_along_walk, draw_at_once
 from jaxspec.testing import ScriptedDrafter, TableLM, g_test
 
 N, V = 8, 4
@@ -28,18 +28,18 @@ SHAPE = TreeShape(N, N - 1, N - 1)
 
 def coupled(scores, noise, rows, proposal):
     """The verdict on proposals `[B, ...]`, given all scores `[B, N, V]` and all noise `[B, D1, V]`, in both forms."""
-    walked, at_once = (_coupled(gpu, scores, noise, rows, proposal) for gpu in (False, True))
+    walked, at_once = (_verdict_of(draws, scores, noise, rows, proposal) for draws in (draw_along_walk, draw_at_once))
     np.testing.assert_array_equal(walked, at_once)
     return walked
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _coupled(gpu, scores, noise, rows, proposal):
+def _verdict_of(draws: Any, scores: Any, noise: Any, rows: Any, proposal: Any) -> Any:
     def of(values):
         return lambda index: jnp.take_along_axis(values, index[..., None], 1)
 
-    with unittest.mock.patch.object(rule, "on_gpu", return_value=gpu):
-        return Coupled()(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
+    accepted, drawn = draws(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
+    return deepest(accepted, drawn, proposal)
 
 
 def one(scores, noise, proposal):
@@ -113,21 +113,35 @@ def test_without_noise_it_is_greedy_verification():
         assert found == (wrong - 1, right[wrong - 1])
 
 
-def test_a_gpu_draws_after_all_nodes_at_once(monkeypatch):
-    """Other devices draw after one node in a turn, as a launch costs them less than a node."""
+def test_a_gpu_draws_after_all_nodes_at_once():
+    """Other devices draw after one node at a time, because a node costs more there than a kernel's launch.
+
+    The programs are lowered on this machine for devices that it need not have.
+    """
     tree = branching(2, 2).tree
     rows, proposal = Sampling().rows(3, V), Proposal(jnp.zeros(7, int), tree)
     proposal = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (3, *leaf.shape)), proposal)
-    for gpu, nodes, depths in ((False, 1, 1), (True, 7, 3)):
+    for draws, nodes, depths in ((draw_along_walk, 1, 1), (draw_at_once, 7, 3)):
         asked = []
 
-        def read(places, asked=asked):
+        def note(places, asked=asked):
             asked.append(places.shape)
             return jnp.zeros((*places.shape, V))
 
-        monkeypatch.setattr(rule, "on_gpu", lambda gpu=gpu: gpu)
-        jax.eval_shape(lambda read=read: Coupled()(read, read, rows, proposal))
+        jax.eval_shape(lambda draws=draws, note=note: draws(note, note, rows, proposal))
         assert set(asked) == {(3, nodes), (3, depths)}
+    scores, noise = jnp.zeros((3, 7, V)), jnp.zeros((3, 3, V))
+
+    def read(values, at):
+        return jnp.take_along_axis(values, at[..., None], 1)
+
+    def verdict(scores: Any, noise: Any) -> Any:
+        reads = [functools.partial(read, values) for values in (scores, noise)]
+        return Coupled()(reads[0], reads[1], rows, proposal)
+
+    traced = jax.jit(verdict).trace(scores, noise)
+    loops = {name: lowered_text(traced, name).count("stablehlo.while") for name in ("cpu", "tpu", "cuda", "rocm")}
+    assert loops["cpu"] == loops["tpu"] == loops["cuda"] + 1 == loops["rocm"] + 1
 
 
 @pytest.mark.slow

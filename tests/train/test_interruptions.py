@@ -209,7 +209,7 @@ def test_trees_are_measured_with_the_models_that_are_served(begun, folder, monke
     assert len(decoded) >= 6
     for model, options in decoded:
         assert model.lm == served.lm
-        assert model.lm.kernels == available()
+        assert model.lm.execution.kernels == available()
         assert fingerprint(model.params) == fingerprint(served.params)
         heads = options.get("heads")
         assert heads is None or heads.params["blocks"][0][0]["kernel"].dtype == dtype

@@ -1,0 +1,53 @@
+"""How a network runs: what changes its speed and how sums are rounded, but not what is computed."""
+
+import dataclasses
+
+from jaxspec.backend.layout import default_platform
+from jaxspec.core.checks import one_of
+from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import available
+
+ATTENTION = ("xla", "pallas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How the operations of a `TransformerLM` and of its draft heads run.
+
+    Attributes:
+        kernels: use the CPU kernels for attention, norms and heads in programs for a CPU; packed matrices
+            (`jaxspec.models.packed`) always do.
+        shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
+            `jaxspec.models.columns.group_by_shard`.
+        attention: "xla" for XLA's own operations, or "pallas" for a kernel on a TPU or GPU; see
+            `jaxspec.models.attention_pallas`.
+        platform: platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device. A cache stores
+            bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
+
+    Raises:
+        InvalidConfig: there is no such attention, or several devices would share the kernel of attention.
+    """
+
+    kernels: bool = False
+    shards: int = 1
+    attention: str = "xla"
+    platform: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("attention", self.attention, ATTENTION)
+        if self.attention == "pallas" and self.shards > 1:
+            raise InvalidConfig(f"attention='pallas' is for layers on one device, got {self.shards}; use 'xla'")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the devices are GPUs, where a few large operations are faster than many small ones."""
+        return self.platform == "gpu"
+
+    def resolve(self) -> "Execution":
+        """Returns the record with a platform, and without kernels that are not available."""
+        platform = default_platform() if self.platform is None else self.platform
+        return dataclasses.replace(self, kernels=self.kernels and available(), platform=platform)
+
+    def of_head(self) -> "Execution":
+        """Returns how draft heads run beside this network: on the same platform, each layer whole, attention by XLA."""
+        return dataclasses.replace(self, shards=1, attention="xla")
