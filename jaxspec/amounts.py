@@ -1,4 +1,4 @@
-"""Formats amounts for people: sizes in bytes, counts of things, numbers. All messages and tables use these."""
+"""Formats sizes in bytes, counts and numbers for people. All messages and tables use these functions."""
 
 import math
 
@@ -29,13 +29,13 @@ def plural(count: int, noun: str, several: str | None = None) -> str:
 
     Args:
         count: the number.
-        noun: the thing in the singular.
-        several: its plural; None for the singular with an s.
+        noun: the noun in the singular.
+        several: the plural of the noun; None for the singular with an s.
     """
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def fixed(value: float, digits: int) -> str:
-    """Formats a number with a fixed number of digits after the point; what is rounded to zero has no sign."""
+    """Formats a number with a fixed number of digits after the point; a number that rounds to zero has no sign."""
     text = f"{value:.{digits}f}"
     return text.removeprefix("-") if not float(text) else text

@@ -1,7 +1,7 @@
-"""The exceptions that jaxspec raises. Each message says what was got, what was expected, and what to do.
+"""The exceptions that jaxspec raises. Each message says what was passed, what was expected, and what to do.
 
-They are raised on the host, before anything compiles. A failure during decoding (non-finite logits) ends the row with a
-status instead; see `jaxspec.core.records.Status`.
+The exceptions are raised on the host, before anything compiles. A failure during decoding (non-finite logits) ends the
+row with a status instead; see `jaxspec.core.records.Status`.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ SYNONYMS = {
     "torch_dtype": "dtype",
     "quiet": "verbose=False",
 }
-"""Arguments by the names that other libraries, or jaxspec's commands, use for them."""
+"""The argument of jaxspec for each name that other libraries, or jaxspec's commands, use for it."""
 
 
 LONGEST = 2000
@@ -67,7 +67,7 @@ def shown(value: object, width: int = 80) -> str:
 class JaxspecError(ValueError):
     """The base class of all errors that a user can correct.
 
-    Messages are converted to one line of printable characters, since they may quote names and texts from files.
+    Messages are converted to one line of printable characters, because they can quote names and texts from files.
     """
 
     def __init__(self, message: object = ""):
@@ -82,7 +82,7 @@ class InvalidConfig(JaxspecError):
 
 
 class EmptyPrompt(JaxspecError):
-    """A prompt has no token, so there is nothing to continue."""
+    """A prompt is empty, so there is no text to continue."""
 
 
 class TokenOutOfRange(JaxspecError):
@@ -90,7 +90,7 @@ class TokenOutOfRange(JaxspecError):
 
 
 class VocabMismatch(JaxspecError):
-    """Draft and target have different vocabularies."""
+    """The draft and the target have vocabularies that cannot be used together."""
 
 
 class ShapeMismatch(JaxspecError):
@@ -98,11 +98,11 @@ class ShapeMismatch(JaxspecError):
 
 
 class CapacityError(JaxspecError):
-    """Prompt, new tokens and window do not fit into the cache or the model's context."""
+    """The prompt, the new tokens and the window do not fit into the cache or the model's context."""
 
 
 class UnknownName(JaxspecError):
-    """There is no member of a registry, preset or option with this name."""
+    """A name is not the name of a registered member, a preset or an option."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]):
         known = sorted(known)
@@ -116,7 +116,7 @@ class WrongArguments(JaxspecError, TypeError):
 
     @classmethod
     def unknown(cls, function: str, name: str, known: Iterable[str]) -> "WrongArguments":
-        """Makes the error for an unknown argument; the message suggests the most similar known one."""
+        """Returns the error for an unknown argument; the message suggests the most similar known argument."""
         known = list(known)
         meant = SYNONYMS.get(name, "")
         near = meant if meant.partition("=")[0] in known else nearest(name, known)
@@ -132,7 +132,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 class MissingDraft(JaxspecError):
-    """The drafter needs a draft model, and there is none."""
+    """The drafter needs a draft model, but none was passed."""
 
 
 class MissingTokenizer(JaxspecError):
@@ -144,7 +144,7 @@ class CheckpointError(JaxspecError):
 
 
 class LimitError(CheckpointError):
-    """A part of a checkpoint, such as its chat template, takes more time or memory than it may."""
+    """A part of a checkpoint, such as its chat template, exceeds its limits of time or memory."""
 
 
 class FetchError(JaxspecError):
@@ -160,7 +160,7 @@ class TuningError(JaxspecError):
 
 
 class TrainingError(JaxspecError):
-    """Training data cannot be read or are too few, or a run cannot be resumed, for example with other settings."""
+    """Training data cannot be read or are too few, or a run cannot be resumed, for example because settings changed."""
 
 
 class ProcessError(JaxspecError):
@@ -177,9 +177,10 @@ class StorageError(JaxspecError):
 
 @contextlib.contextmanager
 def ignored_refusals(*others: type[Exception]) -> Iterator[None]:
-    """Ignores that a checkpoint's tokenizer or chat template refuses an input, and the other exceptions.
+    """Ignores errors of a checkpoint's tokenizer or chat template that refuses an input, and the exceptions in
+    `others`.
 
-    A limit, and a process that does not start, are raised: they may depend on the machine, and results must not.
+    `LimitError` and `ProcessError` are not ignored: they can depend on the machine, and results must not depend on it.
     """
     try:
         yield
@@ -191,7 +192,7 @@ def ignored_refusals(*others: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_source(where: str) -> Iterator[None]:
-    """Adds the name of the checkpoint to the errors of readers that do not know it (tokenizer, chat template)."""
+    """Adds the name of the checkpoint to errors of readers that do not know the name (tokenizer, chat template)."""
     try:
         yield
     except CheckpointError as error:

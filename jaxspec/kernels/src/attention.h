@@ -1,8 +1,9 @@
 // Attention of a window's tokens to cache and window, summed in the order of the tokens' positions in the text.
 //
-// Scores are written to a line by position, those of the cache first, then those of the window's tokens that the query
-// sees. Maximum, exponentials, their sum (by lanes = position mod 16) and the mix of values then run along that line, so
-// that the result does not depend on which tokens are cached, nor on the other queries.
+// The scores are written to one array in the order of positions: first the scores of the cache, then the scores of the
+// window's tokens that the query attends to. The maximum, the exponentials, their sum (by lanes = position mod 16) and the
+// weighted sum of the values follow the order of this array, so that the result depends neither on which tokens are cached
+// nor on the other queries.
 
 #pragma once
 
@@ -24,7 +25,7 @@ struct Units {
   static constexpr long group = 1;
   static Lanes some(const float* at, long count) { return count == kLanes ? load(at) : load(at, count); }
   static Lanes some(const uint16_t* at, long count) { return count == kLanes ? from_bfloat16(at) : from_bfloat16(at, count); }
-  // Sixteen units of a row, of which so many values exist.
+  // Loads sixteen units of a row, of which `count` values exist.
   static Lanes units(const T* at, long count) { return some(at, count); }
   // For 32 columns, of which so many exist, a unit of the values of `group` rows.
   static void columns(const T* const* rows, long count, Lanes (&out)[2]) {
@@ -60,7 +61,7 @@ struct Units<uint16_t> {
 };
 #endif
 
-// Queries that share a load, so many that their chains hide the latency of a sum: of one vector for a score, two for a mix.
+// The number of queries that share a load. It is large enough that their chains hide the latency of an addition.
 #if defined(AVX512)
 constexpr int kScored = 12, kMixed = 12;
 #else
@@ -74,7 +75,7 @@ inline void together(long count, F&& function) {
   if constexpr (Q > 1) together<Q - 1>(count, function);
 }
 
-// Prefetches values into the second-level cache; the processor's own prefetching ends with a page.
+// Prefetches values into the second-level cache, because the hardware prefetcher stops at the end of a page.
 template <class T>
 inline void fetch(const T* at, long count) {
   for (long i = 0; i < count; i += 64 / (long)sizeof(T)) _mm_prefetch((const char*)(at + i), _MM_HINT_T1);
@@ -99,7 +100,7 @@ void turn(const T* from, long count, long width, float* out) {
   }
 }
 
-// Scores sixteen keys, of which `count` exist, for some queries, which were turned: one chain over the width each.
+// Computes the scores of sixteen keys, of which `count` exist, for several transposed queries: one chain over the width each.
 template <class T>
 void score(const T* keys, long count, long width, const float* queries, long number, float scale, float* tile,
            float* const* lines, long at) {
@@ -121,7 +122,7 @@ void score(const T* keys, long count, long width, const float* queries, long num
   }
 }
 
-// Adds weight * value of the places `from` to `to`, multiples of a unit's, to the sums of Q queries.
+// Adds weight * value for the positions `from` to `to`, which are multiples of a unit, to the sums of Q queries.
 template <class T, int Q, class Row>
 void mix(Row row, long width, long from, long to, const float* const* weights, float* const* sums) {
   constexpr long group = Units<T>::group;
@@ -210,7 +211,7 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
   for (long q = 0; q < number; q++) {
     const float lowest = -std::numeric_limits<float>::infinity();
     float* line = lines[q];
-    // A query of sliding-window attention may not see the last cached or the first drafted tokens of its text.
+    // With sliding-window attention, a query may not attend to the last cached or the first drafted tokens of its text.
     long end = std::max(length, begins[q]);
     std::fill(line + first_block, line + std::max(first_block, std::min(begins[q], length)), lowest);
     std::fill(line + length, line + end, lowest);
@@ -255,7 +256,7 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
       store(out + i, mean, std::min(kLanes, a.value_width - i));
       bad = fma(mean, zeros(), bad);  // NaN if any value is not finite
     }
-    // A seen value that is not finite spoils the whole token, as a weight of zero times it is NaN.
+    // A value that is not finite makes the whole token NaN, because its product with a weight of zero is NaN.
     if (total(bad) != 0.0f) std::fill(out, out + a.value_width, std::numeric_limits<float>::quiet_NaN());
   }
 }

@@ -1,4 +1,4 @@
-// Products of rows that are rounded to int8 with matrices of whole numbers: int8 with a scale for each output, and the
+// Products of rows that are rounded to int8 with integer matrices: int8 with a scale for each output, and the quantized
 // blocks of GGUF files.
 //
 // A weight is scale * (code - offset) + minimum, where `code` has 4 to 8 bits and 32 inputs (16 in Q6_K) share scale and
@@ -15,9 +15,9 @@
 
 namespace {
 
-// The most rows and blocks of sixteen outputs of which the sums stay in registers, how many bytes ahead weights are fetched into
-// the first-level cache (floats, whole numbers), and whether a single pass over weights fetches the next ones into the second
-// (see `Fetch`).
+// The maximum number of rows and of blocks of sixteen outputs whose sums stay in registers; how many bytes ahead weights are
+// prefetched into the first-level cache (floats, integers); and whether a single pass over weights prefetches the next weights
+// into the second-level cache (see `Fetch`).
 #if defined(AVX512)
 constexpr long kTileRows = 8, kFloatRows = 8, kTileBlocks = 2, kAhead = 512, kBlocksAhead = 2048;
 constexpr bool kFetchesAlone = true;
@@ -58,8 +58,8 @@ inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(
 inline Bytes times_sign(Bytes x, Bytes y) { return {_mm256_sign_epi8(x.a, y.a), _mm256_sign_epi8(x.b, y.b)}; }
 #endif
 
-// What a pass over the weights of some outputs asks for into the second-level cache: a part of the next weights. Passes share
-// them, so that memory is read during all.
+// The part of the next weights that a pass over some outputs prefetches into the second-level cache. All passes prefetch a
+// part, so that memory is read all the time.
 struct Fetch {
   const char* at;
   long step;  // bytes for each line of weights that is read; with few, a line is asked for repeatedly
@@ -130,7 +130,7 @@ struct Block {
     Bytes few = bits == 8 ? short_pairs(magnitude(w[0]), times_sign(x[0], w[0])) : short_pairs(w[0], x[0]);
     for (int word = 1; word < words; word++) few = plus_short(few, short_pairs(w[word], x[word]));
     sum = bits == 4 ? plus_short(sum, few) : plus(sum, of_short(few));
-    asm("" : "+x"(sum.a), "+x"(sum.b));  // else compilers reorder the sums, and run out of registers
+    asm("" : "+x"(sum.a), "+x"(sum.b));  // keeps compilers from reordering the sums, which would spill registers
     return sum;
   }
   static Bytes end(Bytes sum, int less) {

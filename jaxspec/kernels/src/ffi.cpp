@@ -15,7 +15,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The best kernels for this processor; JAXSPEC_KERNELS may name others.
+// Chooses the best kernels for this processor, or the kernels that JAXSPEC_KERNELS names.
 const Kernels* choose() {
 #if defined(__x86_64__)
   for (const Kernels* one : {&kAvx512Bf16, &kAvx512, &kAvx2}) {
@@ -32,15 +32,15 @@ const Kernels* kernels() {
   return found;
 }
 
-// Lets the other threads of a core run, in a loop that waits.
+// Yields to the other hardware threads of a core in a waiting loop.
 void rest() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
 }
 
-// Tasks that threads claim one after another. A thread that comes late finds none left, so the caller never waits for a
-// thread that has not begun.
+// Tasks that threads claim one after another. A thread that starts late does not find a task, so the caller never waits for a
+// thread that has not started.
 struct Tasks {
   std::function<void(long)> run;
   const long count;
@@ -63,8 +63,8 @@ void in_parallel(ffi::ThreadPool& pool, long count, std::function<void(long)> ru
   while (tasks->done.load(std::memory_order_acquire) < count) rest();
 }
 
-// Parts of 0 to `count`, in pairs. A thread takes from the front of its own share, so that it reads memory in order, and
-// then from the end of the shares of others. Parts become smaller as less is left, so that threads end together.
+// Divides 0 to `count` into parts. A thread takes parts from the front of its own share, so that it reads memory in order,
+// and then from the end of the shares of other threads. Parts become smaller towards the end, so that threads end together.
 class Shares {
  public:
   Shares(long count, long threads) : threads_(threads), left_(new std::atomic<uint64_t>[threads]) {
@@ -92,7 +92,7 @@ class Shares {
   const std::unique_ptr<std::atomic<uint64_t>[]> left_;
 };
 
-constexpr long kLeast = 1L << 16;  // bytes of weights from which threads pay
+constexpr long kLeast = 1L << 16;  // bytes of weights above which more than one thread is faster
 constexpr long kLeastPlaces = 8;   // tokens of which a thread takes the heads
 
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
@@ -124,7 +124,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
     return ffi::Error::InvalidArgument("int8 weights need a scale for each output");
   const float* first = x.typed_data();
   const long threads = blocks * stride < kLeast ? 1 : std::min<long>(pool.num_threads(), (blocks + 1) / 2);
-  // Float32 rows may be read as they are; others are made first, by the thread that comes first.
+  // Float32 rows can be read without preparation; other rows are prepared first, each by the first free thread.
   const bool rounded = type != Type::kFloat32, made = rounded || prepared;
   const long parts = integers ? padded / 32 : 0;
   const std::unique_ptr<char[]> values(new char[made ? rows * padded * bytes : 0]);

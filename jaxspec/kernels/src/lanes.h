@@ -1,7 +1,7 @@
 // Sixteen lanes of float32 on the processor that the including file is compiled for.
 //
-// Every sum of these kernels runs over lanes in an order that depends on the index of the summand alone, so that a row's
-// bits depend neither on the other rows nor on the number of threads.
+// The order of every sum over lanes depends only on the indices of the summands, so that the bits of a row depend neither on
+// the other rows nor on the number of threads.
 
 #pragma once
 
@@ -20,7 +20,7 @@ inline int four_bytes(const void* at) {
   return word;
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest integer, ties to even.
 inline uint16_t to_bfloat16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -47,7 +47,7 @@ inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
-// The second operand if either is NaN.
+// Returns the second operand if one of them is NaN.
 inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Lanes magnitude(Lanes a) { return {_mm512_abs_ps(a.v)}; }
 inline Lanes rounded(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
@@ -62,7 +62,7 @@ inline Lanes power_of_two(Lanes n) {
 inline Lanes from_bfloat16(const uint16_t* at) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16))};
 }
-// Of sixteen pairs of bfloat16, the first ones and the second ones.
+// Returns the first elements, or the second elements, of sixteen pairs of bfloat16.
 inline Lanes even_bfloat16(const void* at) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(at), 16))}; }
 inline Lanes odd_bfloat16(const void* at) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(at), _mm512_set1_epi32((int)0xffff0000)))};

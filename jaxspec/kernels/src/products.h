@@ -2,7 +2,7 @@
 //
 // A matrix [O, I] of floats is stored as [O / 16, I / g, 16, g], padded with zeros, where g values fill four bytes: 1 of
 // float32, 2 of bfloat16; for whole numbers see blocks.h. The sixteen outputs of a block are the lanes, so that memory is
-// read in order and no sum crosses lanes: each output is one chain over I, whatever the number of rows.
+// read in order and sums do not cross lanes: each output is one chain of additions over I, for any number of rows.
 
 #pragma once
 
@@ -57,7 +57,7 @@ struct BFloat16 {
 #endif
 };
 
-// Rows as a product reads them: `width` values each, padded as the weights are.
+// The rows of a product: `width` values each, with the same padding as the weights.
 template <class Kind>
 struct Rows {
   const typename Kind::Value* values;
@@ -65,7 +65,7 @@ struct Rows {
   long width;
 };
 
-// R rows times B blocks of sixteen outputs, the last of which has `last` outputs.
+// Multiplies R rows with B blocks of sixteen outputs; the last block has `last` outputs.
 template <class Kind, int R, int B>
 void tile(const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out, long outputs, long last,
           Fetch fetch) {

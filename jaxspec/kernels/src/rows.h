@@ -1,4 +1,4 @@
-// Functions of one row: RMSNorm, which sums by lanes = column mod 16 whatever the number of rows, gates, and heads.
+// Functions of one row: RMSNorm (which sums by lanes = column mod 16 for any number of rows), gates, and heads.
 
 #pragma once
 

@@ -14,8 +14,8 @@ struct Rounded {
   int less_of(int start, int part) const { return part == 32 ? less : start ? less_second : less_first; }
 };
 
-// What a product does to its rows first: RMSNorm, or a gate, which is the first half of a row through an activation, times
-// the second half. In the order of `PREPARATIONS` in jaxspec/kernels/calls.py.
+// The operation that a product applies to its rows first: RMSNorm, or a gate (the activation of the first half of a row times
+// the second half). The order is that of `PREPARATIONS` in jaxspec/kernels/calls.py.
 enum class Preparation { kNothing, kNorm, kSilu, kGelu, kCount };
 
 struct Product {
