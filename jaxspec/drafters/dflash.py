@@ -26,10 +26,10 @@ from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
 from jaxspec.drafters._window import check_tree
-from jaxspec.errors import InvalidConfig, MissingDraft
+from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash import DFlashHead
 from jaxspec.heads.dflash_config import DFlashConfig
-from jaxspec.heads.network import check_kind, check_target, init_cache, module
+from jaxspec.heads.network import check_target, init_cache, module, require_heads
 from jaxspec.models.layers import look_up
 
 
@@ -68,10 +68,7 @@ class DFlash:
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        heads = inputs.heads
-        if heads is None:
-            raise MissingDraft("the drafter 'dflash' needs a DFlash or DSpark head (heads=..., or --heads)")
-        check_kind(heads, "dflash")
+        heads = require_heads(inputs.heads, "dflash")
         config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
         config, params = prepare(config, heads, inputs.target)

@@ -21,10 +21,9 @@ from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
 from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
-from jaxspec.errors import MissingDraft
 from jaxspec.heads.eagle import EagleHead
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import check_kind, check_target, init_cache, module
+from jaxspec.heads.network import check_target, init_cache, module, require_heads
 from jaxspec.models.layers import look_up, matmul
 
 
@@ -60,10 +59,7 @@ class Eagle:
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        heads = inputs.heads
-        if heads is None:
-            raise MissingDraft("the drafter 'eagle' needs an EAGLE head (heads=..., or --heads)")
-        check_kind(heads, "eagle")
+        heads = require_heads(inputs.heads, "eagle")
         config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
         config, params = prepare(config, heads, inputs.target)

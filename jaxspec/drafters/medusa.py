@@ -22,10 +22,10 @@ from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.errors import InvalidConfig, MissingDraft
+from jaxspec.errors import InvalidConfig
 from jaxspec.heads.medusa import normed
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.network import check_kind, check_target, module
+from jaxspec.heads.network import check_target, module, require_heads
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.packed import Packed, pack_param, take_rows
 from jaxspec.models.transformer import TransformerLM
@@ -73,10 +73,7 @@ class Medusa:
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        heads, lm = inputs.heads, inputs.target.lm
-        if heads is None:
-            raise MissingDraft("the drafter 'medusa' needs heads (heads=..., or --heads)")
-        check_kind(heads, "medusa")
+        heads, lm = require_heads(inputs.heads, "medusa"), inputs.target.lm
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm

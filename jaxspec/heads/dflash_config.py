@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxspec.amounts import plural
+from jaxspec.core.checks import whole
+from jaxspec.core.settings import setting
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.sizes import TappedSizes, name_field, whole_field
+from jaxspec.heads.sizes import TappedSizes
 from jaxspec.models.config import ModelConfig
 
 MARKOV = ("vanilla", "gated", "rnn")
@@ -63,23 +65,23 @@ class DFlashConfig(TappedSizes):
     """
 
     decoder: ModelConfig
-    block_size: int = whole_field(least=lambda c: 1 if c.from_anchor else 2, most=1 << 10)
-    mask_token: int = whole_field(least=0, most=lambda c: c.vocab_size - 1)
+    block_size: int
+    mask_token: int = setting(least=0)
     from_anchor: bool = False
     causal: tuple[bool, ...] = ()
-    target_size: int | None = whole_field(None)
+    target_size: int | None = None
     taps: tuple[int, ...] | None = None
-    markov: str | None = name_field(None, MARKOV)
-    markov_rank: int = whole_field(0, least=0)
+    markov: str | None = setting(None, MARKOV)
+    markov_rank: int = setting(0, least=0)
     confidence: bool = False
     confidence_reads_token: bool = False
-    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
+    draft_vocab_size: int | None = None
     own_embedding: bool = False
     own_projection: bool = False
-    conv_size: int = whole_field(0, least=0, most=1 << 10)
-    conv_group: int = whole_field(0, least=0, most=lambda c: c.hidden_size)
-    selector_rank: int = whole_field(0, least=0)
-    selector_top: int = whole_field(0, least=0, most=lambda c: c.vocab_size)
+    conv_size: int = setting(0, least=0, most=1 << 10)
+    conv_group: int = setting(0, least=0)
+    selector_rank: int = setting(0, least=0)
+    selector_top: int = setting(0, least=0)
 
     drafter: ClassVar[str] = "dflash"
     copies: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -87,13 +89,17 @@ class DFlashConfig(TappedSizes):
     }  # fmt: skip
 
     def _check_combinations(self) -> None:
+        whole("block_size", self.block_size, 1 if self.from_anchor else 2, 1 << 10)
+        whole("mask_token", self.mask_token, 0, self.vocab_size - 1)
+        whole("conv_group", self.conv_group, 0, self.hidden_size)
+        whole("selector_top", self.selector_top, 0, self.vocab_size)
         if self.taps == ():
             raise InvalidConfig("a DFlash head reads at least one tap of the target")
         layers = self.decoder.num_layers
         if not isinstance(self.causal, tuple) or not all(isinstance(flag, bool) for flag in self.causal):
-            raise InvalidConfig(f"causal of heads must be true or false for each layer, got {self.causal!r:.80}")
+            raise InvalidConfig(f"causal must be true or false for each layer, got {self.causal!r:.80}")
         if len(self.causal) not in (0, layers):
-            raise InvalidConfig(f"causal of heads must have {layers} entries, one for each layer, or none")
+            raise InvalidConfig(f"causal must have {layers} entries, one for each layer, or none")
         if (self.markov is None) != (self.markov_rank == 0):
             raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
         if self.confidence_reads_token and not (self.confidence and self.markov):

@@ -300,7 +300,7 @@ def _layout(**more: Any) -> LayerLayout:
 
 
 DFLASH = DFlashKind(
-    title="DFlash and DSpark heads",
+    title="DFlash or DSpark heads",
     sizes=DFlashConfig,
     network="jaxspec.heads.dflash:DFlashHead",
     reader=DFlashReader,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxspec.amounts import plural
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.sizes import TappedSizes, whole_field
+from jaxspec.heads.sizes import TappedSizes
 from jaxspec.models.config import ModelConfig
 
 
@@ -42,9 +42,9 @@ class EagleConfig(TappedSizes):
 
     decoder: ModelConfig
     version: int = 3
-    target_size: int | None = whole_field(None)
+    target_size: int | None = None
     taps: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
+    draft_vocab_size: int | None = None
     fc_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False

@@ -2,13 +2,13 @@
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoints.base import StoredTensor
+from jaxspec.core.sizes import INT32
 from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.kinds import HeadKind
@@ -68,7 +68,7 @@ class HeadFile:
 
     def config_of_any_vocabulary(self) -> HeadSizes:
         """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
-        unknown: dict[str, Any] = {"vocab_size": sys.maxsize} if self._lacks_vocabulary else {}
+        unknown: dict[str, Any] = {"vocab_size": INT32} if self._lacks_vocabulary else {}
         return self.kind.sizes(**unknown | dict(self.sizes))
 
     @property

@@ -7,8 +7,6 @@ of their own share most of it; see `jaxspec.heads.layered`.
 
 import abc
 import dataclasses
-import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ import numpy as np
 
 from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.heads.sizes import HeadSizes
-from jaxspec.registry import HEADS
+from jaxspec.registry import HEADS, locate
 
 CONFIG = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
@@ -135,11 +133,9 @@ class HeadKind(abc.ABC):
         return None
 
 
-@functools.cache
 def head_kind(name: str) -> HeadKind:
     """Returns the kind of heads of this name, one of `jaxspec.registry.HEADS`."""
-    module, _, attribute = HEADS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return locate(HEADS[name])
 
 
 def kind_of(config: HeadSizes) -> HeadKind:

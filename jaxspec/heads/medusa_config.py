@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from jaxspec.core.settings import setting
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.sizes import HeadSizes, name_field, whole_field
+from jaxspec.heads.sizes import HeadSizes
 
 INPUTS, PROJECTIONS = ("hidden", "path", "recurrent"), ("shared", "own", "single")
 INNER = 4
@@ -34,14 +35,14 @@ class HeadsConfig(HeadSizes):
         InvalidConfig: a value is out of range or of another type, or two values cannot be used together.
     """
 
-    hidden_size: int = whole_field()
-    vocab_size: int = whole_field(most=None)
-    num_heads: int = whole_field(4)
-    num_layers: int = whole_field(1, least=0)
-    inputs: str = name_field("hidden", INPUTS)
-    projection: str = name_field("shared", PROJECTIONS)
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = setting(1, least=0)
+    inputs: str = setting("hidden", INPUTS)
+    projection: str = setting("shared", PROJECTIONS)
     bias: bool = True
-    draft_vocab_size: int | None = whole_field(None, most=lambda c: c.vocab_size)
+    draft_vocab_size: int | None = None
 
     drafter: ClassVar[str] = "medusa"
 

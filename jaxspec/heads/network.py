@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from typing import Any, ClassVar
 
 import jax
@@ -17,11 +16,12 @@ from jaxspec.core import cache as caches
 from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
 from jaxspec.core.records import Cache, Params
 from jaxspec.core.topology import Topology
-from jaxspec.errors import InvalidConfig, ShapeMismatch, shown
-from jaxspec.heads.kinds import kind_of
+from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch, shown
+from jaxspec.heads.kinds import head_kind, kind_of
 from jaxspec.heads.sizes import HeadSizes, TappedSizes
 from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
+from jaxspec.registry import locate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -70,15 +70,10 @@ class HeadNetwork(nnx.Module):
     starts_from_target: ClassVar[bool] = False
 
 
-def _network(config: HeadSizes) -> Any:
-    """Returns the class of the network of heads of these sizes."""
-    module, _, name = kind_of(config).network.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 @functools.lru_cache
 def _graph(config: HeadSizes, execution: Execution) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: _network(config)(config, execution=execution, rngs=nnx.Rngs(0))))[0]
+    network = locate(kind_of(config).network)
+    return nnx.split(nnx.eval_shape(lambda: network(config, execution=execution, rngs=nnx.Rngs(0))))[0]
 
 
 def module(config: HeadSizes, params: Params, execution: Execution = Execution()) -> Any:
@@ -113,7 +108,7 @@ def init_params(
     Raises:
         InvalidConfig: the projection or the tokens are missing, or do not fit the sizes.
     """
-    network = _network(config)
+    network = locate(kind_of(config).network)
     params = nnx.to_pure_dict(
         nnx.state(network(config, rngs=nnx.Rngs(params=jax.random.key(0) if key is None else key)))
     )
@@ -167,6 +162,19 @@ def check_kind(heads: DraftHeads, drafter: str) -> None:
             f"the drafter {drafter!r} cannot use {heads.name!r}, {heads.config.summary}; these are for the drafter "
             f"{heads.config.drafter!r}"
         )
+
+
+def require_heads(heads: Any, drafter: str) -> DraftHeads:
+    """Returns the heads of a drafter.
+
+    Raises:
+        MissingDraft: there are no heads.
+        InvalidConfig: the heads are of another kind.
+    """
+    if heads is None:
+        raise MissingDraft(f"the drafter {drafter!r} needs {head_kind(drafter).title} (heads=..., or --heads)")
+    check_kind(heads, drafter)
+    return heads
 
 
 def check_target(config: HeadSizes, target: Any) -> None:

@@ -1,36 +1,21 @@
 """What the sizes of all kinds of draft heads share, and the checks of their fields. Nothing here imports JAX."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxspec.checkpoints.base import parse_config
-from jaxspec.core.sizes import INT32
+from jaxspec.core.checks import whole
+from jaxspec.core.settings import check_fields
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import ModelConfig
-
-Limit = int | Callable[[Any], int]
-"""A limit of a field: a number, or a function of the sizes that returns one."""
-
-
-def whole_field(default: Any = dataclasses.MISSING, least: Limit = 1, most: Limit | None = INT32) -> Any:
-    """Declares a field of sizes as a whole number within limits; without an upper one if `most` is None.
-
-    The value None is allowed if it is the default.
-    """
-    return dataclasses.field(default=default, metadata={"limits": (least, most)})
-
-
-def name_field(default: str | None, known: tuple[str, ...]) -> Any:
-    """Declares a field of sizes as one of some names; None is allowed if it is the default."""
-    return dataclasses.field(default=default, metadata={"known": known})
 
 
 class HeadSizes:
     """The base of the frozen dataclasses that hold the sizes of one kind of heads; static and hashable.
 
-    Fields of the type `bool` and `ModelConfig` and those declared by `whole_field` and `name_field` are checked here.
-    `_check` of a subclass checks the rest.
+    The types and ranges of fields are declared with `jaxspec.core.settings.setting`; `_check` of a subclass checks the
+    rest.
 
     Attributes:
         drafter: the name of the kind in `jaxspec.registry.HEADS`, and of the drafter that uses the heads.
@@ -46,29 +31,10 @@ class HeadSizes:
     draft_vocab_size: int | None
 
     def __post_init__(self):
-        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        for field in fields:  # limits of numbers may depend on flags and on the sizes of the layers
-            value = getattr(self, field.name)
-            if field.type is bool and not isinstance(value, bool):
-                raise InvalidConfig(f"{field.name} of heads must be true or false, got {value!r:.80}")
-            if field.type is ModelConfig and not isinstance(value, ModelConfig):
-                raise InvalidConfig(f"{field.name} of heads must be a ModelConfig, got {value!r:.80}")
-        for field in fields:
-            if field.default is None and getattr(self, field.name) is None:
-                continue
-            if "limits" in field.metadata:
-                self._check_whole(field.name, *field.metadata["limits"])
-            if "known" in field.metadata and getattr(self, field.name) not in field.metadata["known"]:
-                known, value = " or ".join(field.metadata["known"]), getattr(self, field.name)
-                raise InvalidConfig(f"{field.name} of heads must be {known}, got {value!r:.80}")
+        check_fields(self)
         self._check()
-
-    def _check_whole(self, name: str, least: Limit, most: Limit | None) -> None:
-        value = getattr(self, name)
-        low, high = least(self) if callable(least) else least, most(self) if callable(most) else most
-        if type(value) is not int or value < low or (high is not None and value > high):
-            limits = f"from {low}" + ("" if high is None else f" to {high}")
-            raise InvalidConfig(f"{name} of heads must be a whole number {limits}, got {value!r:.80}")
+        if self.draft_vocab_size is not None:
+            whole("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
 
     def _check(self) -> None:
         """Checks what no single field can: fields of other types, and values that exclude one another.
@@ -167,9 +133,11 @@ class TappedSizes(HeadSizes):
     copies: ClassVar[Mapping[str, tuple[str, str]]] = {"embed": ("own_embedding", "embedding")}
 
     def _check(self) -> None:
+        if not isinstance(self.decoder, ModelConfig):
+            raise InvalidConfig(f"decoder must be a ModelConfig, got {self.decoder!r:.80}")
         taps = self.taps
         if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
-            raise InvalidConfig(f"taps of heads must be whole numbers from 1, got {taps!r:.80}")
+            raise InvalidConfig(f"taps must be whole numbers from 1, got {taps!r:.80}")
         self._check_combinations()
         if self.feature_size != self.hidden_size and not (self.own_embedding and self.own_projection):
             raise InvalidConfig(

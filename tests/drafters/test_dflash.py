@@ -452,7 +452,7 @@ def test_a_block_is_the_default():
 
 def test_what_does_not_fit_is_refused():
     say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="dflash")
-    with pytest.raises(MissingDraft, match="needs a DFlash or DSpark head"):
+    with pytest.raises(MissingDraft, match="needs DFlash or DSpark heads"):
         say()
     eagle = DraftHeads(EagleConfig(ONE), {}, name="some")
     with pytest.raises(InvalidConfig, match=r"'dflash' cannot use 'some', an EAGLE-3 head of 1 layer.*'eagle'"):
@@ -477,14 +477,14 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 1}, "block_size of heads must be a whole number from 2 to"),
-        ({"mask_token": V}, "mask_token of heads must be a whole number from 0 to 12"),
-        ({"from_anchor": 1}, "from_anchor of heads must be true or false"),
-        ({"causal": (True,)}, "causal of heads must have 2 entries"),
-        ({"causal": True}, "causal of heads must be true or false for each layer"),
+        ({"block_size": 1}, "block_size must be a whole number from 2 to"),
+        ({"mask_token": V}, "mask_token must be a whole number from 0 to 12"),
+        ({"from_anchor": 1}, "from_anchor must be true or false"),
+        ({"causal": (True,)}, "causal must have 2 entries"),
+        ({"causal": True}, "causal must be true or false for each layer"),
         ({"taps": ()}, "at least one tap"),
-        ({"taps": (0, 1)}, "taps of heads must be whole numbers from 1"),
-        ({"markov": "gru", "markov_rank": 4}, "markov of heads must be vanilla or gated or rnn"),
+        ({"taps": (0, 1)}, "taps must be whole numbers from 1"),
+        ({"markov": "gru", "markov_rank": 4}, "markov must be one of vanilla, gated, rnn"),
         ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
         ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
         ({"conv_size": 2}, "cannot have convolutions of 2 rows and groups of 0"),
@@ -492,7 +492,7 @@ def test_what_does_not_fit_is_refused():
         ({"selector_rank": 4}, "a selector of rank 4 cannot choose of 0 tokens"),
         ({"selector_rank": 4, "selector_top": 4, "confidence": True}, "with a selector has no Markov head, confidence"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
-        ({"decoder": None}, "decoder of heads must be a ModelConfig"),
+        ({"decoder": None}, "decoder must be a ModelConfig"),
         ({"decoder": dataclasses.replace(SLIDING, window_rope=Rope(9.0))}, "have the same rotary positions"),
     ],
 )

@@ -284,7 +284,7 @@ def test_options_replace_what_the_file_says():
 
 def test_what_does_not_fit_is_refused():
     say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="eagle")
-    with pytest.raises(MissingDraft, match="needs an EAGLE head"):
+    with pytest.raises(MissingDraft, match="needs EAGLE heads"):
         say()
     medusa = jaxspec.HeadsConfig(64, V, 2)
     other = DraftHeads(medusa, medusa_params(medusa), name="some")
@@ -320,12 +320,12 @@ def test_what_does_not_fit_is_refused():
         ({"version": 1, "taps": (1,)}, "an EAGLE-1 head reads the target's last feature"),
         ({"version": 1, "norm_output": True}, "an EAGLE-1 head reads the target's last feature"),
         ({"taps": ()}, "at least one tap"),
-        ({"taps": (0, 1)}, "taps of heads must be whole numbers from 1"),
+        ({"taps": (0, 1)}, "taps must be whole numbers from 1"),
         ({"fc_norm": True, "norm_before_fc": True}, "cannot both be true"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
-        ({"draft_vocab_size": V + 1}, "draft_vocab_size of heads must be a whole number from 1 to 13"),
-        ({"fc_bias": 1}, "fc_bias of heads must be true or false"),
-        ({"decoder": None}, "decoder of heads must be a ModelConfig"),
+        ({"draft_vocab_size": V + 1}, "draft_vocab_size must be a whole number from 1 to 13"),
+        ({"fc_bias": 1}, "fc_bias must be true or false"),
+        ({"decoder": None}, "decoder must be a ModelConfig"),
         ({"decoder": dataclasses.replace(LAYER, window=4)}, "no sliding-window attention"),
     ],
 )

@@ -240,7 +240,7 @@ def test_heads_untrained_are_the_targets_own():
 def test_what_does_not_fit_is_refused():
     made = heads("hidden")
     say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="medusa")
-    with pytest.raises(MissingDraft, match="needs heads"):
+    with pytest.raises(MissingDraft, match="needs Medusa heads"):
         say()
     with pytest.raises(InvalidConfig, match="does not take heads"):
         jaxspec.generate(MODEL, [[1]], drafter="none", heads=made)

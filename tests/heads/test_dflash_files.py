@@ -155,9 +155,9 @@ ODD = {
     "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not understood"),
     "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not understood"),
     "no block size": (ZLAB.changed(told={"block_size": None}), "block_size is None, expected a whole number"),
-    "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size of heads must be a whole number from 2"),
+    "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size must be a whole number from 2"),
     "no mask": (SPEC.changed(told={"mask_token_id": None}), "mask_token_id is None"),
-    "a mask beyond the end": (zlab(mask_token_id=V), "mask_token of heads must be a whole number from 0 to 47"),
+    "a mask beyond the end": (zlab(mask_token_id=V), "mask_token must be a whole number from 0 to 47"),
     "no rotary base": (ZLAB.changed(told={"rope_theta": None}), "does not say rope_theta"),
     "taps of another number": (zlab(target_layer_ids=[1, 4]), "expected 3 layers in ascending order"),
     "taps out of order": (zlab(target_layer_ids=[4, 1, 8]), "expected 3 layers in ascending order"),
@@ -251,7 +251,7 @@ def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
     with pytest.raises(InvalidConfig, match=said):
         export_heads(heads, tmp_path / "out", layout)
     medusa = jaxspec.HeadsConfig(32, 48, 2)
-    with pytest.raises(InvalidConfig, match=r"is for DFlash and DSpark heads; these can be exported to v0\.1"):
+    with pytest.raises(InvalidConfig, match=r"is for DFlash or DSpark heads; these can be exported to v0\.1"):
         export_heads(DraftHeads(medusa, {}), tmp_path / "out", "dflash")
 
 
