@@ -1,10 +1,12 @@
 """The members under test: one row for each registered name, from which the tests take their parameters.
 
-A new drafter or schedule needs a row here; a rule needs none, since a rule is built without arguments.
+A new drafter or schedule needs a row here. A rule needs no row, since a rule is built without arguments, and neither
+does a drafter with heads that are trained under its own name, unless the drafter has options.
 `testing/test_cases.py` names each row that is missing.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -48,14 +50,13 @@ class DrafterCase:
     any_network: bool = False
 
 
-DRAFTERS = {
+DRAFTERS = {name: DrafterCase("2x1") for name in registry.HEADS} | {
     "none": DrafterCase(any_network=True),
     "prompt-lookup": DrafterCase("1x1x1", {"earlier": 64}, any_network=True),
     "recycling": DrafterCase("2x1", any_network=True),
     "early-exit": DrafterCase("2x1", {"exit_layers": 1}),
     "model": DrafterCase("2x1", any_network=True),
     "pard": DrafterCase("2x1", {"pard_token": 3, "projection": ""}, any_network=True),
-    "medusa": DrafterCase("2x1"),
     "eagle": DrafterCase("2x1", {"rope_theta": 5000.0, "taps": "1,2"}),
     "dflash": DrafterCase("2x1", {"taps": "1,2"}),
 }
@@ -125,7 +126,15 @@ def random_dflash(target: jaxspec.Model) -> jaxspec.DraftHeads:
     return jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(0), tokens=ids))
 
 
-RANDOM: dict[str, Callable[[jaxspec.Model], jaxspec.DraftHeads]] = {
+def untrained_heads(name: str, target: jaxspec.Model) -> jaxspec.DraftHeads:
+    """Returns heads of a kind that can be trained under its own name, before training, with noise."""
+    trainee = registry.find("kind of heads", name)().trainee(target)
+    heads = trainee.result(noisy(trainee.init_params(target, None), 0, 0.3), None, name)
+    return instance(jaxspec.DraftHeads, heads)
+
+
+UNTRAINED = {name: functools.partial(untrained_heads, name) for name in registry.HEADS}
+RANDOM: dict[str, Callable[[jaxspec.Model], jaxspec.DraftHeads]] = UNTRAINED | {
     "medusa": random_heads,
     "eagle": random_eagle,
     "dflash": random_dflash,

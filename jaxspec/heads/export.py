@@ -13,7 +13,7 @@ from jaxspec.heads.files import write
 from jaxspec.heads.kinds import CONFIG, Layout, kind_of
 from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
-from jaxspec.heads.serving import check_layout, layouts_for
+from jaxspec.heads.serving import check_layout, layouts_for, served_by
 from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.model import Model
 from jaxspec.models.packed import Matrix
@@ -27,12 +27,11 @@ def export_heads(
     target: Any = None,
     base: str | None = None,
 ) -> pathlib.Path:
-    """Writes heads, in their dtype, in a layout that other systems read; `load_heads` reads it, too.
+    """Writes heads, in their dtype, in a layout that other systems read; `load_heads` also reads it.
 
-    No layout has a place for heads that read tokens (inputs "path" or "recurrent"); `save_heads` saves those. The
-    layouts "v0.1" and "vllm" hold projections: if heads share the target's projection, a copy of it is written.
-    Medusa's own code has one block per head, whatever number config.json states, so only other systems read further
-    blocks.
+    No layout has a place for Medusa heads that read tokens (inputs "path" or "recurrent"); `save_heads` saves them. If
+    a layout holds projections and the heads share the target's projection, a copy of it is written. Medusa's own code
+    has one block per head, whatever number config.json states, so only other systems read further blocks.
 
     Args:
         heads: the heads to write.
@@ -53,8 +52,10 @@ def export_heads(
     """
     check_heads(heads)
     if layout is None:
-        first = (name for name in EXPORTED if LAYOUTS[name].drafter == heads.config.drafter)
-        layout = next((name for name in layouts_for(heads.config)), next(first))
+        possible = [name for name in EXPORTED if LAYOUTS[name].drafter == heads.config.drafter]
+        if not possible:
+            raise InvalidConfig(served_by(heads.config))
+        layout = [*layouts_for(heads.config), *possible][0]
     if not isinstance(layout, str) or layout not in EXPORTED:
         raise UnknownName("layout", layout, EXPORTED)
     config, row = heads.config, LAYOUTS[layout]
@@ -66,14 +67,11 @@ def export_heads(
             raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
         check_target(config, target)
     base = base or (None if target is None else target.name)
-    kind, depth = (
-        kind_of(config),
-        target.lm.depth if target is not None and isinstance(target.lm, TappedTarget) else None,
-    )
+    kind = kind_of(config)
+    depth = target.lm.depth if target is not None and isinstance(target.lm, TappedTarget) else None
     params, config = flatten(heads.params), kind.sizes_in(config, row)
-    missing = [name for name in config.projections if name not in params]
-    if missing:
-        first = params.get(config.projections[0])
+    if missing := [name for name in config.projections if name not in params]:
+        first = params.get(config.projections[0])  # all heads of some layouts have a copy of a single projection
         table = _copy_projection(heads.config, row, target, params.get("tokens")) if first is None else first
         params |= dict.fromkeys(missing, table)
     settings = kind.config_json(config, row, base, depth)

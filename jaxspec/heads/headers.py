@@ -1,21 +1,25 @@
 """Opens draft heads in files of any layout: the headers are checked, and no weight is read."""
 
+import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoints import folder, torch_file
+from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.core.topology import read_parents
-from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.core.sizes import INT32
+from jaxspec.core.topology import Topology, read_parents
+from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
 from jaxspec.heads.find import MANIFEST, OURS, TENSORS, find_heads
-from jaxspec.heads.head_file import HeadFile
-from jaxspec.heads.kinds import CONFIG, PICKLES, head_kind
+from jaxspec.heads.kinds import CONFIG, PICKLES, HeadKind, head_kind
 from jaxspec.heads.layouts import FILES, TORCH, recognise
-from jaxspec.heads.reduced_vocab import read_tokens
-from jaxspec.heads.tensors import check_tensors, finite_reader
+from jaxspec.heads.network import check_target, vocabulary
+from jaxspec.heads.sizes import HeadSizes
+from jaxspec.heads.tensors import check_tensors, finite_reader, read_tokens
 from jaxspec.registry import HEADS
 from jaxspec.storage.reading import check_path
 
@@ -23,6 +27,66 @@ VERSION = 1
 """The version of jaxspec's own layout."""
 FIRST_KIND = "medusa"
 """The kind of heads in jaxspec's own layout whose `heads.json` does not name one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadFile:
+    """Draft heads in files, with the headers checked and no weight read.
+
+    Attributes:
+        path: the file or directory.
+        layout: the name of the layout; "jaxspec" for jaxspec's own.
+        kind: the kind of heads.
+        sizes: the fields of the sizes (`kind.sizes`), without `vocab_size` if the files do not state it.
+        readers: a function for each name of `param_shapes` of the sizes, which reads that parameter in the dtype of the
+            file.
+        stored: the tensors of the heads, by their names in the file.
+        settings: the content of config.json, or of heads.json.
+        tree: the topology that the heads draft best on, if it is known.
+        notes: what users should know about the heads, one sentence each.
+    """
+
+    path: pathlib.Path
+    layout: str
+    kind: HeadKind
+    sizes: Mapping[str, Any]
+    readers: Mapping[str, Callable[[], np.ndarray]] = dataclasses.field(repr=False)
+    stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
+    settings: Mapping[str, Any] = dataclasses.field(repr=False)
+    tree: Topology | None = None
+    notes: tuple[str, ...] = ()
+
+    def config(self, target: Any = None) -> HeadSizes:
+        """Returns the sizes; the vocabulary is the target's if the files do not state its size.
+
+        Raises:
+            InvalidConfig: the files do not state the size of the vocabulary, and there is no target.
+            ShapeMismatch: the heads do not fit the target.
+        """
+        sizes = dict(self.sizes)
+        if self._lacks_vocabulary:
+            if target is None:
+                raise InvalidConfig(
+                    f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
+                    "target (target=..., or --target)"
+                )
+            sizes["vocab_size"] = vocabulary(target)
+        try:
+            config = self.kind.sizes(**sizes)
+            if target is not None:
+                check_target(config, target)
+        except (InvalidConfig, ShapeMismatch) as error:
+            raise type(error)(f"{self.path}: {error}") from None
+        return config
+
+    def config_of_any_vocabulary(self) -> HeadSizes:
+        """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
+        unknown: dict[str, Any] = {"vocab_size": INT32} if self._lacks_vocabulary else {}
+        return self.kind.sizes(**unknown | dict(self.sizes))
+
+    @property
+    def _lacks_vocabulary(self) -> bool:
+        return "decoder" not in self.sizes and "vocab_size" not in self.sizes
 
 
 def open_heads(

@@ -17,8 +17,7 @@ from jaxspec.checkpoints.hf_families import FAMILIES, read_activation
 from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.kinds import HeadKind, Layout, Opened
-from jaxspec.heads.reduced_vocab import MEMBERS, OFFSETS, read_ids, write_ids
-from jaxspec.heads.tensors import finite_reader
+from jaxspec.heads.tensors import MEMBERS, OFFSETS, finite_reader, read_ids, write_ids
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.rope import MAX_WIDTH
 

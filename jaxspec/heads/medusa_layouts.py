@@ -19,8 +19,7 @@ from jaxspec.checkpoints.folder import WHOLE, LazyTensor
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.kinds import CONFIG, PICKLES, HeadKind, Layout, Opened
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.reduced_vocab import read_tokens
-from jaxspec.heads.tensors import check_tensors, finite_reader
+from jaxspec.heads.tensors import check_tensors, finite_reader, read_tokens
 
 WHOLE_MODEL = (
     "the heads are part of a model that was trained with them: they draft for that model, and the text is that "

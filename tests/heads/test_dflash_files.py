@@ -1,6 +1,5 @@
 """Tests files of DFlash and DSpark heads: layouts read and written bit for bit, and every fault refused by name."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -12,14 +11,14 @@ from safetensors.numpy import load_file
 
 import jaxspec
 from helpers.dflash_heads import BLOCK, FILES, IDS, LAYERS, MASK, RANK, V, deepspec, second, speculators, zlab
+from helpers.head_files import check_every_tensor, check_our_format, check_round_trip, refuse
 from helpers.narrow import instance
 from helpers.tables import Tables
-from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.export import export_heads
-from jaxspec.heads.files import load_heads, save_heads
-from jaxspec.heads.headers import open_heads
-from jaxspec.heads.network import DraftHeads, flatten
+from jaxspec.heads.files import load_heads
+from jaxspec.heads.network import DraftHeads
 
 pytestmark = pytest.mark.quick
 
@@ -35,26 +34,8 @@ def target(**tables) -> jaxspec.Model:
 
 @pytest.mark.parametrize("name", FILES)
 def test_round_trips_to_the_bit(tmp_path, name):
-    """There, through our own directory, and back; without a target, which might share its tables."""
     file = FILES[name]
-    heads = load_heads(file.write(tmp_path / "in"), dtype=None)
-    again = load_heads(save_heads(heads, tmp_path / "ours"), dtype=None)
-    assert again.config == heads.config
-    assert not heads.notes
-    assert open_heads(tmp_path / "in").layout == file.layout
-    chex.assert_trees_all_equal(again.params, heads.params)
-    layout = "dflash" if file.layout == "dflash" else "dflash-speculators"  # DeepSpec's is only read
-    place = export_heads(again, tmp_path / "out", layout)
-    written = load_file(place / "model.safetensors")
-    assert written.keys() == file.held.keys()
-    for key, array in file.held.items():
-        assert written[key].dtype == array.dtype
-        np.testing.assert_array_equal(written[key], array)
-    back = load_heads(place, dtype=None)
-    assert back.config == heads.config
-    assert not back.notes
-    chex.assert_trees_all_equal(back.params, heads.params)
-    assert {a.dtype for key, a in flatten(load_heads(place).params).items() if key != "tokens"} == {np.dtype("float32")}
+    check_round_trip(tmp_path, file, "dflash" if file.layout == "dflash" else "dflash-speculators")
 
 
 def test_sizes_are_those_of_the_tensors(tmp_path):
@@ -196,34 +177,12 @@ ODD = {
 
 @pytest.mark.parametrize("what", ODD)
 def test_what_does_not_go_together(tmp_path, what):
-    file, said = ODD[what]
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load_heads(file.write(tmp_path))
-    assert "\n" not in str(caught.value)
+    refuse(tmp_path, *ODD[what])
 
 
 @pytest.mark.parametrize("name", ["z-lab", "z-lab, DFlash 2", "DSpark, gated", "speculators, DSpark"])
 def test_every_tensor(tmp_path, name):
-    """Each dropped, renamed, made longer, wider or deeper, of another type, or not a number."""
-    file = FILES[name]
-    optional = {"embed_tokens.weight", "lm_head.weight"}
-    for key, array in file.held.items():
-        if key in ("d2t", "t2d"):
-            continue
-        floats = array.astype(np.float32)
-        unsound = np.where(np.arange(len(floats)) == len(floats) - 1, np.float32(np.nan), floats.T).T
-        damages = [
-            {key: None}, {key: None, key + "_": array}, {key: np.concatenate([array, array[:1]])}, {key: array[None]},
-            {key: array.astype(np.int16)}, {key: unsound},
-        ]  # fmt: skip
-        if array.ndim == 2:
-            damages.append({key: np.concatenate([array, array[:, :1]], 1)})
-        for number, held in enumerate(damages):
-            if key in optional and number == 0:
-                continue  # heads, but others
-            with pytest.raises(CheckpointError) as caught:
-                load_heads(file.changed(held).write(tmp_path))
-            assert "\n" not in str(caught.value)
+    check_every_tensor(tmp_path, FILES[name], ("embed_tokens.weight", "lm_head.weight"))
 
 
 @pytest.mark.parametrize(
@@ -256,19 +215,4 @@ def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
 
 
 def test_our_own_format_is_checked(tmp_path):
-    place = save_heads(load_heads(FILES["DSpark, rnn"].write(tmp_path / "in")), tmp_path / "ours")
-    good = json.loads((place / "heads.json").read_text())
-    assert good["kind"] == "dflash"
-    for path in [(key,) for key in good] + [("config", key) for key in good["config"]]:
-        for value in ("x", -1, 1 << 40, 0.5, [], {}, [[]], True, ...):
-            changed = json.loads(json.dumps(good))
-            holder = changed
-            for key in path[:-1]:
-                holder = holder[key]
-            if value is ...:
-                del holder[path[-1]]
-            else:
-                holder[path[-1]] = value
-            (place / "heads.json").write_text(json.dumps(changed))
-            with contextlib.suppress(CheckpointError):
-                assert open_heads(place).config().hidden_size == 32
+    check_our_format(tmp_path, FILES["DSpark, rnn"], "dflash")

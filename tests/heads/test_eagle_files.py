@@ -1,55 +1,30 @@
 """Tests files of EAGLE heads: every layout read and written bit for bit, and every fault refused by name."""
 
-import contextlib
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import chex
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jaxspec
 from helpers import medusa_files
 from helpers.eagle_heads import CASES, drafted_ids, parameters, reference_shapes, write
+from helpers.head_files import File, check_every_tensor, check_our_format, check_round_trip, refuse
 from helpers.narrow import instance
 from helpers.tables import target
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.export import export_heads
-from jaxspec.heads.files import load_heads, save_heads
+from jaxspec.heads.files import load_heads
 from jaxspec.heads.headers import open_heads
-from jaxspec.heads.network import flatten
 
 pytestmark = pytest.mark.quick
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-@dataclasses.dataclass(frozen=True)
-class File:
-    """The tensors and the config.json of a head; `name` is its layout."""
-
-    name: str
-    held: Mapping[str, np.ndarray]
-    told: Mapping[str, Any]
-
-    def write(self, folder: pathlib.Path) -> pathlib.Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({key: np.ascontiguousarray(a) for key, a in self.held.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(dict(self.told)))
-        return folder
-
-    def changed(self, held: Mapping[str, Any] | None = None, told: Mapping[str, Any] | None = None) -> "File":
-        """Returns a copy with other entries; None removes one."""
-
-        def merged(old, new):
-            return {key: value for key, value in {**old, **(new or {})}.items() if value is not None}
-
-        return File(self.name, merged(self.held, held), merged(self.told, told))
 
 
 def reference(name: str, dtype: Any = np.float32) -> File:
@@ -116,23 +91,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_round_trips_to_the_bit(tmp_path, name):
-    """There, through our own directory, and back; without a target, which might share its embedding."""
-    file = FILES[name]
-    heads = load_heads(file.write(tmp_path / "in"), dtype=None)
-    again = load_heads(save_heads(heads, tmp_path / "ours"), dtype=None)
-    assert again.config == heads.config
-    assert open_heads(tmp_path / "in").layout == file.name
-    place = export_heads(again, tmp_path / "out", file.name)
-    written = load_file(place / "model.safetensors")
-    assert written.keys() == file.held.keys()
-    for key, array in file.held.items():
-        assert written[key].dtype == array.dtype
-        np.testing.assert_array_equal(written[key], array)
-    back = load_heads(place, dtype=None)
-    assert back.config == heads.config
-    assert not [note for note in back.notes if "norm_output" not in note and IDS not in note]
-    chex.assert_trees_all_equal(back.params, heads.params)
-    assert {a.dtype for key, a in flatten(load_heads(place).params).items() if key != "tokens"} == {np.dtype("float32")}
+    check_round_trip(tmp_path, FILES[name], FILES[name].layout, notes=("norm_output", IDS))
 
 
 def test_sizes_are_those_of_the_tensors(tmp_path):
@@ -279,42 +238,13 @@ ODD: dict[str, tuple[File, str]] = {
 
 @pytest.mark.parametrize("what", ODD)
 def test_what_does_not_go_together(tmp_path, what):
-    file, said = ODD[what]
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load_heads(file.write(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias")
+    refuse(tmp_path, *ODD[what])
 
 
 @pytest.mark.parametrize("name", ["eagle1", "specforge", "speculators, two layers"])
 def test_every_tensor(tmp_path, name):
-    """Each dropped, renamed, made longer, wider or deeper, of another type, or not a number."""
-    file = FILES[name]
-    for key, array in file.held.items():
-        if key in ("d2t", "t2d"):
-            continue
-        floats = array.astype(np.float32)
-        unsound = np.where(np.arange(len(floats)) == 1, np.float32(np.nan), floats.T).T
-        damages = [
-            {key: None}, {key: None, key + "_": array}, {key: np.concatenate([array, array[:1]])}, {key: array[None]},
-            {key: array.astype(np.int16)}, {key: unsound},
-        ]  # fmt: skip
-        if array.ndim == 2:
-            damages.append({key: np.concatenate([array, array[:, :1]], 1)})
-        for number, held in enumerate(damages):
-            absent = number < 1 and key in (
-                "embed_tokens.weight",
-                "lm_head.weight",
-                "fc.bias",
-                "layers.0.self_attn.q_norm.weight",
-            )
-            if absent or (number == 2 and key == "embed_tokens.weight"):
-                continue  # heads, but others
-            with pytest.raises(CheckpointError) as caught:
-                load_heads(file.changed(held).write(tmp_path))
-            assert "\n" not in str(caught.value)
+    optional = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "layers.0.self_attn.q_norm.weight")
+    check_every_tensor(tmp_path, FILES[name], optional, extensible=("embed_tokens.weight",))
 
 
 @pytest.mark.parametrize(
@@ -343,22 +273,4 @@ def test_what_a_layout_cannot_hold(tmp_path, changes, layout, said):
 
 
 def test_our_own_format_is_checked(tmp_path):
-    place = save_heads(load_heads(specforge().write(tmp_path / "in")), tmp_path / "ours")
-    good = json.loads((place / "heads.json").read_text())
-    assert good["kind"] == "eagle"
-    inner = [("config", key) for key in good["config"]] + [
-        ("config", "decoder", key) for key in good["config"]["decoder"]
-    ]
-    for path in [(key,) for key in good] + inner:
-        for value in ("x", -1, 1 << 40, 0.5, [], {}, [[]], True, ...):
-            changed = json.loads(json.dumps(good))
-            holder = changed
-            for key in path[:-1]:
-                holder = holder[key]
-            if value is ...:
-                del holder[path[-1]]
-            else:
-                holder[path[-1]] = value
-            (place / "heads.json").write_text(json.dumps(changed))
-            with contextlib.suppress(CheckpointError):
-                assert open_heads(place).config().hidden_size == 32
+    check_our_format(tmp_path, specforge(), "eagle")

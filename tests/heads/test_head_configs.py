@@ -13,8 +13,7 @@ from jaxspec.cli import main
 from jaxspec.errors import CheckpointError, FetchError, JaxspecError, UnknownName
 from jaxspec.heads.eagle_layouts import LAYER_IDS
 from jaxspec.heads.find import every_shipped, find_heads, named_heads
-from jaxspec.heads.head_file import HeadFile
-from jaxspec.heads.headers import open_heads
+from jaxspec.heads.headers import HeadFile, open_heads
 
 pytestmark = pytest.mark.quick
 

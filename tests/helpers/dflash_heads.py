@@ -1,15 +1,11 @@
 """Tiny random DFlash and DSpark heads, as z-lab's DFlash, DeepSpec and speculators write them."""
 
-import dataclasses
-import json
-import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from helpers.families import random_tensor
+from helpers.head_files import File
 
 V, E, F, LAYERS, RANK, BLOCK, MASK = 48, 32, 40, 2, 6, 4, 47
 IDS = np.sort(np.random.default_rng(0).choice(np.arange(1, V), 20, False))
@@ -20,29 +16,6 @@ LAYER: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1000000.0, "attention_bias": False,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class File:
-    """The tensors and the config.json of a head; `layout` is its layout."""
-
-    layout: str
-    held: Mapping[str, np.ndarray]
-    told: Mapping[str, Any]
-
-    def write(self, folder: pathlib.Path) -> pathlib.Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({key: np.ascontiguousarray(a) for key, a in self.held.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(dict(self.told)))
-        return folder
-
-    def changed(self, held: Mapping[str, Any] | None = None, told: Mapping[str, Any] | None = None) -> "File":
-        """Returns a copy with other entries; None removes one."""
-
-        def merged(old, new):
-            return {key: value for key, value in {**old, **(new or {})}.items() if value is not None}
-
-        return File(self.layout, merged(self.held, held), merged(self.told, told))
 
 
 def tensors(taps: int = 3, rows: int = V, markov: str | None = None, confidence: int = 0, own: bool = False) -> dict:
