@@ -1,15 +1,15 @@
-"""DFlash heads in Flax NNX: a few layers that name all tokens of a block in one call.
+"""DFlash heads in Flax NNX: a few layers that guess all tokens of a block in one call.
 
 DFlash (2026, arXiv:2602.06036): the taps of the target at every token of the text are fused into one state, the
-context. A block is the last token of the text, the root, and masks after it. In every layer a row of the block attends
-to keys and values that the layer makes of the context before the root, and to the rows of the block.
+context. A block is the last token of the text, which is the root, and masks after it. In every layer, a row of the
+block attends to the rows of the block, and to keys and values that the layer computes from the context before the root.
 
-DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head adds to a row's logits what follows from the
-token before it, a product of rank r; so the tokens of a block depend on each other, at little cost. The confidence head
-estimates how much of a row's law the target shares.
+DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head corrects the logits of a row by a product of rank
+r that depends on the token before the row, so the tokens of a block depend on each other at little cost. The confidence
+head estimates the overlap of a row's distribution with the target's.
 
-DFlash 2 (2026) has convolutions along the rows of a block, and a selector in the Markov head's place, which chooses
-among a row's likeliest tokens alone.
+DFlash 2 (2026) has convolutions along the rows of a block. Instead of a Markov head it has a selector, which corrects
+the logits of the most likely tokens of a row and excludes all others.
 """
 
 import functools
@@ -35,8 +35,8 @@ from jaxspec.models.transformer_block import Block, project
 class Convolutions(nnx.Module):
     """The convolutions of a layer of DFlash 2: two around its attention, and two around its MLP.
 
-    A row is mixed with those before it, channel by channel. The kernel is a static one and one that a linear map makes
-    of the input, the same for all channels of a group.
+    A row is mixed with the rows before it, channel by channel. The kernel is the sum of a static kernel and of a kernel
+    that a linear map computes from the input, which is the same for all channels of a group.
     """
 
     def __init__(self, config: DFlashConfig, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -104,10 +104,10 @@ class DFlashHead(HeadNetwork):
         self.tokens = None if c.draft_vocab_size is None else Frozen(jnp.arange(c.rows, dtype=jnp.int32))
 
     def fuse(self, features: Float[Array, "B T F"]) -> Float[Array, "B T E"]:
-        """Returns the context: what the layers read of the target's state at each token.
+        """Returns the context, which the layers read: a state for each token of the text.
 
         Args:
-            features: of the target, with the head's taps.
+            features: features of the target, with the head's taps.
         """
         assert self.fc is not None
         return self._norm(project(features[..., self.config.feature_size :], self.fc, None), self.hidden_norm)
@@ -115,7 +115,7 @@ class DFlashHead(HeadNetwork):
     def remember(self, context: Float[Array, "B T E"], positions: Int[Array, "B T"], dtype: DTypeLike) -> KV:
         """Returns the keys and values of all layers for the context of tokens at these positions, `[L, B, H, T, K]`.
 
-        They are made of the context as it is: the norm before attention is for rows of blocks alone.
+        The context is not normed: the norm before attention is only for rows of blocks.
         """
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
         entries = [block.heads(context, turned, dtype)[1] for block in self.layers]
@@ -124,7 +124,7 @@ class DFlashHead(HeadNetwork):
     def __call__(
         self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache
     ) -> Float[Array, "B b E"]:
-        """Returns the states of a block's rows, from which `head` names tokens; the cache is not written.
+        """Returns the states of the rows of a block, which `logits` reads; the cache is not written.
 
         Args:
             embeddings: of the root and the masks, unscaled.
@@ -143,7 +143,7 @@ class DFlashHead(HeadNetwork):
         return self.run(embeddings, attention)
 
     def run(self, x: Float[Array, "B b E"], attention: Callable[[int, Array], Array]) -> Float[Array, "B b E"]:
-        """Returns the states of rows, with attention of the caller's.
+        """Returns the states of rows, with attention that the caller computes.
 
         Args:
             x: the embeddings of the rows, unscaled.
@@ -172,12 +172,12 @@ class DFlashHead(HeadNetwork):
     def follow(
         self, words: Float[Array, "B n r"], states: Float[Array, "B n E"], memory: Float[Array, "B n m"]
     ) -> tuple[Float[Array, "B n r"], Float[Array, "B n m"]]:
-        """Returns what the Markov head makes of the token before each row, for `correction`, and the new memory.
+        """Returns the input of `correction` for each row, and the new state of the Markov head.
 
         Args:
-            words: `words` of those tokens.
-            states: of the rows.
-            memory: of the tokens before those, `DFlashConfig.memory` wide, zeros at the root.
+            words: the embeddings of the tokens before the rows, as `words` returns them.
+            states: the states of the rows.
+            memory: the state of the Markov head before these tokens, `DFlashConfig.memory` wide; zeros at the root.
         """
         if self.config.markov == "vanilla":
             return words, memory
@@ -191,19 +191,19 @@ class DFlashHead(HeadNetwork):
         return jnp.tanh(out), gate * memory + (1 - gate) * jnp.tanh(new)
 
     def correction(self, followed: Float[Array, "B n r"]) -> Float[Array, "B n R"]:
-        """Returns what the Markov head adds to the logits."""
+        """Returns the correction that the Markov head adds to the logits."""
         assert self.markov_out is not None
         return matmul(followed, self.markov_out[...], transposed=True)
 
     def select(
         self, tokens: Int[Array, "B n"], states: Float[Array, "B 1 E"], logits: Float[Array, "B 1 V"]
     ) -> Float[Array, "B n V"]:
-        """Returns the logits after tokens by the selector; minus infinity but for the likeliest tokens of the row.
+        """Returns the logits of a row after each of some tokens; minus infinity except for its most likely tokens.
 
         Args:
-            tokens: the tokens before the row.
-            states: of the row.
-            logits: of the row.
+            tokens: the tokens that may stand before the row.
+            states: the state of the row.
+            logits: the logits of the row.
         """
         assert self.selector_in is not None
         assert self.selector_out is not None
@@ -218,9 +218,9 @@ class DFlashHead(HeadNetwork):
     def certainty(
         self, states: Float[Array, "B n E"], words: Float[Array, "B n r"] | None = None
     ) -> Float[Array, "B n"]:
-        """Returns the logits of the confidence head: the share of a row's law that the target shares, as estimated.
+        """Returns the logits of the confidence head: its estimates of the overlap of distributions with the target's.
 
-        `words` are required if the head reads them.
+        `words` are required if the confidence head reads them.
         """
         assert self.confidence is not None
         reads = states

@@ -1,4 +1,4 @@
-"""The sizes of a DFlash head, and of what DSpark and DFlash 2 add to it. Nothing here imports JAX."""
+"""The sizes of DFlash, DSpark and DFlash 2 heads. Nothing here imports JAX."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,47 +18,48 @@ MARKOV = ("vanilla", "gated", "rnn")
 def default_taps(depth: int, count: int) -> tuple[int, ...]:
     """Returns the `count` taps that DFlash heads read by default of a target of `depth` layers.
 
-    They are evenly spaced from the state after 2 layers to that after `depth - 2`; one tap is in the middle.
+    The taps are evenly spaced from the state after layer 2 to the state after layer `depth - 2`. A single tap is in the
+    middle.
     """
     spaced = [round(1 + i * (depth - 4) / max(count - 1, 1)) + 1 for i in range(count)]
-    found = spaced if count > 1 else [depth // 2 + 1]
-    return tuple(min(max(tap, 1), depth) for tap in found)
+    taps = spaced if count > 1 else [depth // 2 + 1]
+    return tuple(min(max(tap, 1), depth) for tap in taps)
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(TappedSizes):
     """The sizes of a DFlash head; static and hashable.
 
-    With a Markov head or a confidence head it is a DSpark head, with convolutions or a selector a DFlash 2 head.
+    A Markov head or a confidence head makes it a DSpark head, convolutions or a selector make it a DFlash 2 head.
 
     Attributes:
         decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
-        block_size: the rows of a whole block: the last token of the text, and masks after it.
+        block_size: the number of rows of a whole block: the last token of the text, and masks after it.
         mask_token: the token whose embedding the masks have.
-        from_anchor: whether a row names the token after its own position, and so the first row, which has the last
-            token of the text, the first drafted one. Otherwise a row names the token at its own position, and the first
-            names none.
+        from_anchor: if True, a row guesses the token after its own position, so the first row, which has the last token
+            of the text, guesses the first drafted token. If False, a row guesses the token at its own position, and the
+            first row guesses no token.
         causal: for each layer, whether a row of the block sees only itself and the rows before it; empty if all layers
             see all rows.
         target_size: the width of the target's features; None for `hidden_size`.
         taps: the taps of the target that the head reads (`jaxspec.core.networks.TappedTarget`); None for
             `default_taps` of the target, as many as the head has layers.
-        markov: the kind of Markov head, which adds to a row's logits what follows from the token before: "vanilla" from
-            that token alone, "gated" from the row's state, too, "rnn" from all tokens of the block so far; None
-            without.
-        markov_rank: r, the width of the Markov head; 0 without one.
-        confidence: whether a confidence head estimates how much of a row's law the target shares.
+        markov: the kind of Markov head, which corrects the logits of a row after the tokens before it. A "vanilla" head
+            reads the token before the row, a "gated" head also the state of the row, and a "rnn" head all tokens of the
+            block before the row. None for no Markov head.
+        markov_rank: r, the width of the Markov head; 0 without a Markov head.
+        confidence: whether a confidence head estimates the overlap of a row's distribution with the target's.
         confidence_reads_token: whether the confidence head reads the Markov head's embedding of the token before.
         draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
             tokens of the vocabulary.
-        own_embedding: whether the head has an embedding, and does not read the target's.
-        own_projection: whether the head has a projection to logits, and does not use the target's.
-        conv_size: the rows that a convolution reads, itself and those before it, around the attention and the MLP of
-            every layer; 0 without convolutions.
-        conv_group: the channels that have the same dynamic kernel; 0 without convolutions.
-        selector_rank: the width of the selector, which adds to the logits of a row's likeliest tokens what follows from
-            the row's state and the token before; 0 without one.
-        selector_top: the number of these tokens, which are all that can be drafted there; 0 without a selector.
+        own_embedding: whether the head has its own embedding instead of the target's.
+        own_projection: whether the head has its own projection to logits instead of the target's.
+        conv_size: the number of rows that a convolution reads, which are the row itself and the rows before it. The
+            attention and the MLP of every layer have a convolution before and after them. 0 without convolutions.
+        conv_group: the number of channels that have the same dynamic kernel; 0 without convolutions.
+        selector_rank: the width of the selector, which corrects the logits of the most likely tokens of a row, given
+            the state of the row and the token before the row; 0 without a selector.
+        selector_top: the number of most likely tokens of a row that can be drafted; 0 without a selector.
 
     Raises:
         InvalidConfig: a value is out of range or of another type, or two values cannot be used together.
@@ -120,17 +121,17 @@ class DFlashConfig(TappedSizes):
 
     @property
     def max_depth(self) -> int:
-        # The number of tokens that a block names.
+        # The number of tokens that a block guesses.
         return self.block_size - self.skipped
 
     @property
     def skipped(self) -> int:
-        """The number of rows at the start of a block that name no token: 0 or 1."""
+        """The number of rows at the start of a block that guess no token: 0 or 1."""
         return int(not self.from_anchor)
 
     @property
     def memory(self) -> int:
-        """The width of what the Markov head keeps of the tokens before: r for the kind "rnn", else 0."""
+        """The width of the Markov head's state: r for the kind "rnn", else 0."""
         return self.markov_rank if self.markov == "rnn" else 0
 
     @property
@@ -141,7 +142,7 @@ class DFlashConfig(TappedSizes):
 
     @property
     def is_second(self) -> bool:
-        """Whether it is a DFlash 2 head."""
+        """Whether the head is a DFlash 2 head."""
         return self.conv_size > 0 or self.selector_rank > 0
 
     @property
@@ -157,22 +158,23 @@ class DFlashConfig(TappedSizes):
         return default_taps(depth, self.decoder.num_layers) if self.taps is None else self.taps
 
     def is_causal(self, layer: int) -> bool:
-        """Returns whether a row of the block sees in this layer only itself and the rows before it."""
+        """Returns whether the rows of a block see only themselves and the rows before them in this layer."""
         return bool(self.causal) and self.causal[layer]
 
     def rows_for(self, depth: int) -> int:
-        """Returns the number of rows of a block that names `depth` tokens.
+        """Returns the number of rows of a block that guesses `depth` tokens.
 
-        It is the whole block, as in training, unless all layers are causal: then no row sees those after it, and the
-        block ends with the last row that is needed.
+        If all layers are causal, no row sees the rows after it, and the block ends with the last row that is needed.
+        Otherwise the block is whole, as in training.
         """
         return depth + self.skipped if self.causal and all(self.causal) else self.block_size
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.
 
-        `markov_in` is `[V, r]` and `markov_out` `[R, r]`, tables as `embed` and `head`; so are `selector_in` and
-        `selector_out`. A convolution's static kernels are `[2, conv_size, E]`: those before and after its sublayer.
+        The tables `markov_in`, `selector_in` and `selector_out` have a row per token of the vocabulary, `markov_out`
+        a row per drafted token. The static kernels of a layer are `[2, conv_size, E]`: one convolution before the
+        sublayer, and one after it.
         """
         e, r = self.hidden_size, self.markov_rank
         shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}

@@ -16,15 +16,16 @@ from jaxspec.heads.layered import (
     LayeredKind,
     LayerLayout,
     LayerReader,
+    base_entry,
     layer_names,
     layer_settings,
-    named,
     speculators_settings,
 )
 
 _LAYERS = "layers.{}."
 SLIDING = "sliding_attention"
-NAMES = layer_names(_LAYERS) | {
+"""The type of a layer with sliding-window attention in config.json."""
+TENSOR_NAMES = layer_names(_LAYERS) | {
     "fc": ("fc.weight",),
     "hidden_norm": ("hidden_norm.weight",),
     "markov_in": ("markov_head.markov_w1.weight",),
@@ -43,7 +44,7 @@ NAMES = layer_names(_LAYERS) | {
 
 
 def mix_names(markov: str) -> dict[str, tuple[str, ...]]:
-    """Returns the tensors with which a Markov head of the kind "gated" or "rnn" mixes what it reads."""
+    """Returns the tensors of the linear map that a Markov head of the kind "gated" or "rnn" has."""
     name = "markov_head.gate_proj" if markov == "gated" else "markov_head.joint_proj"
     return {"markov_mix": (f"{name}.weight",), "markov_mix_bias": (f"{name}.bias",)}
 
@@ -58,9 +59,9 @@ def second_settings(config: DFlashConfig) -> dict[str, int]:
     }
 
 
-KINDS = {"dflash": False, "dspark": True}
-"""The kinds of heads of speculators that are read, and whether the first row of their blocks names a token."""
-NEUTRAL: dict[str, Any] = {
+SPECULATORS_KINDS = {"dflash": False, "dspark": True}
+"""The kinds of heads of speculators that can be read, and whether the first row of their blocks names a token."""
+NEUTRAL_ENTRIES: dict[str, Any] = {
     "output_multiplier": 1.0,
     "input_embedding_scale": 1.0,
     "logit_scale": 1.0,
@@ -71,7 +72,7 @@ NEUTRAL: dict[str, Any] = {
     "is_neox_style": True,
     "use_swa": False,
 }
-"""Entries of config.json that change the law of some heads, with the values that change nothing."""
+"""Entries of config.json that change what some heads compute, with the values that change nothing."""
 
 
 class DFlashReader(LayerReader):
@@ -83,7 +84,7 @@ class DFlashReader(LayerReader):
     known = re.compile(
         "|".join(
             re.escape(name).replace(r"\{\}", r"\d{1,4}")
-            for names in (*NAMES.values(), *mix_names("gated").values(), *mix_names("rnn").values())
+            for names in (*TENSOR_NAMES.values(), *mix_names("gated").values(), *mix_names("rnn").values())
             for name in names
         )
     )
@@ -114,9 +115,9 @@ class DFlashReader(LayerReader):
 
     def _check_settings(self) -> None:
         kind = self._settings.get("speculators_model_type")
-        if self._layout.nested and (not isinstance(kind, str) or kind not in KINDS):
+        if self._layout.nested and (not isinstance(kind, str) or kind not in SPECULATORS_KINDS):
             raise CheckpointError(f"{self._where}: speculators_model_type is {kind!r:.40}, expected dflash or dspark")
-        for key, value in NEUTRAL.items():
+        for key, value in NEUTRAL_ENTRIES.items():
             if (said := self._more.get(key, self._entries.get(key, value))) != value:
                 raise CheckpointError(f"{self._where}: config.json says {key} {said!r:.40}, which is not understood")
         if not self._has_theta():
@@ -126,7 +127,7 @@ class DFlashReader(LayerReader):
         if "sample_from_anchor" in self._more:
             return self._flag("sample_from_anchor")
         if self._layout.nested:
-            return KINDS[self._settings["speculators_model_type"]]
+            return SPECULATORS_KINDS[self._settings["speculators_model_type"]]
         if "dflash_config" in self._settings and "markov_head.markov_w1.weight" in self._shapes:
             raise CheckpointError(
                 f"{self._where}: config.json does not say sample_from_anchor: whether the first row of a block names "
@@ -154,7 +155,7 @@ class DFlashReader(LayerReader):
         return value
 
     def _causal(self, windowed: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Returns whether each layer is causal inside a block, by the first of its statements, as vLLM does."""
+        """Returns whether each layer is causal inside a block; as vLLM does, by the first statement of config.json."""
         if self._layout.nested:
             both_ways = self._flag("sliding_window_non_causal")
             return tuple(window and not both_ways for window in windowed)
@@ -274,7 +275,7 @@ class DFlashKind(LayeredKind):
             if config.is_second:
                 switches |= {"block_size": own.pop("block_size")} | second_settings(config)
                 own |= {"architectures": ["DFlash2DraftModel"]}
-            return layer | own | {"dflash_config": switches} | named(base)
+            return layer | own | {"dflash_config": switches} | base_entry(base)
         switches = {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token,
@@ -296,7 +297,7 @@ class DFlashKind(LayeredKind):
 
 
 def _layout(**more: Any) -> LayerLayout:
-    return LayerLayout(drafter=DFlashConfig.drafter, mark=r"hidden_norm\.weight", names=NAMES, **more)
+    return LayerLayout(drafter=DFlashConfig.drafter, mark=r"hidden_norm\.weight", names=TENSOR_NAMES, **more)
 
 
 DFLASH = DFlashKind(

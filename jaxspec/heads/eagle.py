@@ -1,12 +1,13 @@
-"""EAGLE heads in Flax NNX: a few layers that read a token and the target's state before it, and guess the next token.
+"""EAGLE heads in Flax NNX: a few layers that guess the next token from a token and the target's state before it.
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077, section 4.1) reads the target's last feature; EAGLE-2 (arXiv:2406.16858) is
 the same head on a dynamic tree. EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1) reads the residual stream
-before three layers of the target, and EAGLE-3.1 (arXiv:2605.09992) norms each of them and the state that it returns.
+before three layers of the target. EAGLE-3.1 (arXiv:2605.09992) norms each of these inputs, and the state that it
+returns.
 
-A row is a pair of a state and the token after it; the head returns the row's own state, which predicts the token after
-that. Rows of committed text start from the target's states; the row of a drafted token starts from the state of the row
-before it.
+A row is a pair of a state and the token after it. The head returns a new state for the row, which predicts the token
+after the row's token. Rows of committed text start from the target's states. The row of a drafted token starts from the
+state of the row before it.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class EagleHead(HeadNetwork):
         """Returns the states with which rows of committed text start.
 
         Args:
-            features: of the target, with the head's taps.
+            features: features of the target, with the head's taps.
         """
         c, width = self.config, self.config.feature_size
         if c.version == 1:
@@ -81,9 +82,9 @@ class EagleHead(HeadNetwork):
         """Reads a window of rows, without writing to the cache.
 
         Args:
-            states: the state before each token: `fuse` of the target's features, or that of the row before.
-            embeddings: of the tokens, unscaled.
-            window: the tokens, and the places of their rows; the tokens themselves are not read.
+            states: the state before each token: `fuse` of the target's features, or the state of the row before.
+            embeddings: embeddings of the tokens, unscaled.
+            window: the tokens, and the positions of their rows; the tokens themselves are not read.
             cache: keys and values of the rows before.
             past: keys and values of earlier rows of the same window.
 
@@ -107,7 +108,7 @@ class EagleHead(HeadNetwork):
         embeddings: Float[Array, "B T E"],
         attention: Callable[[int, Array], Array],
     ) -> Float[Array, "B T E"]:
-        """Returns the rows' states, with attention of the caller's.
+        """Returns the states of the rows, with attention that the caller computes.
 
         Args:
             states: the state before each token.

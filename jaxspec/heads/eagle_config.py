@@ -22,7 +22,7 @@ class EagleConfig(TappedSizes):
 
     Attributes:
         decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
-        version: 1 for EAGLE-1 and EAGLE-2 (which differ in the tree alone), 3 for EAGLE-3 and EAGLE-3.1.
+        version: 1 for EAGLE-1 and EAGLE-2, which differ only in their trees; 3 for EAGLE-3 and EAGLE-3.1.
         target_size: the width of the target's features; None for `hidden_size`.
         taps: the taps of the target that an EAGLE-3 head reads (`jaxspec.core.networks.TappedTarget`); None for
             `default_taps` of the target.
@@ -31,10 +31,10 @@ class EagleConfig(TappedSizes):
         fc_bias: whether the input projection has a bias.
         fc_norm: whether each tap is normed before the input projection (EAGLE-3.1).
         norm_before_fc: whether all taps are normed as one vector before the input projection.
-        norm_before_residual: whether the first layer adds to its normed state, in place of the state itself.
-        norm_output: whether a drafted token reads the normed state of the one before it (EAGLE-3.1).
-        own_embedding: whether the head has an embedding, and does not read the target's.
-        own_projection: whether the head has a projection to logits, and does not use the target's.
+        norm_before_residual: whether the first layer's residual is its normed state instead of the state itself.
+        norm_output: whether a drafted token reads the normed state of the token before it (EAGLE-3.1).
+        own_embedding: whether the head has its own embedding instead of the target's.
+        own_projection: whether the head has its own projection to logits instead of the target's.
 
     Raises:
         InvalidConfig: a value is out of range or of another type, or two values cannot be used together.

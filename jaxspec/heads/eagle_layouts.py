@@ -11,9 +11,9 @@ from jaxspec.heads.layered import (
     LayeredKind,
     LayerLayout,
     LayerReader,
+    base_entry,
     layer_names,
     layer_settings,
-    named,
     speculators_settings,
 )
 
@@ -156,7 +156,7 @@ class EagleKind(LayeredKind):
     ) -> dict[str, Any]:
         layer = layer_settings(config.decoder)
         if config.version == 1:
-            return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | named(base)
+            return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | base_entry(base)
         switches = {
             "draft_vocab_size": config.rows,
             "target_hidden_size": config.target_size,
@@ -173,7 +173,7 @@ class EagleKind(LayeredKind):
             switches[LAYER_IDS] = taps
         if config.target_size is None:
             del switches["target_hidden_size"]
-        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | named(base)
+        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | base_entry(base)
 
 
 EAGLE = EagleKind(

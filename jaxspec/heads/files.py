@@ -38,10 +38,9 @@ def load_heads(
 ) -> DraftHeads:
     """Loads draft heads in jaxspec's own layout, or heads of other systems in theirs (`jaxspec.heads.layouts`).
 
-    A missing tensor is an error, and so is one that the layout does not have. Each block of Medusa heads has its own
-    parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. An EAGLE or
-    DFlash head whose embedding is a copy of the target's shares it if `target` is given, and a DFlash head its
-    projection, too.
+    A missing tensor is an error, and so is a tensor that the layout does not have. Each block of Medusa heads has its
+    own parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. If `target`
+    is given, heads share the target's embedding or projection instead of their copies of it (`HeadSizes.copies`).
 
     Args:
         source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or heads that come

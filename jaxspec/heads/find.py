@@ -17,7 +17,7 @@ OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 PICKLE = "pickle"
 """The result of `find_layout` for a file of torch, which it does not open."""
 SHIPPED = pathlib.Path(__file__).parent / "shipped"
-"""The heads that come with this package: a directory for each preset, in it one for each drafter."""
+"""The heads that come with this package, in directories PRESET/DRAFTER."""
 
 
 def shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
@@ -48,12 +48,12 @@ def named_heads(source: Any) -> pathlib.Path | None:
 def find_heads(
     source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
 ) -> str | os.PathLike:
-    """Returns the path of heads, after downloading them if necessary; every command finds heads by it.
+    """Returns the path of heads, after downloading them if necessary. Every command finds heads with this function.
 
     Args:
         source: the name of heads that come with this package, PRESET/DRAFTER, or of a preset for its Medusa heads; a
             path, or a Hub repository.
-        allow_pickle: whether files of torch are downloaded, too.
+        allow_pickle: whether files of torch are also downloaded.
         report: called with one line of text per step of a download.
 
     Raises:

@@ -50,7 +50,7 @@ class Layout:
     exported: bool = True
 
 
-class Opened(NamedTuple):
+class ForeignHeads(NamedTuple):
     """Heads in a file of another system, with the headers checked.
 
     Attributes:
@@ -83,7 +83,9 @@ class HeadKind(abc.ABC):
     layouts: tuple[Layout, ...]
 
     @abc.abstractmethod
-    def open(self, where: str, layout: Any, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]) -> Opened:
+    def open(
+        self, where: str, layout: Any, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
+    ) -> ForeignHeads:
         """Checks the headers of a file of another system; of the tensors, only token ids are read.
 
         Args:

@@ -16,7 +16,7 @@ from jaxspec.checkpoints.folder import WHOLE, LazyTensor, check_types
 from jaxspec.checkpoints.hf_families import FAMILIES, read_activation
 from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError
-from jaxspec.heads.kinds import HeadKind, Layout, Opened
+from jaxspec.heads.kinds import ForeignHeads, HeadKind, Layout
 from jaxspec.heads.tensors import MEMBERS, OFFSETS, finite_reader, read_ids, write_ids
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.rope import MAX_WIDTH
@@ -134,7 +134,9 @@ class LayerReader(abc.ABC):
         queries, keys = (self._matrix(f"{first}self_attn.{name}_proj.weight")[0] for name in "qk")
         width = self._head_dim(first, queries)
         if queries % width or keys % width:
-            raise CheckpointError(f"{self._where}: {queries} queries and {keys} keys are no whole heads of {width}")
+            raise CheckpointError(
+                f"{self._where}: {queries} queries and {keys} keys are not multiples of the head width {width}"
+            )
         has = self._shapes.__contains__
         vocab = vocab or self.vocab or (None if drafted else self.rows)
         if vocab is None:
@@ -168,7 +170,8 @@ class LayerReader(abc.ABC):
         count, rest = divmod(reads, target or hidden)
         if rest:
             raise CheckpointError(
-                f"{self._where}: fc.weight reads {reads} numbers, which are no whole states of {target or hidden}"
+                f"{self._where}: fc.weight reads {reads} numbers, not a multiple of the width {target or hidden} of "
+                "the target's states"
             )
         return count
 
@@ -236,7 +239,7 @@ class LayerReader(abc.ABC):
         return max(map(int, found), default=0) + 1
 
     def _compare(self, decoder: ModelConfig) -> None:
-        """Notes where config.json differs from the tensors."""
+        """Adds a note for each size that config.json states differently from the tensors."""
         sizes = {
             "hidden_size": decoder.hidden_size,
             "intermediate_size": decoder.intermediate_size,
@@ -288,33 +291,35 @@ class LayeredKind(HeadKind):
 
     reader: type[LayerReader]
 
-    def open(self, where: str, layout: Any, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]) -> Opened:
+    def open(
+        self, where: str, layout: Any, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
+    ) -> ForeignHeads:
         layout = self.layout_of(layout, settings)
-        plain = {name.removeprefix(layout.prefix): held for name, held in tensors.items()}
-        plain = {name: held for name, held in plain.items() if not self.reader.ignored.fullmatch(name)}
-        maps = (OFFSETS, MEMBERS) if layout.has_ids else ()
-        kept = {name: held for name, held in plain.items() if name not in maps}
-        shapes = {name: held.stored.shape for name, held in kept.items()}
+        found = {name.removeprefix(layout.prefix): tensor for name, tensor in tensors.items()}
+        found = {name: tensor for name, tensor in found.items() if not self.reader.ignored.fullmatch(name)}
+        id_tensors = (OFFSETS, MEMBERS) if layout.has_ids else ()
+        weights = {name: tensor for name, tensor in found.items() if name not in id_tensors}
+        shapes = {name: tensor.stored.shape for name, tensor in weights.items()}
         reader, ids = self.reader(where, layout, shapes, settings), None
         reader.check()
-        check_types(kept)
+        check_types(weights)
         vocab = next(iter(shapes.get("embed_tokens.weight", ())), None) or reader.vocab
-        if maps:
-            vocab, ids = read_ids(where, plain, vocab, reader.rows)
+        if layout.has_ids:
+            vocab, ids = read_ids(where, found, vocab, reader.rows)
         config = reader.read(vocab, None if ids is None else len(ids))
         parameters = {name: shape for name, shape in config.param_shapes().items() if name != "tokens"}
 
         def read(name: str) -> np.ndarray:
-            return finite_reader(name, kept[name])()
+            return finite_reader(name, weights[name])()
 
         names = self.names(config, layout)
         readers = canonical_tensors(where, config.decoder, names, shapes, read, parameters)
         if ids is not None:
             readers["tokens"] = lambda: ids
-        return Opened(layout, dict(vars(config)), readers, tuple(reader.notes))
+        return ForeignHeads(layout, dict(vars(config)), readers, tuple(reader.notes))
 
     def layout_of(self, layout: Any, settings: Mapping[str, Any]) -> Any:
-        """Returns the layout of a file, if config.json tells layouts with the same tensors apart."""
+        """Returns the layout of a file; several layouts may have the same tensors and differ in config.json."""
         return layout
 
     def names(self, config: Any, layout: Any) -> Mapping[str, tuple[str, ...]]:
@@ -339,7 +344,7 @@ class LayeredKind(HeadKind):
 
 
 def file_tensors(config: Any, params: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, np.ndarray]:
-    """Returns a head's parameters, without token ids, as tensors of these names; matrices are `[out, in]`."""
+    """Returns the parameters of a head as tensors of these names, without token ids; matrices are `[out, in]`."""
     tensors = {}
     for ours, shape in config.param_shapes().items():
         if ours == "tokens":
@@ -382,7 +387,7 @@ def layer_settings(d: ModelConfig) -> dict[str, Any]:
     }
 
 
-def named(base: str | None) -> dict[str, Any]:
+def base_entry(base: str | None) -> dict[str, Any]:
     """Returns the entry of config.json that names the target."""
     return {} if base is None else {"base_model_name_or_path": base}
 

@@ -21,7 +21,7 @@ from jaxspec.models.layers import matmul
 
 
 class ResBlock(nnx.Module):
-    """A residual block, `residual + SiLU(x W + b)`. W and b are zero at first, so it starts as the identity."""
+    """A residual block, `residual + SiLU(x W + b)`. W and b are zero at first, so the block starts as the identity."""
 
     def __init__(self, inputs: int, width: int, bias: bool):
         self.kernel = nnx.Param(jnp.zeros((inputs, width), jnp.float32))
@@ -35,7 +35,7 @@ class ResBlock(nnx.Module):
 class InnerBlock(nnx.Module):
     """A residual block with an inner layer, `residual + SiLU(x U + b) D`.
 
-    D is zero at first, so it starts as the identity. U is drawn from `seed`.
+    D is zero at first, so the block starts as the identity. U is drawn from `seed`.
     """
 
     def __init__(self, inputs: int, width: int, bias: bool, seed: int):

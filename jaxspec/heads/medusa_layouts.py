@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.checkpoints.folder import WHOLE, LazyTensor
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.heads.kinds import CONFIG, PICKLES, HeadKind, Layout, Opened
+from jaxspec.heads.kinds import CONFIG, PICKLES, ForeignHeads, HeadKind, Layout
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.tensors import check_tensors, finite_reader, read_tokens
 
@@ -127,10 +127,10 @@ class Rows(NamedTuple):
 def infer_sizes(
     layout: MedusaLayout, where: str, stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns keywords of `HeadsConfig` without the vocabulary, and the number of `rows` of a projection.
+    """Returns the fields of `HeadsConfig` without the vocabulary, and `rows`, the number of rows of a projection.
 
-    If tensors disagree, the most frequent size is returned. Names that the layout does not have are skipped here; they
-    are reported when the file's tensors are compared with the expected ones.
+    If tensors disagree, the most frequent size is returned. Names that the layout does not have are skipped here, and
+    are reported when the tensors of the file are compared with the expected tensors.
 
     Args:
         layout: the layout of the file, with its prefix.
@@ -239,7 +239,7 @@ class MedusaKind(HeadKind):
 
     def open(
         self, where: str, layout: MedusaLayout, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
-    ) -> Opened:
+    ) -> ForeignHeads:
         stored = {name: held.stored for name, held in tensors.items()}
         try:
             sizes = infer_sizes(layout, where, stored, settings)
@@ -276,7 +276,7 @@ class MedusaKind(HeadKind):
             comparable.pop("vocab_size", None)
             del found["vocab_size"]
         notes = (*layout.differences(comparable, config), *([WHOLE_MODEL] if layout.in_model else []))
-        return Opened(layout, found, {ours: reader(ours) for ours in shapes}, notes)
+        return ForeignHeads(layout, found, {ours: reader(ours) for ours in shapes}, notes)
 
     def obstacle(self, config: HeadsConfig, layout: MedusaLayout) -> str | None:
         if config.reads_words:

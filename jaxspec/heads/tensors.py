@@ -12,7 +12,8 @@ from jaxspec.errors import CheckpointError
 ID_TYPES = ("I64", "I32")
 """The types that token ids are stored in."""
 OFFSETS, MEMBERS = "d2t", "t2d"
-"""Tensors of a reduced vocabulary: what to add to the number of each row for its token, and which tokens have one."""
+"""Tensors of a reduced vocabulary: for each row of the projection, its token minus the number of the row; and for each
+token of the vocabulary, whether it has a row."""
 
 
 def finite_reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
@@ -43,12 +44,12 @@ def check_tensors(
 def read_ids(
     where: str, tensors: Mapping[str, LazyTensor], vocab: int | None, rows: int | None
 ) -> tuple[int | None, np.ndarray | None]:
-    """Returns the size of the vocabulary, if it is known, and the ids of a reduced one, ascending.
+    """Returns the size of the vocabulary, if it is known, and the ids of a reduced vocabulary, ascending.
 
     Args:
         where: the file, for messages.
         tensors: those of the file.
-        vocab: the size of the vocabulary, if config.json or another tensor say it.
+        vocab: the size of the vocabulary, if config.json or another tensor states it.
         rows: the number of rows of the projection, if there is one.
 
     Raises:

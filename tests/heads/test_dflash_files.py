@@ -170,7 +170,7 @@ ODD = {
     "a switch of another type": (SPEC.changed(told={"sample_from_anchor": "yes"}), "sample_from_anchor is 'yes'"),
     "no map": (SPEC.changed({"d2t": None, "t2d": None}), "does not say which: it has no d2t"),
     "no vocabulary": (ZLAB.changed(told={"vocab_size": None}), "does not say vocab_size"),
-    "no whole states": (ZLAB.changed({"fc.weight": np.ones((32, 90), np.float32)}), "no whole states of 32"),
+    "no whole states": (ZLAB.changed({"fc.weight": np.ones((32, 90), np.float32)}), "not a multiple of the width 32"),
     "a layer missing": (ZLAB.changed({"layers.1.mlp.up_proj.weight": None}), r"missing: layers\.1\.mlp\.up_proj"),
 }  # fmt: skip
 
