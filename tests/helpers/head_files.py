@@ -97,7 +97,7 @@ def check_every_tensor(
             damages["wider"] = {key: np.concatenate([array, array[:, :1]], 1)}
         for damage, held in damages.items():
             if not (damage == "dropped" and key in optional) and not (damage == "longer" and key in extensible):
-                refuse(place, file.changed(held), "")
+                refuse(place, file.changed(held), ".")
 
 
 def check_our_format(place: pathlib.Path, file: File, kind: str) -> None:
