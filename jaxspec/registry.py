@@ -62,6 +62,9 @@ DRAFTERS = Members(
     },
 )
 
+DRAFTER = "prompt-lookup"
+"""The default drafter."""
+
 RULES = Members(
     "jaxspec.rules",
     {

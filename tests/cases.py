@@ -19,7 +19,7 @@ import jaxspec
 from helpers.narrow import instance
 from helpers.toys import RAGGED, noisy
 from jaxspec import registry
-from jaxspec.cli.drafting import parse_tree
+from jaxspec.cli.tree import parse_tree
 from jaxspec.core.draw import Noise
 from jaxspec.core.rule import Rule, WeighingRule
 from jaxspec.core.schedule import Constant, Schedule

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING
 from jaxspec.amounts import fixed, plural
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
+from jaxspec.cli import models
 from jaxspec.cli.bench import NO_ARGUMENTS, temperatures
-from jaxspec.cli.drafting import add_drafter_options, add_heads, check_drafting, load_heads, load_models
+from jaxspec.cli.drafting import add_drafter_options, read_drafting
 from jaxspec.cli.options import (
     COUNT,
     Parser,
     add_chat,
+    add_length,
     add_limits,
     add_models,
     add_split,
@@ -32,6 +34,7 @@ from jaxspec.cli.options import (
     filled,
     one_of,
     path,
+    read_sampling,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ def add_options(parser: Parser) -> None:
         help="default: model",
     )
     add_drafter_options(add)
-    add_heads(add)
+    models.add_heads(add)
     add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
     add("--draws", type=COUNT, default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
@@ -69,8 +72,7 @@ def add_options(parser: Parser) -> None:
     )
     add_split(add)
     add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
-    add("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
-    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
+    add_length(add, 64)
 
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
@@ -83,29 +85,26 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    _check(args)
+    check_output("--json", args.json)
+    drafting, sources = read_drafting(args)
     check_split(args.split, (args.tasks or "").split(","))
 
     import dataclasses
 
     from rich.console import Console
 
-    import jaxspec
     from jaxspec.bench.environment import describe
     from jaxspec.cli import show
     from jaxspec.generation import inputs
-    from jaxspec.generation.drafting import Drafting
     from jaxspec.tuning import acceptance
     from jaxspec.tuning.prompt_lengths import fitting
 
-    sources = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
-    tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in sources]
-    samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
-    target, draft = load_models(args)
+    names = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
+    tasks = [load(name, args.limit, args.seed, show.say, args.split) for name in names]
+    samplings = [read_sampling(args, temperature) for temperature in args.temperature]
+    target, drafting = models.load(sources, drafting, args.max_new_tokens, args.chat)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
-    heads = load_heads(args, target)
-    drafting = Drafting(args.drafter, draft=draft, heads=heads, drafter_options=dict(args.drafter_option))
     model, params = acceptance.drafting_model(target, drafting)
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]
@@ -172,13 +171,3 @@ def numbers(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", text, re.ASCII) or 0 in map(int, text.split(",")):
         raise argparse.ArgumentTypeError(f"expected whole numbers from 1, separated by commas, got {text!r}")
     return tuple(sorted({int(number) for number in text.split(",")}))
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Checks options against one another before anything is loaded.
-
-    Raises:
-        UsageError: options exclude or require one another, or a directory does not exist.
-    """
-    check_output("--json", args.json)
-    check_drafting(args)

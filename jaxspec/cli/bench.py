@@ -13,36 +13,25 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.peers import PEERS, parse
 from jaxspec.bench.tasks import NAMES, load
-from jaxspec.cli.drafting import (
-    MODELS,
-    TREE_GRAMMAR,
-    add_drafter_options,
-    add_heads,
-    add_rule,
-    check_draft_dtype,
-    check_members,
-    load_all_heads,
-    load_models,
-    missing,
-    note_costs,
-    own_draft,
-    parse_tree,
-    takers,
-)
+from jaxspec.cli.drafting import add_drafter_options, add_rule, check_members, note_costs
+from jaxspec.cli.models import Sources, add_heads, load_heads, load_models, read_sources
 from jaxspec.cli.options import (
     COUNT,
     MAX_NODES,
     Parser,
     UsageError,
     add_chat,
+    add_length,
     add_limits,
     add_models,
     add_split,
     check_output,
     check_split,
     path,
+    read_sampling,
     setting,
 )
+from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import JaxspecError, UnknownName
 from jaxspec.registry import DRAFTERS, SCHEDULES, find
 from jaxspec.storage.reading import check_path
@@ -91,8 +80,7 @@ def add_options(parser: Parser) -> None:
     add_split(add)
     add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
     add("--turns", type=COUNT, default=1, metavar="N", help="most turns of a conversation (default: 1)")
-    add("--max-new-tokens", type=COUNT, default=128, metavar="N", help="default: 128")
-    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
+    add_length(add, 128)
     add("--repeats", type=COUNT, default=3, metavar="R", help="how often every prompt is decoded (default: 3)")
 
     add = parser.add_argument_group("sampling").add_argument
@@ -113,10 +101,9 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; the status is 1 if a text differs without a certificate."""
-    methods = _check(args)
+    methods, sources = _check(args)
     check_split(args.split, args.tasks.split(","))
 
-    import jaxspec
     from jaxspec.bench.environment import peak_memory
     from jaxspec.bench.extra import need
     from jaxspec.bench.run import buildable, measure
@@ -125,17 +112,20 @@ def run(args: argparse.Namespace) -> int:
     if args.plots:
         need("matplotlib", "--plots")  # before an hour of measuring, not after
     tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in args.tasks.split(",")]
-    samplings = [jaxspec.Sampling(t, args.top_k, args.top_p, args.min_p) for t in args.temperature]
-    target, draft = load_models(args)
-    names = None if methods is None else [str(method.drafting.drafter) for method in methods]
-    heads = load_all_heads(args, target, names)
+    samplings = [read_sampling(args, temperature) for temperature in args.temperature]
+    target, draft = load_models(sources, None, args.max_new_tokens, args.chat)
+    heads = load_heads(sources, target)
+    names = heads if methods is None else [str(method.drafting.drafter) for method in methods]
+    for source, drafter in zip(sources.heads, heads):
+        if drafter not in names:
+            raise UsageError(f"--heads {source}: these are heads for {drafter}, which is not in --drafters")
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
     if methods is None:
         methods = buildable(target, draft, heads)
     else:
         methods = [completed(method, draft, heads, dict(args.drafter_option)) for method in methods]
-    workers, missing = _peers(args, target)
+    workers, missing = _peers(args, sources, target)
     report_once = show.once(show.say)
     runs = []
     try:
@@ -239,8 +229,11 @@ def completed(
     return dataclasses.replace(method, drafting=all_of.without_unused())
 
 
-def _check(args: argparse.Namespace) -> list["Method"] | None:
-    """Checks options against one another before anything is loaded, and returns the methods; None for all.
+def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
+    """Checks options against one another before anything is loaded.
+
+    Returns:
+        The methods, None for all, and the sources of models and heads.
 
     Raises:
         UsageError: options exclude or require one another, or a directory does not exist.
@@ -248,7 +241,6 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
     check_output("--json", args.json)
     check_output("--plots", args.plots, folder=True)
     check_output("--peers-folder", args.peers_folder, folder=True)
-    check_draft_dtype(args)
     if args.peers is not None:
         if any(args.temperature):
             raise UsageError("--peers decode greedily; use --temperature 0")
@@ -257,7 +249,7 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         except JaxspecError as error:
             raise UsageError(f"--peers: {error}") from None
     if args.drafters is None and args.tuned is None:
-        return None
+        return None, read_sources(args, None)
     methods = [] if args.drafters is None else parse_drafters(args.drafters)
     if args.tuned is not None:
         from jaxspec.bench.records import Method
@@ -265,18 +257,11 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
 
         methods.append(Method("tuned", Drafting.load(args.tuned)))
     names = [str(method.drafting.drafter) for method in methods]
+    sources = read_sources(args, names)
     takes = set().union(*(find("drafter", name).takes for name in names))
-    for option, field in MODELS.items():
-        if getattr(args, option) is not None and field not in takes:
-            raise UsageError(f"--{option.replace('_', '-')} is for the drafter {takers(field)}, not in --drafters")
     for name, _ in args.drafter_option:
         if name not in takes:
             raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
-    if "model" in names:
-        args.draft_model = args.draft_model or own_draft(args.target)
-    for name in names:
-        if (option := missing(name, args)) is not None:
-            raise UsageError(f"the drafter {name} needs {option} SOURCE")
     labels = [method.label for method in methods]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"--drafters: {twice[0]} is named twice; leave one out")
@@ -284,10 +269,10 @@ def _check(args: argparse.Namespace) -> list["Method"] | None:
         own = method.drafting
         check_members(str(own.drafter), args.rule, own.tree, f"--drafters {method.label}")
     note_costs({method.drafting.schedule for method in methods if isinstance(method.drafting.schedule, str)})
-    return methods
+    return methods, sources
 
 
-def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
+def _peers(args: argparse.Namespace, sources: Sources, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
     """Starts other systems; returns those that run, and the reasons for those that do not."""
     from jaxspec.bench.worker import Models, start
     from jaxspec.checkpoints.source import find_source
@@ -300,7 +285,7 @@ def _peers(args: argparse.Namespace, target: "Model") -> tuple[list["Worker"], d
         place = check_path(find_source(source)).absolute()
         return {"hf" if place.is_dir() else "gguf": str(place)}
 
-    draft = None if args.draft_model is None else files(args.draft_model)
+    draft = None if sources.draft is None else files(sources.draft)
     longest = max(target.lm.context, 1)
-    models = Models(files(args.target), draft, min(longest, 2048), target.stop_ids)
+    models = Models(files(sources.target), draft, min(longest, 2048), target.stop_ids)
     return start(parse(args.peers, draft is not None), models, args.peers_folder, show.say)

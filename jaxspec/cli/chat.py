@@ -6,18 +6,20 @@ leaves. Ctrl-C ends an answer, and the conversation goes on.
 
 import argparse
 import contextlib
+import dataclasses
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import drafting, options
+from jaxspec.cli import drafting, models, options
 from jaxspec.cli.options import COUNT, Parser
 from jaxspec.errors import CapacityError, MissingTokenizer
 
 if TYPE_CHECKING:
     from jaxspec.decode.session import Session
+    from jaxspec.generation.options import GenerateOptions
     from jaxspec.generation.output import Generation
     from jaxspec.models.model import Model
 
@@ -45,13 +47,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ArithmeticError: if an answer ended because logits were not finite.
     """
-    tree = drafting.check_drafting(args)
+    chosen, sources = drafting.read_drafting(args)
 
     from jaxspec.cli import show
 
-    target, draft = drafting.load_models(args, is_chat=True)
-    heads = drafting.load_heads(args, target)
-    chat = Chat(target, drafting.stream_options(args, draft, tree, heads), args.system, args.length)
+    target, chosen = models.load(sources, chosen, new_tokens=None, chat=True)
+    chat = Chat(target, options.read_options(args, chosen), args.system, args.length)
     commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.statistics(), answer=True)}
     for line in lines():
         if line == "/exit":
@@ -150,8 +151,14 @@ class Chat:
         timing: the timing of the last answer.
     """
 
-    def __init__(self, target: "Model", settings: dict[str, Any], system: str | None, length: int | None):
-        """Begins a conversation; `settings` are keywords of `jaxspec.stream`.
+    def __init__(self, target: "Model", options: "GenerateOptions", system: str | None, length: int | None):
+        """Begins a conversation.
+
+        Args:
+            target: the target.
+            options: how answers are generated; their maximum number of tokens is that of one answer.
+            system: the system message; None for no system message.
+            length: maximum number of tokens of the conversation; None for the default.
 
         Raises:
             MissingTokenizer: the target has no chat template.
@@ -164,9 +171,8 @@ class Chat:
         self.length = length or min(LENGTH, context)
         if self.length > context:
             raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
-        decoder, _ = settings["drafting"].build(target)
-        self._settings = settings | {"capacity": decoder.slots(self.length)}
-        self._tools, self._variables = settings.get("tools"), settings.get("template_variables")
+        decoder, _ = options.resolve_drafting().build(target)
+        self._options = dataclasses.replace(options, capacity=decoder.slots(self.length))
         self._target, self._system, self._compiled = target, system, False
         self.reset()
 
@@ -201,23 +207,27 @@ class Chat:
         Raises:
             CapacityError: no room is left for an answer; the conversation is as it was.
         """
-        import jaxspec
+        from jaxspec.api import start_stream
         from jaxspec.cli import show
         from jaxspec.generation.inputs import read_turns
 
         messages = [*self.messages, {"role": "user", "content": line}]
         records = None if self._session is None else self._session.records
-        (turn,) = read_turns(self._target, [messages], True, self._tools, self._variables, records)
+        tools, variables = self._options.tools, self._options.template_variables
+        (turn,) = read_turns(self._target, [messages], True, tools, variables, records)
         ids = [*turn.held, *turn.ids]
-        budget = min(self._settings["max_new_tokens"], self.length - len(ids))
+        budget = min(self._options.max_new_tokens, self.length - len(ids))
         if budget < 1:
             raise CapacityError(f"the conversation takes {len(ids)} of {self.length} tokens, no room for an answer")
         pieces: list[str] = []
-        keywords: dict[str, Any] = self._settings | {"max_new_tokens": budget, "session": self._session}
+        options = dataclasses.replace(
+            self._options,
+            max_new_tokens=budget,
+            session=self._session,
+            on_token=lambda row, token, piece: pieces.append(piece),
+        )
         with contextlib.nullcontext() if self._compiled else show.busy("reading the prompt"):
-            running = jaxspec.stream(
-                self._target, [messages], on_token=lambda row, token, piece: pieces.append(piece), **keywords
-            )
+            running = start_stream(self._target, [messages], options)
             chunk = None if interrupted() else next(running, None)
         self._compiled = True
         while chunk is not None:

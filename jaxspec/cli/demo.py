@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.table import Table
 from jaxspec.bench.texts import QUESTION, TASKS
-from jaxspec.cli.drafting import own_draft, own_heads
+from jaxspec.cli.models import own_draft, own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.cli.takeaway import PLAIN, Speed, Speeds, best, takeaway
 from jaxspec.cli.wrap import wrap

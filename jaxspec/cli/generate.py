@@ -1,6 +1,7 @@
 """Continues prompts. The text is printed as it is decoded; statistics go to standard error."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -9,11 +10,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.amounts import plural, size
-from jaxspec.cli import drafting, options
-from jaxspec.cli.options import COUNT, Parser, UsageError, check_output, whole
+from jaxspec.cli import drafting, models, options
+from jaxspec.cli.options import COUNT, Parser, UsageError, add_option, check_output, whole
 from jaxspec.core import sizes
 
 if TYPE_CHECKING:
+    from jaxspec.generation.options import GenerateOptions
     from jaxspec.generation.output import Chunk, Generation, Output
     from jaxspec.models.model import Model
 
@@ -32,33 +34,17 @@ def add_options(parser: Parser) -> None:
     options.add_template(add)
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
-    add("--samples", type=whole(1, sizes.MOST_SAMPLES), default=1, metavar="N", help="texts per prompt (default: 1)")
+    add_option(add, "samples", type=whole(1, sizes.MOST_SAMPLES), metavar="N")
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of prompts")
     options.add_split(add)
-    add(
-        "--out",
-        metavar="FILE",
-        help="write a line of JSON per text, as it ends; the same command resumes, by what FILE.job.json says",
-    )
-    add(
-        "--batch",
-        type=COUNT,
-        metavar="N",
-        help="texts at once; the next takes the place of one that ends (default: all)",
-    )
+    add_option(add, "out", "the same command resumes, by what FILE.job.json says", metavar="FILE")
+    add_option(add, "batch", "default: all", type=COUNT, metavar="N")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
-    add(
-        "--logprobs",
-        nargs="?",
-        type=whole(0, sizes.MOST_LOGPROBS),
-        const=True,
-        default=False,
-        metavar="N",
-        help="in the JSON: each token's log-probability, raw and as sampled; with N, the N likeliest tokens, too",
-    )
+    number = whole(0, sizes.MOST_LOGPROBS)
+    add_option(add, "logprobs", "in the JSON", nargs="?", type=number, const=True, metavar="N")
     add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
 
 
@@ -68,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ArithmeticError: if a text ended because logits were not finite.
     """
-    tree = drafting.check_drafting(args)
+    chosen, sources = drafting.read_drafting(args)
     if args.logprobs is not False and not (args.json or args.out):
         raise UsageError("--logprobs are written to the JSON; give --json, too")
     if args.out and args.json:
@@ -81,28 +67,27 @@ def run(args: argparse.Namespace) -> int:
     check_output("--out", args.out)
     prompts: list = _prompts(args.prompts, args.split) if args.prompts else args.prompt or [_standard_input()]
 
-    import jaxspec
+    from jaxspec.api import start_stream
     from jaxspec.cli import show
+    from jaxspec.generation.precompile import compile_programs
 
-    target, draft = drafting.load_models(args)
-    heads = drafting.load_heads(args, target)
-    keywords = drafting.stream_options(args, draft, tree, heads) | {
-        "samples": args.samples,
-        "chat": args.chat,
-        "logprobs": args.logprobs,
-        "batch": args.batch,
-    }
+    target, chosen = models.load(sources, chosen, args.max_new_tokens, args.chat)
+    selected = options.read_options(args, chosen)
     if args.compile_only:
-        if not jaxspec.precompile(target, prompts, **keywords):
+        if not compile_programs(target, prompts, selected):
             show.say("nothing had to be compiled")
         return 0
     if args.out:
-        output = _into_file(target, prompts, args.out, keywords)
+        output = _into_file(target, prompts, selected)
     else:
         with show.busy("reading the prompt"):
-            running = jaxspec.stream(target, prompts, **keywords)
+            running = start_stream(target, prompts, selected)
             first = list(itertools.islice(running, 1))  # the first step compiles, too
-        _show(args, prompts, itertools.chain(first, running))
+        chunks = itertools.chain(first, running)
+        if args.json:
+            _count(chunks, len(prompts) * args.samples * args.max_new_tokens)
+        else:
+            print_in_order(chunks, _headers(len(prompts), args.samples))
         output = running.output
         if args.json:
             records = as_records(output, prompts, args.seed)
@@ -114,37 +99,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _into_file(target: "Model", prompts: list, path: str, options: dict[str, Any]) -> "Output":
+def _into_file(target: "Model", prompts: list, options: "GenerateOptions") -> "Output":
     """Writes every text when it ends, and shows the progress."""
-    import jaxspec
+    from jaxspec.api import start_stream
     from jaxspec.cli import show
     from jaxspec.decode.loop import FOREVER
 
     with show.Bar("decoding", parts=show.PARTS) as bar:
-        running = jaxspec.stream(target, prompts, out=path, progress=bar, rounds=FOREVER, **options)
-        rows = len(prompts) * options["samples"]
+        running = start_stream(target, prompts, dataclasses.replace(options, progress=bar, rounds=FOREVER))
+        rows = len(prompts) * options.samples
         there = sum(row.finish_reason is not None for row in running.output)
-        resumed = f", all of them already in {path}" if there == rows else f", {there} of them already in {path}"
-        resumed = resumed if there else ""
+        resumed = f", {'all' if there == rows else there} of them already in {options.out}" if there else ""
         show.say(f"{plural(rows, 'text')}{resumed}, caches of {size(running.memory)}")
         for _ in running:
             pass
     return running.output
 
 
-def _show(args: argparse.Namespace, prompts: list, chunks: Iterable["Chunk"]) -> None:
-    """Prints the texts as they are decoded or, with `--json`, shows the progress."""
+def _count(chunks: Iterable["Chunk"], total: int) -> None:
+    """Decodes all chunks, and shows how many of the `total` tokens there are."""
     from jaxspec.cli import show
 
-    rows = len(prompts) * args.samples
-    if args.json:
-        with show.Bar("decoding") as bar:
-            for done in itertools.accumulate(len(chunk.tokens) for chunk in chunks):
-                bar(done, rows * args.max_new_tokens)
-        return
-    titles = [f"{i + 1}.{s + 1}" if args.samples > 1 else f"{i + 1}" for i, s in
-              itertools.product(range(len(prompts)), range(args.samples))]  # fmt: skip
-    print_in_order(chunks, [f"=== {title} ===" for title in titles] if rows > 1 else [""])
+    with show.Bar("decoding") as bar:
+        for done in itertools.accumulate(len(chunk.tokens) for chunk in chunks):
+            bar(done, total)
+
+
+def _headers(prompts: int, samples: int) -> list[str]:
+    """Returns the header of each row; an empty one for a single row."""
+    if prompts * samples == 1:
+        return [""]
+    rows = itertools.product(range(1, prompts + 1), range(1, samples + 1))
+    return [f"=== {prompt}.{sample} ===" if samples > 1 else f"=== {prompt} ===" for prompt, sample in rows]
 
 
 def _prompts(path: str, split: str | None) -> list:

@@ -1,22 +1,29 @@
-"""Options that several commands share. This module does not import JAX."""
+"""Options that several commands share, and what they select. Imports JAX only when used."""
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import json
 import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxspec.core.descriptions import read_fields
 from jaxspec.core.sizes import INT32, SEED
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName, shown
 from jaxspec.storage.prompt_files import SPLITS
 from jaxspec.storage.reading import check_path, read_bytes
 
-TARGET, DRAFTER = "smollm2-135m-instruct", "prompt-lookup"
+if TYPE_CHECKING:
+    from jaxspec.core.sampling import Sampling
+    from jaxspec.generation.drafting import Drafting
+    from jaxspec.generation.options import GenerateOptions
+
+TARGET = "smollm2-135m-instruct"
 SOURCES = (
     "a preset, a .gguf file, a Hugging Face directory or a repository of its Hub (organization/name, @revision may "
     "follow), or what jaxspec.save wrote"
@@ -176,6 +183,34 @@ def check_output(option: str, path: str | pathlib.Path | None, folder: bool = Fa
         raise UsageError(f"{option} {path}: there is no permission to write to {near}")
 
 
+DESCRIBED = (
+    ("jaxspec.generation.options", "CompileOptions"),
+    ("jaxspec.generation.options", "GenerateOptions"),
+    ("jaxspec.core.sampling", "Sampling"),
+)
+"""The classes whose fields `add_option` adds: module and name."""
+
+
+def add_option(add: Callable, name: str, note: str = "", **words: Any) -> None:
+    """Adds the flag of an option of `jaxspec.generate` or of `jaxspec.Sampling`, with its default and description.
+
+    The help is the first sentence of the description.
+
+    Args:
+        add: the `add_argument` of a parser or a group.
+        name: the name of the option.
+        note: what follows the description in parentheses; the default if it is empty and the default is a value.
+        **words: further arguments of `add`, which say how the value is written.
+    """
+    field = next(fields[name] for kind in DESCRIBED if name in (fields := read_fields(*kind)))
+    default = words.setdefault("default", field.default)
+    if not note and isinstance(default, (int, float)) and not isinstance(default, bool):
+        note = f"default: {default:g}"
+    sentence = re.split(r"\. |; None", field.description.removesuffix("."))[0].removeprefix("whether to ")
+    described = f"{sentence} ({note})" if note else sentence
+    add(f"--{name.replace('_', '-')}", help=described.replace("%", "%%"), **words)
+
+
 DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
 
 
@@ -219,11 +254,7 @@ def add_models(parser: Parser) -> Callable:
 
 def add_chat(add: Callable) -> None:
     """Adds `--chat` and `--no-chat`."""
-    add(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="take prompts as messages to an assistant (default: if the target has a chat template)",
-    )
+    add_option(add, "chat", "default: if there is a template", action=argparse.BooleanOptionalAction)
 
 
 def add_template(add: Callable) -> None:
@@ -274,30 +305,58 @@ def variable(text: str) -> tuple[str, Any]:
 def add_sampling(parser: Parser) -> Callable:
     """Adds the options of sampling and the seed; returns the group's `add_argument`."""
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=setting("temperature"), default=0.0, metavar="T", help="0: the likeliest token (default)")
+    add_option(add, "temperature", type=setting("temperature"), metavar="T")
     add_limits(add)
     return add
 
 
 def add_limits(add: Callable) -> None:
     """Adds the options of sampling other than the temperature, and the seed."""
-    add("--top-k", type=whole(0, INT32), default=0, metavar="K", help="only the K likeliest tokens; 0: all")
-    add("--top-p", type=setting("top_p"), default=1.0, metavar="P", help="only the likeliest of mass P; 1: all")
-    add("--min-p", type=setting("min_p"), default=0.0, metavar="P", help="only P times the likeliest and above; 0: all")
+    add_option(add, "top_k", type=whole(0, INT32), metavar="K")
+    add_option(add, "top_p", type=setting("top_p"), metavar="P")
+    add_option(add, "min_p", type=setting("min_p"), metavar="P")
     add("--seed", type=whole(0, SEED), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
 
 
-def add_ending(parser: Parser, budget: int) -> Callable:
-    """Adds the options that end a text, with default `budget` for `--max-new-tokens`; returns `add_argument`."""
+def read_sampling(args: argparse.Namespace, temperature: float) -> "Sampling":
+    """Returns the sampling settings that the options select, at a temperature."""
+    from jaxspec.core.sampling import Sampling
+
+    return Sampling(temperature, args.top_k, args.top_p, args.min_p)
+
+
+def add_length(add: Callable, default: int) -> None:
+    """Adds `--max-new-tokens` and `--ignore-eos`."""
+    add_option(add, "max_new_tokens", type=COUNT, default=default, metavar="N")
+    add_option(add, "ignore_eos", action="store_true")
+
+
+def add_ending(parser: Parser, default: int) -> None:
+    """Adds the options that end a text, with this default for `--max-new-tokens`."""
     add = parser.add_argument_group("ending").add_argument
-    add("--max-new-tokens", type=COUNT, default=budget, metavar="N", help=f"default: {budget}")
-    add(
-        "--stop",
-        action="append",
-        type=filled("string"),
-        default=[],
-        metavar="STR",
-        help="end before this string; repeatable",
+    add_length(add, default)
+    add_option(add, "stop", "repeatable", action="append", type=filled("string"), default=[], metavar="STR")
+
+
+def read_options(args: argparse.Namespace, drafting: "Drafting") -> "GenerateOptions":
+    """Returns the options of `jaxspec.generate` that the options of a command select.
+
+    Args:
+        args: the options of `jaxspec generate` or `jaxspec chat`.
+        drafting: the drafting, with models and heads.
+    """
+    from jaxspec.core.noise import seed_key
+    from jaxspec.generation.drafting import DraftingOptions
+    from jaxspec.generation.options import GenerateOptions
+
+    names = {field.name for field in dataclasses.fields(GenerateOptions)}
+    names -= {field.name for field in dataclasses.fields(DraftingOptions)}
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    return GenerateOptions(
+        **given,
+        drafting=drafting,
+        key=seed_key(args.seed),
+        sampling=read_sampling(args, args.temperature),
+        template_variables=dict(args.template_variable) or None,
+        verbose=not args.quiet,
     )
-    add("--ignore-eos", action="store_true", help="continue past the model's stop tokens")
-    return add

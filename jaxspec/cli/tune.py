@@ -9,8 +9,9 @@ from typing import Any
 from jaxspec.amounts import plural
 from jaxspec.bench.measurements import add_record, write
 from jaxspec.bench.tasks import NAMES, load
-from jaxspec.cli import drafting, options
+from jaxspec.cli import drafting, models, options
 from jaxspec.cli.options import COUNT, MAX_NODES, Parser, UsageError, check_output, one_of, whole
+from jaxspec.cli.tree import TREE_GRAMMAR
 from jaxspec.registry import DRAFTERS
 
 ENOUGH = 10
@@ -31,7 +32,7 @@ def add_options(parser: Parser) -> None:
     names = "|".join(DRAFTERS)
     add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
     add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
-    add("--tree", metavar="SPEC", help=f"trees instead of chains: {drafting.TREE_GRAMMAR}")
+    add("--tree", metavar="SPEC", help=f"trees instead of chains: {TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
     add(
         "--tasks",
@@ -40,8 +41,8 @@ def add_options(parser: Parser) -> None:
     )
     options.add_split(add)
     add("--limit", type=COUNT, default=8, metavar="N", help="questions per task (default: 8)")
-    add("--max-new-tokens", type=COUNT, default=128, metavar="N", help="per prompt (default: 128)")
-    drafting.add_heads(add)
+    options.add_option(add, "max_new_tokens", type=COUNT, metavar="N")
+    models.add_heads(add)
     drafting.add_rule(parser)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
@@ -52,7 +53,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    tree = drafting.check_drafting(args)
+    chosen, sources = drafting.read_drafting(args)
     options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
         raise UsageError("no PROMPT; add one or more, or --tasks")
@@ -60,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tree {args.tree}: a dynamic tree changes in every round; tune a chain or a fixed tree")
     check_output("--out", args.out)
 
-    import jaxspec
     from jaxspec.cli import show
     from jaxspec.core.noise import seed_key
     from jaxspec.core.topology import Topology
@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for source in args.tasks.split(",") if args.tasks else ():
         task = load(source, args.limit, args.seed, show.say, args.split)
         texts += [(f"{task.name} {question.id}", question.prompt) for question in task.questions]
-    target, draft = drafting.load_models(args)
-    heads = drafting.load_heads(args, target)
+    target, chosen = models.load(sources, chosen, args.max_new_tokens, args.chat)
     chat = target.chat_template is not None if args.chat is None else args.chat
     prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in texts]
     prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
@@ -82,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
             target,
             [ids for _, ids in prompts],
             drafter=args.drafter,
-            draft=draft,
-            tree=tree,
-            drafter_options=dict(args.drafter_option),
-            heads=heads,
+            draft=chosen.draft,
+            tree=chosen.tree,
+            drafter_options=chosen.drafter_options,
+            heads=chosen.heads,
             rule=args.rule,
-            sampling=jaxspec.Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
+            sampling=options.read_sampling(args, args.temperature),
             key=seed_key(args.seed),
             max_new_tokens=args.max_new_tokens,
             progress=bar,

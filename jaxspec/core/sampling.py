@@ -41,10 +41,10 @@ class Sampling:
     """Sampling settings, each a number for all rows or an array `[B]`.
 
     Attributes:
-        temperature: 0 (below 1e-6) is exact greedy decoding.
-        top_k: 0 keeps all tokens.
-        top_p: 1 keeps all tokens.
-        min_p: 0 keeps all tokens.
+        temperature: the divisor of the logits; 0 (below 1e-6) is exact greedy decoding.
+        top_k: number of most likely tokens to keep; 0 keeps all tokens.
+        top_p: total probability of the most likely tokens to keep; 1 keeps all tokens.
+        min_p: least probability of a token to keep, relative to the most likely token; 0 keeps all tokens.
         logit_bias: added to the logits before anything else; a mapping from token id to bias, or an array [V].
 
     Raises:

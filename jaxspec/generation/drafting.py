@@ -34,12 +34,10 @@ from jaxspec.kernels.library import token_cost
 from jaxspec.models.columns import gather
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import follow_platform
-from jaxspec.registry import SCHEDULES, find
+from jaxspec.registry import DRAFTER, SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
 
-DRAFTER = "prompt-lookup"
-"""The default drafter."""
 COPIED_WIDTHS = (4, 8)
 """Widths of target calls of other drafts that are copied, besides those of plain decoding and of the whole tree."""
 VERSION = 3

@@ -21,9 +21,10 @@ from jaxspec.core.descriptions import describe_fields, parse_section, with_secti
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.generation.drafting import DRAFTER, Drafting, DraftingOptions
+from jaxspec.generation.drafting import Drafting, DraftingOptions
 from jaxspec.generation.inputs import Prompt
 from jaxspec.models.model import Model
+from jaxspec.registry import DRAFTER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,19 +39,20 @@ class CompileOptions(DraftingOptions):
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
         samples: rows per prompt, each with its own random numbers.
-        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
-            template. False continues raw text. Token ids and chat messages are not affected.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None for yes if
+            there is a template. False continues raw text. Token ids and chat messages are not affected.
         tools: JSON schemas of the functions that the model may call in chats, one dict each, as the chat template takes
             them; None for no tools, or in a session for those of its last turn. A prompt
             `{"messages": [...], "tools": [...]}` has tools of its own.
         template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for
             none, or in a session for those of its last turn.
-        stop: stop strings. The text is cut before the stop string; the token that completes it is kept. They do not
-            affect compilation.
+        stop: stop strings: the text is cut before the first of them, and the token that completes it is kept. They do
+            not affect compilation.
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
-        logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the law
-            that is sampled from; a number also returns that many of the most likely tokens. See `Generation`.
+        logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the
+            distribution that is sampled from; a number also returns that many of the most likely tokens. See
+            `Generation`.
         width_matched: whether every target call has the width of the tree, even without a draft. The text is then
             bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
@@ -117,9 +119,9 @@ class GenerateOptions(CompileOptions):
             message of the user, and chat messages continue the conversation of a row as the chat template writes it;
             if the template changes what was read, the row is read again from there. Messages may also repeat the whole
             conversation.
-        out: path of a file of JSON lines to which each text is written when it is finished, see
-            `jaxspec.generation.results_file.ResultsFile`. The same call resumes an interrupted job: texts in the file
-            are not generated again.
+        out: path of a file of JSON lines to which each text is written when it is finished. The same call resumes an
+            interrupted job: texts in the file are not generated again. See
+            `jaxspec.generation.results_file.ResultsFile`.
         progress: called with (finished texts, total texts).
         rounds: rounds between two reads from the device; None for 4 in `stream`, and for all at once in `generate`. At
             most 4 with stop strings or `on_token`.

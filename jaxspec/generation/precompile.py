@@ -26,6 +26,11 @@ def precompile(target: Model, prompts: Prompt | Iterable[Prompt], options: Compi
     Raises:
         JaxspecError: an argument is invalid; raised before anything compiles.
     """
+    return compile_programs(target, prompts, options)
+
+
+def compile_programs(target: Model, prompts: Prompt | Iterable[Prompt], options: CompileOptions) -> float:
+    """Compiles the programs that these options need; see `precompile`."""
     notice = Notice(checks.flag("verbose", options.verbose))
     job = make_job(target, prompts, options)
     batches = job.batches(options.batch, options.capacity, range(job.rows))

@@ -82,8 +82,8 @@ def tune(
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         max_new_tokens: number of tokens decoded after each prompt.
-        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None: if there is a
-            template. False continues raw text. Token ids and chat messages are not affected.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None for yes if
+            there is a template. False continues raw text. Token ids and chat messages are not affected.
         progress: called with (prompts done, prompts in all).
 
     Raises:

@@ -34,7 +34,7 @@ import jaxspec
 from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.cli.drafting import parse_tree
+from jaxspec.cli.tree import parse_tree
 from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
 from jaxspec.train.card import FIGURES

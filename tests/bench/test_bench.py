@@ -28,8 +28,9 @@ from jaxspec.bench.run import _encode
 from jaxspec.bench.setup import Decoded, Setup
 from jaxspec.bench.summary import Quartiles, groups, summarise
 from jaxspec.bench.tasks import Question, Task
-from jaxspec.cli import drafting, main
+from jaxspec.cli import main
 from jaxspec.cli.bench import parse_drafters
+from jaxspec.cli.tree import TREE_GRAMMAR
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import Verdict
 from jaxspec.decode.stats import Stats
@@ -634,7 +635,7 @@ def test_drafters_with_trees():
     [
         (["--drafters", "promt-lookup"], "Did you mean 'prompt-lookup'?"),
         (["--drafters", "prompt-lookup,"], "unknown drafter ''"),
-        (["--drafters", "prompt-lookup:x"], drafting.TREE_GRAMMAR),
+        (["--drafters", "prompt-lookup:x"], TREE_GRAMMAR),
         (["--drafters", "early-exit:5000"], "more than 1024 nodes"),
         (["--drafters", "model:4"], "the drafter model needs --draft-model SOURCE"),
         (["--drafters", "prompt-lookup", "--draft-model", "x"], "is for the drafter model"),

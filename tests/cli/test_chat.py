@@ -1,5 +1,6 @@
 """Tests `jaxspec chat`: every answer equals one call with the whole conversation, and no token is read twice."""
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -72,8 +73,8 @@ def begin(*words: str, target: Model = TOY, draft: Model | None = None) -> Chat:
     parser = options.Parser(prog="chat")
     command.add_options(parser)
     args = parser.parse_options(["--length", "250", "--max-new-tokens", "24", *words])
-    settings = drafting.stream_options(args, draft, drafting.check_drafting(args))
-    return Chat(target, settings, args.system, args.length)
+    chosen = dataclasses.replace(drafting.read_drafting(args)[0], draft=draft)
+    return Chat(target, options.read_options(args, chosen), args.system, args.length)
 
 
 def ask(chat: Chat, line: str, write=lambda *_: None, interrupted=lambda: False):
@@ -82,10 +83,10 @@ def ask(chat: Chat, line: str, write=lambda *_: None, interrupted=lambda: False)
 
 def whole(chat: Chat, line: str) -> tuple[str, list[int]]:
     """What one call makes of the conversation with one more message."""
-    target, settings = chat._target, chat._settings
+    target, given = chat._target, vars(chat._options)
     prompt = target.encode_chat([*chat.messages, {"role": "user", "content": line}])
-    budget = min(settings["max_new_tokens"], chat.length - len(prompt))
-    (row,) = jaxspec.generate(target, [prompt], **settings | {"max_new_tokens": budget})
+    budget = min(given["max_new_tokens"], chat.length - len(prompt))
+    (row,) = jaxspec.generate(target, [prompt], **given | {"max_new_tokens": budget})
     return row.text, row.tokens
 
 

@@ -20,10 +20,10 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes, write_h
 from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from jaxspec.bench import texts
-from jaxspec.cli import COMMANDS, demo, drafting, main, show
-from jaxspec.cli.drafting import parse_tree
+from jaxspec.cli import COMMANDS, demo, main, show
 from jaxspec.cli.generate import print_in_order
 from jaxspec.cli.options import UsageError
+from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.generation.output import Chunk
 from jaxspec.kernels.library import describe
@@ -216,10 +216,10 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--samples", "0", "x"], "--samples: expected a whole number from 1 to 1048576, got '0'"),
         (["generate", "--temperature", "hot", "x"], "--temperature"),
         (["generate", "--tree", "4x2", "--draft-length", "3", "x"], "give one of the two"),
-        (["generate", "--tree", "4,x", "x"], drafting.TREE_GRAMMAR),
+        (["generate", "--tree", "4,x", "x"], TREE_GRAMMAR),
         (["generate", "--drafter-option", "exit_layers=1", "x"], "the drafter prompt-lookup has no such option"),
         (["generate", "--drafter-option", "exit_layers", "x"], "expected NAME=VALUE"),
-        (["generate", "--draft-model", "a", "x"], "is for --drafter model"),
+        (["generate", "--draft-model", "a", "x"], "is for the drafter model"),
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
         (["generate", "--logprobs", "x"], "give --json"),
         (["generate", "--logprobs", "0", "x"], "give --json"),

@@ -13,6 +13,7 @@ from helpers.toys import transformer
 from jaxspec.cli import COMMANDS, drafting, main, show
 from jaxspec.cli.flags import as_flags
 from jaxspec.cli.options import Parser, UsageError
+from jaxspec.cli.tree import parse_tree
 from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import RULES, SCHEDULES
 
@@ -211,7 +212,7 @@ def test_a_tree_in_another_notation_is_recognised(meant):
         if spec == meant or (len(counts) == 1 and spec.strip("[]() ") == meant and spec == spec.strip("[]() ")):
             continue
         with pytest.raises(UsageError, match=f"did you mean {re.escape(meant)}\\?$"):
-            drafting.parse_tree(spec)
+            parse_tree(spec)
         checked += 1
     assert checked >= 4
 
@@ -221,13 +222,13 @@ def test_a_tree_in_another_notation_is_recognised(meant):
 )
 def test_a_dynamic_tree_in_another_notation_is_recognised(spec):
     with pytest.raises(UsageError, match=r"did you mean dynamic-8x5-32\?$"):
-        drafting.parse_tree(spec)
+        parse_tree(spec)
 
 
 def test_a_name_of_a_tree_is_recognised():
     with pytest.raises(UsageError, match=r"did you mean mc_sim_7b_63\?$"):
-        drafting.parse_tree("mc_sim_7b")
-    assert drafting.parse_tree("0-0-0,0-1,1").shape.nodes == 6, "paths are no sizes in another notation"
+        parse_tree("mc_sim_7b")
+    assert parse_tree("0-0-0,0-1,1").shape.nodes == 6, "paths are no sizes in another notation"
 
 
 # --- the words of the command line ------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def test_what_is_quoted_from_a_user_stays():
 def test_assumed_costs_are_mentioned(capsys, schedule):
     made = parser("generate")
     args = made.parse_options(["x", *([] if schedule is None else ["--schedule", schedule])])
-    drafting.check_drafting(args)
+    drafting.read_drafting(args)
     said = capsys.readouterr().err
     assert ("not measured" in said and "jaxspec tune" in said) == (schedule == "adaptive")
 

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from helpers.narrow import not_none
 from jaxspec.cli import acceptance as acceptance_command
 from jaxspec.cli import bench, generate, tune
-from jaxspec.cli.drafting import stream_options
-from jaxspec.cli.options import Parser, UsageError, whole
+from jaxspec.cli.options import Parser, UsageError, read_options, whole
 from jaxspec.core.noise import seed_key
 from jaxspec.errors import InvalidConfig
+from jaxspec.generation.drafting import Drafting
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +67,7 @@ def test_the_command_line_takes_every_seed():
     keys = set()
     for seed in [0, 4294967296, 2**33, 2**63, 2**64 - 1]:
         args = parsed(generate, "hi", "--seed", str(seed))
-        keys.add(data(stream_options(args, None, None)["key"]))
+        keys.add(data(not_none(read_options(args, Drafting()).key)))
     assert len(keys) == 5
 
 

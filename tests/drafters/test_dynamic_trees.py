@@ -11,8 +11,8 @@ import jaxspec
 from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from helpers.toys import decoder, eagle2, generate, log_softmax, noisy, request, start, texts
-from jaxspec.cli.drafting import parse_tree
 from jaxspec.cli.options import UsageError
+from jaxspec.cli.tree import parse_tree
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise, gumbel
 from jaxspec.core.records import Context

@@ -350,7 +350,7 @@ def test_commands_draft_with_a_folder_of_pard(folders, capsys):
     assert drafted["stats"]["drafted"] > 0
     assert drafted["stats"]["draft_calls"] <= drafted["stats"]["rounds"]
     for call, status, expected in (
-        (["generate", "x", "--drafter", "pard"], 2, "--drafter pard needs --draft-model SOURCE"),
+        (["generate", "x", "--drafter", "pard"], 2, "the drafter pard needs --draft-model SOURCE"),
         (["bench", "--drafters", "pard"], 2, "the drafter pard needs --draft-model SOURCE"),
         ([*words, "--drafter", "pard", "--draft-model", str(folders[0])], 1, "does not say which token"),
     ):

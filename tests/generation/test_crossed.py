@@ -22,8 +22,8 @@ from helpers.tiers import with_slow
 from helpers.toy_text import KEY, TINY
 from jaxspec import Sampling, registry
 from jaxspec.cli import generate as command
-from jaxspec.cli.drafting import check_drafting, stream_options
-from jaxspec.cli.options import Parser, UsageError
+from jaxspec.cli.drafting import read_drafting
+from jaxspec.cli.options import Parser, UsageError, read_options
 from jaxspec.core.draw import Noise
 from jaxspec.core.schedule import Constant
 from jaxspec.decode.loop import Decoder
@@ -108,8 +108,7 @@ def options(case: dict[str, str]) -> dict[str, Any]:
     parser.add_argument("--quiet", action="store_true")
     command.add_options(parser)
     args = parser.parse_options(words(case))
-    tree, own = check_drafting(args), given(case["drafter"])
-    return stream_options(args, own.get("draft"), tree, own.get("heads"))
+    return vars(read_options(args, dataclasses.replace(read_drafting(args)[0], **given(case["drafter"]))))
 
 
 def one_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from helpers.recorded import recorded
 from jaxspec.bench import tasks
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.cli import train
-from jaxspec.cli.drafting import own_heads
+from jaxspec.cli.models import own_heads
 from jaxspec.cli.options import TARGET, Parser
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.find import SHIPPED, every_shipped

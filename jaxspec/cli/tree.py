@@ -1,0 +1,82 @@
+"""Trees on the command line: the grammar of `--tree`. Imports JAX only when used."""
+
+import itertools
+import operator
+import re
+from typing import TYPE_CHECKING
+
+from jaxspec.cli.options import MAX_NODES, UsageError
+from jaxspec.errors import InvalidConfig, nearest
+
+if TYPE_CHECKING:
+    from jaxspec.core.topology import Dynamic, Topology
+
+TREE_GRAMMAR = (
+    "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
+    "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
+    "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
+    "expanded), or a name (mc_sim_7b_63: Medusa's, of 64 nodes)"
+)
+
+
+def parse_tree(spec: str) -> "Topology | Dynamic":
+    """Parses the value of `--tree`; see `TREE_GRAMMAR`.
+
+    Raises:
+        UsageError: if it does not follow the grammar, or the tree is too large.
+    """
+    from jaxspec.core.topology import branching, dynamic, from_paths
+    from jaxspec.core.tree_spec import NAMES, named_tree
+
+    if spec in NAMES:
+        return named_tree(spec)
+    reason = "this is not a tree"
+    if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
+        counts = [int(count) for count in spec.split("x")]
+        if 0 in counts:
+            reason = "every level needs at least one child per node"
+        elif sum(itertools.accumulate(counts, operator.mul)) > MAX_NODES:
+            reason = f"more than {MAX_NODES} nodes"
+        else:
+            return branching(*counts)
+    elif re.fullmatch(r"\d{1,4}([-,]\d{1,4})+", spec, re.ASCII):
+        try:
+            return from_paths([[int(rank) for rank in path.split("-")] for path in spec.split(",")])
+        except InvalidConfig as error:
+            reason = str(error)
+    elif match := re.fullmatch(r"dynamic-(\d{1,4})x(\d{1,4})-(\d{1,4})", spec, re.ASCII):
+        beam, depth, nodes = map(int, match.groups())
+        if max(nodes, beam * depth) > MAX_NODES:
+            reason = f"more than {MAX_NODES} nodes to read"
+        else:
+            try:
+                return dynamic(beam, depth, nodes)
+            except InvalidConfig as error:
+                reason = str(error)
+    if (meant := _similar_tree(spec)) is not None:
+        raise UsageError(f"tree {spec}: {reason}; did you mean {meant}?")
+    raise UsageError(f"tree {spec}: {reason}. Write {TREE_GRAMMAR}.")
+
+
+_BETWEEN = r"(?:\s*[,;xX*×/-]\s*|\s+)"
+"""What may stand between the sizes of a tree in other notations."""
+
+
+def _similar_tree(spec: str) -> str | None:
+    """Returns the tree that is probably meant by a text that is none: one with the same numbers, or a similar name."""
+    from jaxspec.core.tree_spec import NAMES
+
+    numbers = re.findall(r"\d+", spec, re.ASCII)
+    if re.match(r"\W*dyn", spec, re.IGNORECASE) and len(numbers) == 3:
+        meant = "dynamic-{}x{}-{}".format(*numbers)
+    elif re.fullmatch(rf"\s*[\[(]?\d+({_BETWEEN}\d+)*[\])]?\s*", spec, re.ASCII):
+        meant = "x".join(numbers)
+    else:
+        meant = nearest(spec, NAMES)
+    if meant is None or meant == spec:
+        return None
+    try:
+        parse_tree(meant)
+    except UsageError:
+        return None
+    return meant
