@@ -179,6 +179,7 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
         except InvalidConfig:  # a rule of chains gets a chain
             built = member(tree=chain(built.shape.depth))
     with UsageError.instead(f"--rule {rule} with {written or f'--drafter {drafter}'}: "):
+        made.check(built.shape)
         check_together(made, built, VOCAB)
 
 

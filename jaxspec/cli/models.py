@@ -69,7 +69,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
         takes = set().union(*(find("drafter", name).takes for name in drafters))
         for option, field, given in (("--draft-model", "draft", draft), ("--heads", "heads", heads)):
             if given is not None and field not in takes:
-                raise UsageError(f"{option} is for the drafter {_takers(field)}, not {' or '.join(drafters)}")
+                raise UsageError(f"{option} is for the drafter {_takers(field)}, not {' or '.join(drafters) or 'none'}")
         if "model" in drafters:
             draft = draft or own_draft(args.target)
         for name in drafters:

@@ -99,27 +99,42 @@ class Sampling:
             raise InvalidConfig(f"{name} must be one value, or one for each row; got shape {value.shape}")
         return value.astype(dtype)
 
-    def rows(self, batch: int, vocab: int) -> "Sampling":
-        """Returns the checked settings as arrays: `[B]` each, and the bias `[B, V]` or None.
+    def check(self, batch: int, vocab: int) -> dict[str, Any]:
+        """Checks the settings for a batch and a vocabulary.
 
         Of traced values only the shape is checked.
 
+        Returns:
+            The settings by name, each one value or one for each row, and the bias `[V]`, `[B, V]` or None.
+
         Raises:
-            InvalidConfig: a value is outside its range, NaN, or has not one value per row; a size is no whole number.
+            InvalidConfig: a value is outside its range, NaN, or not one value per row; a size is not a whole number.
             TokenOutOfRange: a bias is for a token that does not exist.
         """
         batch, vocab = whole("batch", batch, 0, MOST_ROWS), whole("vocab", vocab)
-        fields: dict[str, Any] = {}
+        checked: dict[str, Any] = {}
         for name in _LIMITS:
             value = self._checked(name)
             if value.shape not in ((), (batch,)):
                 raise InvalidConfig(
                     f"{name} must be one value, or one for each of the {batch} rows; got shape {value.shape}"
                 )
-            fields[name] = _broadcast(value, (batch,))
-        return Sampling(**fields, logit_bias=self._bias(batch, vocab))
+            checked[name] = value
+        return checked | {"logit_bias": self._bias(batch, vocab)}
 
-    def _bias(self, batch: int, vocab: int) -> Array | None:
+    def rows(self, batch: int, vocab: int) -> "Sampling":
+        """Returns the checked settings as arrays: `[B]` each, and the bias `[B, V]` or None.
+
+        Raises:
+            InvalidConfig, TokenOutOfRange: see `check`.
+        """
+        checked = self.check(batch, vocab)
+        bias = checked.pop("logit_bias")
+        fields = {name: _broadcast(value, (batch,)) for name, value in checked.items()}
+        return Sampling(**fields, logit_bias=None if bias is None else _broadcast(bias, (batch, vocab)))
+
+    def _bias(self, batch: int, vocab: int) -> np.ndarray | Array | None:
+        """Returns the checked bias `[V]` or `[B, V]`."""
         if self.logit_bias is None:
             return None
         if isinstance(self.logit_bias, Mapping):
@@ -137,12 +152,12 @@ class Sampling:
         if bias.shape not in ((vocab,), (batch, vocab)):
             raise InvalidConfig(f"logit_bias must have shape [{vocab}], got {list(bias.shape)}")
         if isinstance(bias, jax.core.Tracer):
-            return _broadcast(bias, (batch, vocab))
+            return bias
         if np.isnan(bias).any() or np.isposinf(bias).any():
             raise InvalidConfig("logit_bias must not be NaN or +inf (use -inf to ban a token)")
         if np.isneginf(bias).all(-1).any():
             raise InvalidConfig("logit_bias bans every token")
-        return _broadcast(bias, (batch, vocab))
+        return bias
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:

@@ -186,10 +186,10 @@ class Drafting(DraftingOptions):
         if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
             fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule of chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
-        check_together(rule, drafter, target.lm.vocab)
         schedule = default_schedule(drafter, target.params) if schedule is None else make_schedule(schedule)
         decoder = Decoder(target.lm, drafter, rule, schedule, **options)
         weights = Weights(target.params, draft_params)
+        check_together(rule, drafter, target.lm.vocab)
         check_round(decoder, weights)
         return decoder, weights
 

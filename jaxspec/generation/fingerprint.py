@@ -31,6 +31,14 @@ from jaxspec.text.tokenizer import Tokenizer
 _DEPTH = 24  # levels of nested values that are described; deeper values are described by their type
 
 
+_EARLIER_NAMES = {
+    "jaxspec.core.topology.Dynamic": "jaxspec.core.tree.Dynamic",
+    "jaxspec.core.topology.Topology": "jaxspec.core.tree.Topology",
+    "jaxspec.heads.medusa_config.HeadsConfig": "jaxspec.heads.config.HeadsConfig",
+}
+"""Classes that were moved to another module. Results files that were begun before keep their descriptions."""
+
+
 def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     """Describes everything that determines the texts of a job, by name.
 
@@ -118,7 +126,9 @@ def _describe_transformer(lm: TransformerLM, depth: int) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+    """Returns the full name of a class or function, under which results files know it."""
+    name = f"{value.__module__}.{value.__qualname__}"
+    return _EARLIER_NAMES.get(name, name)
 
 
 def _code(code: types.CodeType) -> str:

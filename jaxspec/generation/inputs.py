@@ -245,16 +245,11 @@ def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
     """Checks the settings of all rows, without allocating a bias over the vocabulary for each.
 
     Raises:
-        InvalidConfig, TokenOutOfRange: see `Sampling.rows`.
+        InvalidConfig, TokenOutOfRange: see `Sampling.check`.
     """
     if not isinstance(sampling, Sampling):
         raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
-    bias = sampling.logit_bias
-    if not isinstance(bias, Mapping) and np.ndim(bias) == 2:
-        sampling.rows(rows, vocab)
-    else:
-        dataclasses.replace(sampling, logit_bias=None).rows(rows, vocab)
-        Sampling(logit_bias=bias).rows(1, vocab)
+    sampling.check(rows, vocab)
 
 
 def check_logprobs(value: Any) -> int | None:

@@ -50,14 +50,13 @@ def make_schedule(schedule: str | Schedule) -> Schedule:
 
 
 def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
-    """Checks that a rule takes the drafts of a drafter: its trees, and tokens with or without a law.
+    """Checks that a rule takes the drafts of a drafter, whose shape of tree it takes: tokens with or without a law.
 
     The rule is traced as the loop calls it, and nothing is compiled.
 
     Raises:
-        InvalidConfig: the rule refuses them, or cannot be traced for them.
+        InvalidConfig: the rule refuses the drafts, or cannot be traced for them.
     """
-    rule.check(drafter.shape)
     law = rule.noise is Noise.FRESH and drafter.draws and not isinstance(drafter, ObservingDrafter)
     _trace_rule(rule, drafter.shape, law, vocab)
 

@@ -112,8 +112,7 @@ def rollout(
     split = parts // math.gcd(prompts, parts)  # the groups that share a prompt, each of which reads it
     if samples % split:
         raise InvalidConfig(f"{prompts} prompts of {samples} samples cannot be shared evenly by {parts} groups")
-    if not isinstance(sampling, Sampling):
-        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
+    inputs.check_sampling(sampling, rows, target.lm.vocab)
     settings = inputs.mask_padding(target, sampling, rows)
     keys = _row_keys(as_key(key, rows), prompts, samples)
     stops = inputs.stop_array(target, stop_ids, ignore_eos, rows)

@@ -108,7 +108,8 @@ def options(case: dict[str, str]) -> dict[str, Any]:
     parser.add_argument("--quiet", action="store_true")
     command.add_options(parser)
     args = parser.parse_options(words(case))
-    return vars(read_options(args, dataclasses.replace(read_drafting(args)[0], **given(case["drafter"]))))
+    models = {name: value for name, value in given(case["drafter"]).items() if name in ("draft", "heads")}
+    return vars(read_options(args, dataclasses.replace(read_drafting(args)[0], **models))) | {"chat": False}
 
 
 def one_line(error: Exception) -> str:
@@ -155,7 +156,7 @@ def test_every_rule_is_built_with_every_drafter_and_tree_or_refused(rule):
 @pytest.mark.parametrize("case", first(8))
 def test_what_is_built_can_be_traced(traced, case):
     with pytest.raises(Traced if refusal(case) is None else (JaxspecError, UsageError)):
-        jaxspec.generate(TINY, [PROMPT], chat=False, **options(case))
+        jaxspec.generate(TINY, [PROMPT], **options(case))
 
 
 @functools.cache
@@ -176,7 +177,7 @@ def test_what_is_built_decodes(case):
         pytest.skip(refusal(case) or "")
     for temperature in (1.0, 0.0):
         given: dict[str, Any] = options(case) | {"sampling": Sampling(temperature)}
-        row = jaxspec.generate(TINY, [PROMPT], chat=False, **given)[0]
+        row = jaxspec.generate(TINY, [PROMPT], **given)[0]
         assert row.finish_reason == "length"
         assert len(row.tokens) == BUDGET
         rule = cases.RULES[case["rule"]]

@@ -16,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import jaxspec
 from helpers.checkpoints import tiny_config
 from helpers.narrow import instance
 from helpers.networks import digests, made, module
 from helpers.paths import TESTS
+from helpers.toy_text import TINY
 from helpers.toys import noisy, transformer
+from jaxspec import registry
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.generation import fingerprint, results_file
@@ -230,6 +233,31 @@ def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
     jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **options)
     with pytest.raises(InvalidConfig, match="texts of another drafter"):
         jaxspec.generate(TARGET, PROMPTS[:2], out=tmp_path / "texts.jsonl", **{**options, "draft": other})
+
+
+DESCRIBED = {
+    "dflash": "187f74eaedca53d6", "dynamic": "8144dc2f7b8011ae", "eagle": "834be09a152943c3",
+    "early-exit": "c2d8697688756e4e", "medusa": "91d205aab697366c", "model": "53d1f2f8df9870fa",
+    "none": "9c830e09e8b54c4a", "pard": "d825e9b9c5daaef9", "prompt-lookup": "d85449c7ef73261f",
+    "recycling": "612e527240f6cc6a", "rule block": "ec235e7eb186d2a5", "rule coupled": "a366bac8b6c55a51",
+    "rule deterministic": "fb97f6e714ce4e35", "rule lossy-cascade": "e4aa87ddb595a6c2",
+    "rule lossy-lenient": "c2ca096857097ff5", "rule lossy-typical": "c1b3d9a00cbae76a",
+    "rule rejection": "cb076dfeccd6dec9", "rule traversal": "0fc678726720255c",
+    "schedule adaptive": "1f8148c055c4c12f", "schedule confidence": "f35e0f3c344d1744",
+    "schedule constant": "e6a2cb415ea64d00", "schedule plus-minus": "0e4ac12fa6503f5f", "target": "34ee1230d05cd0ea",
+}  # fmt: skip
+"""Digests of descriptions that results files hold. Where a class has moved, `fingerprint` knows its earlier name."""
+
+
+@pytest.mark.quick
+def test_files_that_were_begun_before_a_class_moved_are_resumed():
+    described: dict[str, Any] = {"target": TINY.lm, "dynamic": jaxspec.dynamic(2, 3, 4)}
+    for name in cases.DRAFTERS:
+        decoder, _ = cases.drafting(name, TINY).build(TINY)
+        described[name] = (decoder.drafter, decoder.schedule, decoder.widths)
+    described |= {f"rule {name}": registry.find("rule", name)() for name in registry.RULES}
+    described |= {f"schedule {name}": registry.find("schedule", name)() for name in registry.SCHEDULES}
+    assert {name: fingerprint.digest(fingerprint.static(value)) for name, value in described.items()} == DESCRIBED
 
 
 @pytest.mark.slow
