@@ -96,7 +96,7 @@ def _run(words: list[str]) -> int:
         description="Speculative decoding as one XLA program.",
         epilog="commands:\n"
         + "".join(f"  {name:<12}{line}\n" for name, line in COMMANDS.items())
-        + "\n'jaxspec COMMAND --help' tells more.",
+        + "\n'jaxspec COMMAND --help' describes the options of a command.",
     )
     parser.add_argument("--version", action=Version, nargs=0, help="show the version, and the CPU kernels in use")
     try:
@@ -109,7 +109,7 @@ def _run(words: list[str]) -> int:
         command = importlib.import_module(f"jaxspec.cli.{name}")
         parser = Parser(prog=f"jaxspec {name}", description=command.__doc__)
         command.add_options(parser)
-        parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of progress on standard error")
+        parser.add_argument("-q", "--quiet", action="store_true", help="do not report progress on standard error")
         parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
         args = parser.parse_options(words)
     except SystemExit as leave:  # --help, --version

@@ -1,7 +1,7 @@
-"""Talks with a language model. The answers come as they are written; statistics go to standard error.
+"""Chats with a language model. Answers are printed as they are generated; statistics go to standard error.
 
-A line is a message. /reset begins a new conversation, /stats tells of this one, /exit or the end of the input
-leaves. Ctrl-C ends an answer, and the conversation goes on.
+Each line is a message. /reset begins a new conversation, /stats prints the statistics of this conversation, and /exit
+or the end of the input ends the command. Ctrl-C ends an answer, but not the conversation.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def add_drafter_options(add: Callable) -> None:
         default=[],
         type=option,
         metavar="NAME=VALUE",
-        help="an option of the drafter's own, such as exit_layers=10 of early-exit; repeatable",
+        help="an option of the drafter, such as exit_layers=10 of early-exit (repeatable)",
     )
 
 
@@ -79,9 +79,13 @@ def add_drafting(parser: Parser) -> None:
         "--schedule",
         type=one_of("schedule", SCHEDULES),
         metavar=schedules,
-        help="how deep each round may draft; default: as the tree is deep, for prompt-lookup while that pays",
+        help="limit of the depth of each draft (default: none; prompt-lookup drafts only while it pays)",
     )
-    add("--tuned", metavar="FILE", help="draft as 'jaxspec tune' found best, in place of the other options")
+    add(
+        "--tuned",
+        metavar="FILE",
+        help="file of 'jaxspec tune', instead of the other options of drafting",
+    )
     add_rule(parser)
 
 
@@ -104,7 +108,7 @@ def read_drafting(args: argparse.Namespace) -> tuple["Drafting", Sources]:
         written = f"--draft-length {args.draft_length}"
     if args.tuned is not None and (args.drafter != DRAFTER or args.drafter_option or args.schedule or written):
         raise UsageError(
-            "--tuned says how to draft; give it without --drafter, --drafter-option, --draft-length, --tree and "
+            "--tuned selects how to draft; give it without --drafter, --drafter-option, --draft-length, --tree and "
             "--schedule"
         )
     drafting = None if args.tuned is None else _load_tuned(args.tuned, args.rule)

@@ -6,6 +6,7 @@ EAGLE, DFlash and DSpark heads can be exported, and heads trained with '--inputs
 
 import argparse
 
+from jaxspec.cli.models import add_allow_pickle
 from jaxspec.cli.options import DTYPES, SOURCES, Parser, check_output, one_of, path
 from jaxspec.heads.layouts import EXPORTED, LAYOUTS
 
@@ -26,7 +27,7 @@ def add_options(parser: Parser) -> None:
     add("--base", metavar="NAME", help="what other systems call the target (default: as --target)")
     shown = "|".join(DTYPES)
     add("--dtype", type=one_of("dtype", DTYPES), metavar=shown, help="of what is written (default: that of the file)")
-    add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
+    add_allow_pickle(add)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxspec.cli.inspect_format import as_lines
 from jaxspec.cli.inspect_model import LENGTH
+from jaxspec.cli.models import add_allow_pickle
 from jaxspec.cli.options import COUNT, SOURCES, Parser, UsageError, add_dtype
 from jaxspec.errors import JaxspecError
 from jaxspec.storage.reading import check_path
@@ -28,7 +29,7 @@ def add_options(parser: Parser) -> None:
     add("--draft-model", metavar="SOURCE", help="of a model: a draft model, whose vocabulary is compared with it")
     add("--target", metavar="SOURCE", help="of heads: the model they are to draft for")
     add("--prompt", action="append", metavar="TEXT", help="to try heads on, with --target; repeatable")
-    add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
+    add_allow_pickle(add)
     add("--json", action="store_true", help="a JSON object; what ends in _bytes is in bytes")
 
 

@@ -51,7 +51,12 @@ def add_heads(add: Callable, *, several: bool = False) -> None:
         help="heads of 'medusa', 'eagle' or 'dflash': a directory, a file, a Hub repository (default: "
         "the preset's own)" + "; repeatable, once for every drafter" * several,
     )
-    add("--allow-pickle", action="store_true", help="read heads also from .pt files; nothing of them is run")
+    add_allow_pickle(add)
+
+
+def add_allow_pickle(add: Callable) -> None:
+    """Adds `--allow-pickle`."""
+    add("--allow-pickle", action="store_true", help="also read heads from .pt files; no code in them is run")
 
 
 def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> Sources:
@@ -100,14 +105,14 @@ def _missing(drafter: str, target: str, draft: str | None, heads: list[str] | No
 
 
 def own_draft(target: str) -> str | None:
-    """Returns the draft model of a preset, or None if the target is no preset or has none."""
+    """Returns the draft model of a preset; None if the target is not a preset or has no draft model."""
     from jaxspec.checkpoints.presets import PRESETS
 
     return PRESETS[target].draft if target in PRESETS else None
 
 
 def own_heads(target: str, drafter: str) -> str | None:
-    """Returns the source of the heads that come with jaxspec, or None if the target is no preset or has none."""
+    """Returns the source of the heads that come with jaxspec; None if there are none for this target."""
     from jaxspec.heads.find import shipped_heads
 
     return f"{target}/{drafter}" if shipped_heads(target, drafter) else None

@@ -220,7 +220,7 @@ def add_dtype(add: Callable) -> None:
         "--dtype",
         default=WEIGHTS[0],
         **DTYPE,
-        help=f"of the weights; file: those of a GGUF file as they are (default: {WEIGHTS[0]})",
+        help=f"dtype of the weights; file keeps the weights of a GGUF file as they are (default: {WEIGHTS[0]})",
     )
 
 
@@ -245,10 +245,19 @@ def add_models(parser: Parser) -> Callable:
     """Adds the options of target and draft model; returns the group's `add_argument`, for further options."""
     add = parser.add_argument_group("models").add_argument
     add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
-    add("--draft-model", metavar="SOURCE", help="of the drafters 'model' (default: the preset's own) and 'pard'")
-    add("--context", type=COUNT, metavar="N", help="longest text of the target (default: what it was made for)")
+    add(
+        "--draft-model",
+        metavar="SOURCE",
+        help="draft model of 'model' (default: the preset's) and 'pard'",
+    )
+    add(
+        "--context",
+        type=COUNT,
+        metavar="N",
+        help="longest text of the target, in tokens (default: its context)",
+    )
     add_dtype(add)
-    add("--draft-dtype", **DTYPE, help="of the draft model's weights (default: that of --dtype)")
+    add("--draft-dtype", **DTYPE, help="dtype of the draft model's weights (default: the dtype of the target)")
     return add
 
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from jaxspec.core.topology import Dynamic, Topology
 
 TREE_GRAMMAR = (
-    "either the children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
-    "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the likeliest; prefixes are implied), or "
-    "dynamic-BEAMxDEPTH-NODES, the NODES likeliest every round (dynamic-8x5-32; BEAM nodes of each of DEPTH levels are "
-    "expanded), or a name (mc_sim_7b_63: Medusa's, of 64 nodes)"
+    "either the number of children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
+    "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the most likely child, and prefixes are "
+    "implied), or dynamic-BEAMxDEPTH-NODES, which expands BEAM nodes on each of DEPTH levels and keeps the NODES most "
+    "likely nodes in every round (dynamic-8x5-32), or a name (mc_sim_7b_63: Medusa's tree of 64 nodes)"
 )
 
 
@@ -63,7 +63,7 @@ _BETWEEN = r"(?:\s*[,;xX*×/-]\s*|\s+)"
 
 
 def _similar_tree(spec: str) -> str | None:
-    """Returns the tree that is probably meant by a text that is none: one with the same numbers, or a similar name."""
+    """Returns the tree that a text which is not a tree probably means: the same numbers, or a similar name."""
     from jaxspec.core.tree_spec import NAMES
 
     numbers = re.findall(r"\d+", spec, re.ASCII)

@@ -375,7 +375,7 @@ def test_wrong_command_lines(directory, tmp_path, capsys):
     TUNED.save(path)
     words = ["--target", str(directory), "abc"]
     for command, said in (
-        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned says how to draft"),
+        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned selects how to draft"),
         (["generate", *words, "--tuned", path], "needs --draft-model"),
         (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
         (["tune", *words, "--out", path], "--drafter"),
