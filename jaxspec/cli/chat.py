@@ -215,7 +215,7 @@ class Chat:
         records = None if self._session is None else self._session.records
         tools, variables = self._options.tools, self._options.template_variables
         (turn,) = read_turns(self._target, [messages], True, tools, variables, records)
-        ids = [*turn.held, *turn.ids]
+        ids = [*turn.prefix, *turn.ids]
         budget = min(self._options.max_new_tokens, self.length - len(ids))
         if budget < 1:
             raise CapacityError(f"the conversation takes {len(ids)} of {self.length} tokens, no room for an answer")
@@ -240,7 +240,7 @@ class Chat:
         output = running.output
         row = output[0]
         self._session, self.timing = output.session, output.timing
-        self.read += len(turn.ids) if turn.held == self.ids else len(ids)
+        self.read += len(turn.ids) if turn.prefix == self.ids else len(ids)
         self.ids = [*ids, *row.tokens]
         self.messages = [*messages, {"role": "assistant", "content": row.text or ""}]
         self.answers, self.total, self.stats = self.answers + 1, self.total + output.timing, self.stats + row.stats

@@ -156,8 +156,8 @@ def _tokens(tokenizer: Tokenizer) -> str:
 def weights(params: Any) -> list[list]:
     """Returns the name, shape, dtype and checksum of every array of a pytree.
 
-    Packed floats count as unpacked. Packed int8 values and blocks do not: with them, products round their rows, too,
-    which is another model.
+    Packed floats count as unpacked. Packed int8 values and blocks do not: products with them also round the rows
+    of the other factor, which makes another model.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):

@@ -15,7 +15,7 @@ from jaxspec.core.noise import as_key
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
-from jaxspec.generation.turns import RowRecord, Turn, continued
+from jaxspec.generation.turns import RowRecord, Turn, continue_turn
 from jaxspec.models.model import Model
 from jaxspec.text.messages import check_messages, check_tools, check_variables
 
@@ -77,10 +77,10 @@ def read_turns(
     Args:
         target: the model, with its tokenizer and chat template.
         prompts: one prompt, or any iterable of prompts.
-        chat: whether to wrap text in the chat template, as a message of the user; None: if there is a template.
-        tools: JSON schemas of the tools of prompts that have none of their own.
+        chat: whether to wrap text in the chat template, as a message of the user; None for yes if there is a template.
+        tools: JSON schemas of the tools, for prompts without their own tools.
         template_variables: further variables of the chat template.
-        records: what a session knows about its rows, as many for each prompt; None outside a session.
+        records: the records of a session's rows, the same number for each prompt; None outside a session.
 
     Returns:
         A turn for each prompt, or in a session for each row.
@@ -106,38 +106,38 @@ def read_turns(
         index = i if records is None else i * len(prompts) // len(records)
         where, conversation = f"prompt {index}", conversations[index]
         if conversation is None:
-            held = [] if record is None else record.tokens
-            turns.append(Turn(_encode(target, prompts[index], where, not held), held=held))
+            prefix = [] if record is None else record.tokens
+            turns.append(Turn(_encode(target, prompts[index], where, not prefix), prefix=prefix))
             continue
-        (messages, own), variables = conversation, given
-        own = tools if own is None else own
+        (messages, prompt_tools), variables = conversation, given
+        prompt_tools = tools if prompt_tools is None else prompt_tools
         if record is not None:
-            messages = record.joined(messages, where)
-            own = record.turn.tools if own is None else own
+            messages = record.join(messages, where)
+            prompt_tools = record.turn.tools if prompt_tools is None else prompt_tools
             variables = record.turn.variables if template_variables is None else given
-        turns.append(Turn([], tuple(messages), tools=own, variables=variables))
-    turns = _rendered(target, turns)
+        turns.append(Turn([], tuple(messages), tools=prompt_tools, variables=variables))
+    turns = _render_turns(target, turns)
     for i, turn in enumerate(turns):
         _check_ids(target, turn.ids, f"prompt {i if records is None else i * len(prompts) // len(records)}")
-    return turns if records is None else [continued(target, *pair) for pair in zip(records, turns, strict=True)]
+    return turns if records is None else [continue_turn(target, *pair) for pair in zip(records, turns, strict=True)]
 
 
-def _rendered(target: Model, turns: list[Turn]) -> list[Turn]:
-    """Renders and encodes the conversations among the turns, all of those with the same tools and variables at once."""
-    found, at = list(turns), 0
+def _render_turns(target: Model, turns: list[Turn]) -> list[Turn]:
+    """Renders and encodes the conversations among the turns; those with the same tools and variables together."""
+    rendered, first = list(turns), 0
     for (chats, tools, variables), group in itertools.groupby(
-        turns, lambda one: (bool(one.messages), one.tools, one.variables)
+        turns, lambda turn: (bool(turn.messages), turn.tools, turn.variables)
     ):
         part = list(group)
         if chats:
-            texts = _render(target, [one.messages or () for one in part], tools, variables, at, len(turns))
+            texts = _render(target, [turn.messages or () for turn in part], tools, variables, first, len(turns))
             assert target.tokenizer is not None
             with in_source(target.name):
                 ids = target.tokenizer.encode_all(texts)
-            for i, (one, text, tokens) in enumerate(zip(part, texts, ids), start=at):
-                found[i] = dataclasses.replace(one, text=text, ids=tokens)
-        at += len(part)
-    return found
+            for i, (turn, text, tokens) in enumerate(zip(part, texts, ids), start=first):
+                rendered[i] = dataclasses.replace(turn, text=text, ids=tokens)
+        first += len(part)
+    return rendered
 
 
 def _render(

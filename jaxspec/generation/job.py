@@ -110,12 +110,12 @@ class Job:
         """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""
         at = np.asarray([0 if row is None else row for row in rows], int)
 
-        def own(name: str) -> Any:
+        def select(name: str) -> Any:
             value = getattr(self.sampling, name)
             per_row = not isinstance(value, Mapping) and np.ndim(value) == 1 + (name == "logit_bias")
             return np.asarray(value)[at] if per_row else value
 
-        sampling = Sampling(**{field.name: own(field.name) for field in dataclasses.fields(Sampling)})
+        sampling = Sampling(**{field.name: select(field.name) for field in dataclasses.fields(Sampling)})
         request = inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),
@@ -192,7 +192,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     if mesh is not None:
         target = shard(target, mesh)
     elif isinstance(target.lm, TransformerLM) and (parts := target.lm.execution.shards) > 1:
-        raise InvalidConfig(f"{target.name} is split over {parts} devices; pass the mesh, too (mesh=...)")
+        raise InvalidConfig(f"{target.name} is split over {parts} devices; pass the mesh (mesh=...)")
     prompts = inputs.as_prompts(prompts)
     count = len(prompts) * samples
     records = None if session is None else _records(session, count)
@@ -211,7 +211,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))
     spelled, drafter = None, decoder.drafter
-    # A session's conversation goes on from the answers, which differ between the samples of a prompt.
+    # The conversation of a session continues from the answers, which differ between the samples of a prompt.
     if isinstance(drafter, SpellingDrafter) and (records is None or not any(turn.messages for turn in turns)):
         spelled = [
             drafter.spell(turn.messages or prompt, turn.ids, {"tools": turn.tools or None, **turn.variables})
@@ -245,16 +245,16 @@ def extend_session(session: Session, job: Job, notice: Notice) -> RowBatch:
     """
     if session.decoder != job.decoder or session.rows != job.rows or session.mesh != job.mesh:
         raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
-    longest = max(len(turn.held) + len(turn.ids) for turn in job.turns) + job.max_new_tokens
+    longest = max(len(turn.prefix) + len(turn.ids) for turn in job.turns) + job.max_new_tokens
     if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
         raise CapacityError(
             f"the session has {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
             "start the session with a larger capacity=..."
         )
     length = to_host(session.state.length).copy()
-    kept = np.asarray([len(turn.held) for turn in job.turns])
-    if any(len(turn.held) < len(record.tokens) for turn, record in zip(job.turns, session.records)):
-        notice.say("the conversation, as the chat template has it now, is not what was read; reading it again")
+    kept = np.asarray([len(turn.prefix) for turn in job.turns])
+    if any(len(turn.prefix) < len(record.tokens) for turn, record in zip(job.turns, session.records)):
+        notice.say("the chat template now writes the conversation otherwise than it was read; reading it again")
     length[: len(kept)] = np.minimum(length[: len(kept)], kept)
     session.cut(length, to_host(session.state.status))
     batch = RowBatch(list(range(job.rows)), len(session.state.length), session.capacity)

@@ -94,8 +94,8 @@ def rollout(
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
         width_matched: whether every target call has the width of the tree, see `generate`.
-        mesh: devices to decode on, see `make_mesh`. Every group of devices draws rows of its own, and waits for no
-            other.
+        mesh: devices to decode on, see `make_mesh`. Every group of devices draws its own rows, and does not
+            wait for the others.
 
     Raises:
         JaxspecError: an argument is invalid; raised while the program is traced.
@@ -129,8 +129,8 @@ def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logp
     """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
 
     With the parameters that drew the texts they are `rollout.logprobs`, up to rounding. With others, a token that
-    truncation would drop counts as kept, and so do all likelier ones: every log-probability is finite, as long as no
-    bias bans a token.
+    truncation would drop counts as kept, and so do all more likely tokens: every log-probability is finite, as long as
+    no bias bans a token.
 
     Args:
         target: the model, such as the policy after an update, or a reference.
@@ -189,13 +189,13 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
     score, whole = scores(logits, sampling), tempered(logits, sampling)
     own = jnp.take_along_axis(whole, token[..., None], -1)
-    sampled = log_prob(jnp.where(whole >= own, whole, score), token, sampling, drawn=True)  # kept by top-k, too
+    sampled = log_prob(jnp.where(whole >= own, whole, score), token, sampling, drawn=True)  # top-k also keeps it
     none = jnp.zeros((*token.shape, 0))
     return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
 
 
 def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
-    """Returns `function(params, rows)`, of which every group of devices computes its own rows."""
+    """Returns `function(params, rows)`; every group of devices computes its own rows."""
     if mesh is None:
         return function(params, rows)
     own = P(DATA)

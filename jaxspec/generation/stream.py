@@ -102,7 +102,7 @@ class Stream(Iterator[Chunk]):
         text = None if job.target.tokenizer is None else ""
         out = Generation(row // job.samples, row % job.samples, turn.ids, [], text)
         self._generations[row] = out
-        return _Row(row, out, job.target, [*turn.held, *turn.ids], self._stops, self._on_token)
+        return _Row(row, out, job.target, [*turn.prefix, *turn.ids], self._stops, self._on_token)
 
     def _collect(self, session: Session) -> None:
         """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued ones."""

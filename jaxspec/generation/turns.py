@@ -1,4 +1,4 @@
-"""Turns: what a prompt appends to a row's text, and how a session's conversation goes on.
+"""Turns: what a prompt appends to a row's text, and how the conversation of a session continues.
 
 A chat template renders a whole conversation. What it writes once, such as a system prompt, and what it writes between
 an answer and the next message therefore depend on all messages so far, which `RowRecord` keeps for a row of a session.
@@ -22,10 +22,10 @@ class Turn:
     Attributes:
         ids: the token ids to append.
         messages: the conversation up to the answer; None for raw text and token ids.
-        text: what the chat template makes of it.
+        text: the conversation as the chat template writes it.
         tools: the tools that the template was given, or None.
-        variables: its further variables.
-        held: the tokens of the row that stay before `ids`; [] outside a session.
+        variables: further variables that the template was given.
+        prefix: the tokens of the row that stay before `ids`; [] outside a session.
     """
 
     ids: list[int]
@@ -33,7 +33,7 @@ class Turn:
     text: str = ""
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    held: list[int] = dataclasses.field(default_factory=list)
+    prefix: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RowRecord:
     """What a session knows about one of its rows.
 
     Attributes:
-        turn: its last turn.
+        turn: the last turn of the row.
         answer: the answer, which grows while the row is decoded.
     """
 
@@ -51,7 +51,7 @@ class RowRecord:
     @property
     def tokens(self) -> list[int]:
         """The row's whole text."""
-        return [*self.turn.held, *self.turn.ids, *self.answer.tokens]
+        return [*self.turn.prefix, *self.turn.ids, *self.answer.tokens]
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -59,7 +59,7 @@ class RowRecord:
         asked = self.turn.messages
         return None if asked is None else (*asked, {"role": "assistant", "content": self.answer.text or ""})
 
-    def joined(self, new: Sequence[Message], where: str) -> list[Message]:
+    def join(self, new: Sequence[Message], where: str) -> list[Message]:
         """Returns the conversation with further messages, which may also be the whole conversation.
 
         Messages are the whole conversation if they begin with what was asked, and an answer of the assistant follows.
@@ -77,29 +77,29 @@ class RowRecord:
         return list(new) if whole and new[len(asked)].get("role") == "assistant" else [*said, *new]
 
 
-def continued(target: Model, record: RowRecord, turn: Turn) -> Turn:
+def continue_turn(target: Model, record: RowRecord, turn: Turn) -> Turn:
     """Returns the turn of a session's row, given the turn of its whole conversation; raw text and ids stay as they are.
 
     The text that was read stays in the cache if the template's text continues it, and no token crosses its end; the
-    answer then keeps its own tokens. Otherwise the row is cut where its tokens and those of the template's text first
-    differ. Templates that drop or reformat what was said, such as earlier reasoning, lead to that.
+    answer then keeps its own tokens. Otherwise the row is cut where its tokens and the tokens of the template's text
+    first differ, which happens with templates that drop or reformat earlier messages, such as earlier reasoning.
     """
     if turn.messages is None:
         return turn
-    before = record.turn.text + _spelled(target, record.answer.tokens)
+    before = record.turn.text + _decode(target, record.answer.tokens)
     if turn.text.startswith(before):
         known = target.encode(before)
         if turn.ids[: len(known)] == known:
-            return dataclasses.replace(turn, ids=turn.ids[len(known) :], held=record.tokens)
+            return dataclasses.replace(turn, ids=turn.ids[len(known) :], prefix=record.tokens)
     same = 0
     for one, other in zip(record.tokens, turn.ids):
         if one != other:
             break
         same += 1
-    return dataclasses.replace(turn, ids=turn.ids[same:], held=turn.ids[:same])
+    return dataclasses.replace(turn, ids=turn.ids[same:], prefix=turn.ids[:same])
 
 
-def _spelled(target: Model, tokens: Sequence[int]) -> str:
+def _decode(target: Model, tokens: Sequence[int]) -> str:
     """Returns the text of tokens with special tokens; bytes of an incomplete character become surrogates."""
     assert target.tokenizer is not None
     return b"".join(target.tokenizer.pieces(tokens, skip_special=False)).decode("utf-8", "surrogateescape")

@@ -172,7 +172,7 @@ class TestRows:
         first = say(target, "Hello")
         say(target, "more", session=first.session, verbose=True)
         shown = capfd.readouterr().err
-        assert shown.count("is not what was read; reading it again") == 1
+        assert shown.count("otherwise than it was read; reading it again") == 1
         assert "more" not in shown
 
 
