@@ -26,7 +26,7 @@ from jaxspec.checkpoints.base import (
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.confined.process import CONFINED
-from jaxspec.core.checks import named, one_of
+from jaxspec.core.checks import check_arguments, one_of
 from jaxspec.core.mesh import MODEL, check
 from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import available, describe, use_kernels
@@ -40,7 +40,7 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
 
-@named()
+@check_arguments
 def load(
     source: str | os.PathLike | Checkpoint,
     *,

@@ -116,30 +116,22 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
     return found
 
 
-def named(like: Callable | None = None) -> Callable[[Function], Function]:
-    """Returns a decorator: the function raises `WrongArguments` for unknown arguments, and suggests the nearest name.
+def check_arguments(function: Function) -> Function:
+    """Decorates a function: unknown arguments raise `WrongArguments`, which suggests the nearest name."""
+    signature = inspect.signature(function)
 
-    Args:
-        like: the function whose parameters are the known names; None for the decorated function.
-    """
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in signature.parameters:
+                raise WrongArguments.unknown(function.__name__, name, signature.parameters)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise WrongArguments(f"{function.__name__}(): {error}") from None
+        return function(*args, **kwargs)
 
-    def decorate(function: Function) -> Function:
-        own, known = inspect.signature(function), inspect.signature(like or function).parameters
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in known:
-                    raise WrongArguments.unknown(function.__name__, name, known)
-            try:
-                own.bind(*args, **kwargs)
-            except TypeError as error:
-                raise WrongArguments(f"{function.__name__}(): {error}") from None
-            return function(*args, **kwargs)
-
-        return cast(Function, call)
-
-    return decorate
+    return cast(Function, call)
 
 
 def check_member(kind: str, member: Any, protocol: type) -> None:

@@ -9,13 +9,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.checks import named, whole
+from jaxspec.core.checks import check_arguments, whole
 from jaxspec.errors import InvalidConfig, shown
 
 DATA, MODEL = "data", "model"
 
 
-@named()
+@check_arguments
 def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
     """Makes a mesh of `data` x `model` devices.
 

@@ -197,6 +197,6 @@ def accepts(
         call.__annotations__["return"] = signature.return_annotation
         described = parse_section(TextFunction.__call__.__doc__, "Args") | describe_fields(kind)
         call.__doc__ = with_section(function.__doc__ or "", "Args", described)
-        return cast(Any, checks.named()(call))
+        return cast(Any, checks.check_arguments(call))
 
     return decorate

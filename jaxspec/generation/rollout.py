@@ -59,7 +59,7 @@ class Rollout(NamedTuple):
         return jnp.where(self.drawn, _aligned(self.tokens, self.start, self.drawn.shape[-1]), 0)
 
 
-@checks.named()
+@checks.check_arguments
 def rollout(
     target: Model,
     tokens: Int[Array | np.ndarray, "B P"],
@@ -124,7 +124,7 @@ def rollout(
     return _draw(decoder, capacity, new, samples // split, mesh, weights, request)
 
 
-@checks.named()
+@checks.check_arguments
 def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logprobs:
     """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
 

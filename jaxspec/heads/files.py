@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import DTYPES
-from jaxspec.core.checks import flag, named, one_of
+from jaxspec.core.checks import check_arguments, flag, one_of
 from jaxspec.core.topology import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.heads.copies import share_tables
@@ -28,7 +28,7 @@ from jaxspec.storage.reading import check_path, read_json
 from jaxspec.storage.writing import full, is_full, reason, write_whole
 
 
-@named()
+@check_arguments
 def load_heads(
     source: str | os.PathLike,
     *,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.amounts import plural
-from jaxspec.core.checks import named
+from jaxspec.core.checks import check_arguments
 from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
@@ -66,7 +66,7 @@ class _Run(NamedTuple):
     watch: Watch
 
 
-@named()
+@check_arguments
 def train_heads(
     target: Model,
     prompts: Sequence[str | os.PathLike] | str | os.PathLike,

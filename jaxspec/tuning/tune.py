@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.core.checks import named, whole
+from jaxspec.core.checks import check_arguments, whole
 from jaxspec.core.drafter import Drafter
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.schedule import Constant
@@ -49,7 +49,7 @@ RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "
 """The rules for which trees are tried, and the rule whose acceptance by rank is used; traversal accepts no less."""
 
 
-@named()
+@check_arguments
 def tune(
     target: Model,
     prompts: inputs.Prompt | Sequence[inputs.Prompt],
