@@ -101,9 +101,9 @@ def compare(path: pathlib.Path, counts: collections.Counter[str]) -> Iterator[st
             continue
         (second,) = read_turns(model, [[new]], True, None, variables, [RowRecord(turn, answer)])
         counts["sessions"] += 1
-        counts["sessions of which nothing is read again"] += len(second.held) == len(turn.ids) + len(tokens)
-        counts[f"of answers {kind}, nothing is read again"] += len(second.held) == len(turn.ids) + len(tokens)
-        if second.held + second.ids != expected:
+        counts["sessions of which nothing is read again"] += len(second.prefix) == len(turn.ids) + len(tokens)
+        counts[f"of answers {kind}, nothing is read again"] += len(second.prefix) == len(turn.ids) + len(tokens)
+        if second.prefix + second.ids != expected:
             yield f"{path.name}: {name}, {kind}, {variables}"
 
 
