@@ -54,12 +54,12 @@ def text_laws(
     first = whole("first", first, 0, len(ids) - 1)
     rows = sampling.rows(POSITIONS, lm.vocab)
     features = np.stack([*read_features(lm, params, ids)])[first:]
-    found = []
+    chunks = []
     for start in range(0, len(features), POSITIONS):
         chunk = features[start : start + POSITIONS]
         padded = np.pad(chunk, ((0, POSITIONS - len(chunk)), (0, 0)), mode="edge")
-        found.append(np.asarray(_laws(lm, params, padded, rows))[: len(chunk)])
-    return np.concatenate(found)
+        chunks.append(np.asarray(_laws(lm, params, padded, rows))[: len(chunk)])
+    return np.concatenate(chunks)
 
 
 def text_chain_lengths(

@@ -70,13 +70,13 @@ def round_law(
     Raises:
         InvalidConfig: the rule is coupled, or does not support the tree.
     """
-    found = enumerate_proposals(topology, target, draft, rule.noise if noise is None else noise, schedule)
-    chances, after = apply_to_all(rule, topology, found, dtype)
-    vocab, longest = found.target.shape[-1], topology.shape.depth + 1
+    proposals = enumerate_proposals(topology, target, draft, rule.noise if noise is None else noise, schedule)
+    chances, after = apply_to_all(rule, topology, proposals, dtype)
+    vocab, longest = proposals.target.shape[-1], topology.shape.depth + 1
     ended = [np.zeros((vocab**depth, vocab)) for depth in range(longest)]
     for node, depth in enumerate(np.asarray(topology.tree.depths).tolist()):
-        text = found.tokens[:, topology.tree.paths[node, 1 : depth + 1]]
-        mass = found.probs * chances[:, node]
+        text = proposals.tokens[:, topology.tree.paths[node, 1 : depth + 1]]
+        mass = proposals.probs * chances[:, node]
         some = (mass != 0) & (text >= 0).all(-1)
         codes = text[some] @ vocab ** np.arange(depth)[::-1]
         np.add.at(ended[depth], codes, mass[some, None] * after[some, node])
@@ -105,18 +105,18 @@ def _level(target: Law, vocab: int, depth: int) -> np.ndarray:
     return np.array([target(text) for text in itertools.product(range(vocab), repeat=depth)])
 
 
-def total_variation(one: np.ndarray, other: np.ndarray) -> float:
+def total_variation(first: np.ndarray, second: np.ndarray) -> float:
     """Returns half the sum of the absolute differences of two laws."""
-    return float(np.abs(one - other).sum() / 2)
+    return float(np.abs(first - second).sum() / 2)
 
 
 def accepted_length(
     rule: WeighingRule, topology: Topology, target: Law, draft: Law, dtype: DTypeLike = np.float64
 ) -> float:
     """Returns the exact expected number of drafted tokens that a round accepts; arguments as in `round_law`."""
-    found = enumerate_proposals(topology, target, draft, rule.noise)
-    chances, _ = apply_to_all(rule, topology, found, dtype)
-    return float((found.probs[:, None] * chances * topology.tree.depths).sum())
+    proposals = enumerate_proposals(topology, target, draft, rule.noise)
+    chances, _ = apply_to_all(rule, topology, proposals, dtype)
+    return float((proposals.probs[:, None] * chances * topology.tree.depths).sum())
 
 
 class Enumeration(NamedTuple):
@@ -156,8 +156,10 @@ def enumerate_proposals(
 
     def texts(node: int) -> tuple[list[tuple[int, ...] | None], np.ndarray]:
         """Returns the distinct texts up to a node (None where a token is missing), and each proposal's index."""
-        found, which = np.unique(tokens[:, tree.paths[node, 1 : tree.depths[node] + 1]], axis=0, return_inverse=True)
-        return [None if (text < 0).any() else tuple(text.tolist()) for text in found], which.ravel()
+        distinct_texts, which = np.unique(
+            tokens[:, tree.paths[node, 1 : tree.depths[node] + 1]], axis=0, return_inverse=True
+        )
+        return [None if (text < 0).any() else tuple(text.tolist()) for text in distinct_texts], which.ravel()
 
     for node in range(topology.shape.nodes):
         children = tree.children[node][tree.children[node] >= 0]
@@ -177,11 +179,11 @@ def enumerate_proposals(
         tokens[:, children] = np.concatenate([[drawn for _, drawn in draws[i]] for i in which])
 
     def laws(law: Law) -> np.ndarray:
-        found = np.full((*tokens.shape, vocab), 1 / vocab)
+        table = np.full((*tokens.shape, vocab), 1 / vocab)
         for node in range(topology.shape.nodes):
             distinct, which = texts(node)
-            found[:, node] = np.array([np.full(vocab, 1 / vocab) if t is None else law(t) for t in distinct])[which]
-        return found
+            table[:, node] = np.array([np.full(vocab, 1 / vocab) if t is None else law(t) for t in distinct])[which]
+        return table
 
     sampled = None
     if noise is not Noise.NONE:
@@ -209,8 +211,8 @@ def top_tokens(law: np.ndarray, count: int) -> tuple[int, ...]:
     """Returns the `count` most likely tokens; ties go to the lowest id, and -1 fills places without a token of positive
     probability."""
     order = np.argsort(-law, kind="stable")[:count]
-    found = [int(t) if law[t] > 0 else -1 for t in order]
-    return (*found, *[-1] * (count - len(found)))
+    top = [int(t) if law[t] > 0 else -1 for t in order]
+    return (*top, *[-1] * (count - len(top)))
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
@@ -222,30 +224,34 @@ def stop_laws(rule: WeighingRule, law: jax.Array, proposal: Proposal) -> tuple[j
         AssertionError: the results of the rule have the wrong shapes.
     """
 
-    def one(law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
-        found = rule(law, proposal)
-        logits = jax.vmap(found.next_logits)(jnp.arange(law.shape[0]))
+    def apply(law: jax.Array, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
+        result = rule(law, proposal)
+        logits = jax.vmap(result.next_logits)(jnp.arange(law.shape[0]))
         name = type(rule).__name__
-        chex.assert_shape(found.node_probs, law.shape[:1], custom_message=f"{name} returns node_probs of a wrong shape")
+        chex.assert_shape(
+            result.node_probs, law.shape[:1], custom_message=f"{name} returns node_probs of a wrong shape"
+        )
         chex.assert_shape(logits, law.shape, custom_message=f"{name} returns next_logits of a wrong shape")
-        return found.node_probs, jax.nn.softmax(logits, -1)
+        return result.node_probs, jax.nn.softmax(logits, -1)
 
-    return jax.vmap(one)(law, proposal)
+    return jax.vmap(apply)(law, proposal)
 
 
-def apply_to_all(rule: WeighingRule, topology: Topology, found: Enumeration, dtype: DTypeLike = np.float64) -> tuple:
+def apply_to_all(
+    rule: WeighingRule, topology: Topology, proposals: Enumeration, dtype: DTypeLike = np.float64
+) -> tuple:
     """Applies a rule to all enumerated proposals; returns the results of `stop_laws` as NumPy arrays in float64."""
     rule.check(topology.shape)
-    size = len(found.tokens)
+    size = len(proposals.tokens)
     # The last proposal pads the last block.
     blocks = np.minimum(np.arange(-(-size // BLOCK) * BLOCK), size - 1).reshape(-1, BLOCK)
     tree = jax.tree.map(lambda a: np.broadcast_to(a, (BLOCK, *a.shape)), topology.tree)
     parts = []
     with np.errstate(divide="ignore"), jax.enable_x64(dtype == np.float64):
         for rows in blocks:
-            law = jnp.asarray(np.log(found.target[rows]), dtype)
-            draft = None if found.draft is None else jnp.asarray(np.log(found.draft[rows]), dtype)
-            proposal = Proposal(jnp.asarray(found.tokens[rows]), tree, draft)
+            law = jnp.asarray(np.log(proposals.target[rows]), dtype)
+            draft = None if proposals.draft is None else jnp.asarray(np.log(proposals.draft[rows]), dtype)
+            proposal = Proposal(jnp.asarray(proposals.tokens[rows]), tree, draft)
             parts.append(jax.device_get(stop_laws(rule, law, proposal)))
     chances, after = (np.concatenate(part)[:size].astype(np.float64) for part in zip(*parts))
     return chances, after

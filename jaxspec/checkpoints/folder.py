@@ -69,13 +69,13 @@ def _shards(directory: pathlib.Path) -> list[str]:
     names = sorted(file.name for file in directory.glob("*.safetensors"))
     if len(names) < 2 and not (names and SHARD.fullmatch(names[0])):
         return names
-    found = {(match["stem"], int(match["count"])) for name in names if (match := SHARD.fullmatch(name))}
-    if len(found) != 1:
+    sets = {(match["stem"], int(match["count"])) for name in names if (match := SHARD.fullmatch(name))}
+    if len(sets) != 1:
         raise CheckpointError(
             f"{directory}: has the safetensors files {', '.join(names[:4])}, but no {INDEX} that says which of them "
             f"belong together; expected {WHOLE}, or shards such as model-00001-of-00002.safetensors"
         )
-    [(stem, count)] = found
+    [(stem, count)] = sets
     if not 0 < count <= MAX_SHARDS:
         raise CheckpointError(f"{directory}: {names[0]} is one of {count} shards, expected 1 to {MAX_SHARDS}")
     digits = len(next(match["count"] for name in names if (match := SHARD.fullmatch(name))))

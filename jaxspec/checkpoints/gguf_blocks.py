@@ -66,9 +66,11 @@ def join(matrices: list[Any], transpose: bool) -> Any:
     """Concatenates results of `read_native` along their rows; the result is an array if any of them is an array."""
     from jaxspec.models.blocks import Blocks  # imports JAX
 
-    if all(isinstance(one, Blocks) for one in matrices):
+    if all(isinstance(matrix, Blocks) for matrix in matrices):
         return Blocks.stack(matrices)
-    return join_arrays([np.asarray(one.unpack()) if isinstance(one, Blocks) else one for one in matrices], transpose)
+    return join_arrays(
+        [np.asarray(matrix.unpack()) if isinstance(matrix, Blocks) else matrix for matrix in matrices], transpose
+    )
 
 
 def rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:

@@ -119,22 +119,22 @@ class _Cursor:
         million."""
         data, begin, at, end = self.data, self.at, self.at, len(self.data)
         limit, unpack = begin + MAX_TEXT - self.text, _SCALARS[10].unpack_from
-        found: list[str] = []
+        strings: list[str] = []
         for _ in range(count):
             start, limit = at + 8, limit + 8
             stop = start + unpack(data, at)[0] if start <= end else end + 1
             try:
                 if stop > min(end, limit):
                     raise ValueError
-                found.append(data[start:stop].decode("utf-8"))
+                strings.append(data[start:stop].decode("utf-8"))
             except ValueError:
                 break
             at = stop
-        self.at, self.strings = at, self.strings + len(found)
-        self.text += at - begin - 8 * len(found)
-        if len(found) < count:
+        self.at, self.strings = at, self.strings + len(strings)
+        self.text += at - begin - 8 * len(strings)
+        if len(strings) < count:
             self.string(key)  # raises
-        return found
+        return strings
 
     def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
         """Reads one entry of the tensor table: type, NumPy shape and offset."""

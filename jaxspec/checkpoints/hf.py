@@ -92,7 +92,7 @@ def _tensors(
     tensors = folder.open_tensors(directory)
     stored = {key: tensor.stored for key, tensor in tensors.items()}
     named, left_out = text_names(tensors)
-    tensors = {name: tensors[held] for name, held in named.items()}
+    tensors = {name: tensors[name_in_file] for name, name_in_file in named.items()}
     folder.check_types(tensors)
 
     def read(name: str) -> np.ndarray:
@@ -103,7 +103,7 @@ def _tensors(
     # Ignore the rotary frequencies in some old files (they follow from rope_theta), Medusa heads (see `jaxspec.heads`),
     # and the projection of a PARD-2 model (see `pard2`; without the projection it drafts like a PARD model).
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
-    shapes = {key: one.stored.shape for key, one in tensors.items() if not ignored.fullmatch(key)}
+    shapes = {key: tensor.stored.shape for key, tensor in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
     readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
     readers = readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers
@@ -132,8 +132,8 @@ def _chat_templates(directory: pathlib.Path, text: Mapping) -> tuple[str | None,
         template = (folder.read_json(directory, "chat_template.json") or {}).get("chat_template")
     named: dict[str, Any] = dict(template) if isinstance(template, dict) else {}
     if isinstance(template, list):
-        entries = [one for one in template if isinstance(one, dict) and isinstance(one.get("name"), str)]
-        named = {one["name"]: one.get("template") for one in entries}
+        entries = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        named = {entry["name"]: entry.get("template") for entry in entries}
     for file in sorted((directory / MORE_TEMPLATES).glob("*.jinja")):
         named[file.stem] = folder.read_text(directory, f"{MORE_TEMPLATES}/{file.name}")
     named = {name: source for name, source in named.items() if isinstance(source, str)}
@@ -146,13 +146,13 @@ def _stop_ids(*files: Mapping) -> tuple[tuple, tuple]:
 
     A config can list them for the text model inside it. Null and an empty list count as missing.
     """
-    found = []
+    lists = []
     for file in files:
         inner = file.get("text_config")
         for place in (file, inner if isinstance(inner, Mapping) else {}):
             ids = place.get("eos_token_id")
-            found.append(tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,))
-    listed = [ids for ids in found if ids]
+            lists.append(tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,))
+    listed = [ids for ids in lists if ids]
     return (listed[0], tuple(i for ids in listed[1:] for i in ids)) if listed else ((), ())
 
 

@@ -25,7 +25,7 @@ class RopeReader:
 
     def read(self, layer_type: str) -> Rope:
         """Returns the rotary embeddings of one layer type; may lower `longest`."""
-        entries, found = self._entries, {}
+        entries, settings = self._entries, {}
         for key in ("rope_scaling", "rope_parameters"):
             value = entries.get(key) or {}
             if not isinstance(value, dict):
@@ -34,11 +34,11 @@ class RopeReader:
                 value = value.get(layer_type) or {}
             elif "rope_local_base_freq" in entries and layer_type == "sliding_attention":
                 value = {}  # this entry belongs to the other layers
-            found |= value
+            settings |= value
         local = layer_type == "sliding_attention"
-        theta = found.get("rope_theta") or entries.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
-        self._settings = found | {"rope_theta": theta}
-        theta, share = self._number("rope_theta"), found.get("partial_rotary_factor")
+        theta = settings.get("rope_theta") or entries.get("rope_local_base_freq" if local else "rope_theta", 10000.0)
+        self._settings = settings | {"rope_theta": theta}
+        theta, share = self._number("rope_theta"), settings.get("partial_rotary_factor")
         share = entries.get("partial_rotary_factor", 1.0) if share is None else share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise CheckpointError(f"{self._where}: partial_rotary_factor is {share!r:.80}, expected 0 to 1")

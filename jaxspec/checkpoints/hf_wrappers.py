@@ -85,10 +85,10 @@ def text_names(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     if len(prefixes) != 1:
         return {name: name for name in names}, ()
     prefix = prefixes[0]
-    found = {_TEXT_PREFIX + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    text_tensors = {_TEXT_PREFIX + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     head_prefixes = [prefix.split(".")[0] + ".", prefix.removesuffix(_TEXT_PREFIX), "model.", ""]
     heads = [prefix_name + HEAD for prefix_name in head_prefixes if prefix_name + HEAD in names]
     if heads:
-        found[HEAD] = heads[0]
-    used = set(found.values())
-    return found, tuple(name for name in names if name not in used)
+        text_tensors[HEAD] = heads[0]
+    used = set(text_tensors.values())
+    return text_tensors, tuple(name for name in names if name not in used)

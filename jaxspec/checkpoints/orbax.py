@@ -64,8 +64,8 @@ def stored(folder: pathlib.Path) -> Any:
     def metadata() -> Any:
         import orbax.checkpoint as ocp
 
-        found: Any = ocp.PyTreeCheckpointer().metadata(folder.absolute()).item_metadata
-        return found.tree
+        metadata_of_items: Any = ocp.PyTreeCheckpointer().metadata(folder.absolute()).item_metadata
+        return metadata_of_items.tree
 
     return _quietly(metadata)
 

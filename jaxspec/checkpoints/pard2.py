@@ -57,11 +57,11 @@ def read_projection(source: str | os.PathLike) -> Projection:
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file; expected warp_model.bin of a PARD-2 model")
     opened = folder.open_shard(path.parent, path.name) if path.suffix == ".safetensors" else torch_file.open_torch(path)
-    found = {name: opened[name] for name in (WEIGHT, BIAS) if name in opened}
-    folder.check_types(found)
-    if WEIGHT not in found or len(found[WEIGHT].stored.shape) != 2:
+    tensors = {name: opened[name] for name in (WEIGHT, BIAS) if name in opened}
+    folder.check_types(tensors)
+    if WEIGHT not in tensors or len(tensors[WEIGHT].stored.shape) != 2:
         raise CheckpointError(f"{path}: holds no matrix {WEIGHT}")
-    read = {name: check_finite(str(path), name, one.read().astype(np.float32)) for name, one in found.items()}
+    read = {name: check_finite(str(path), name, tensor.read().astype(np.float32)) for name, tensor in tensors.items()}
     weight = np.ascontiguousarray(read[WEIGHT].T)
     bias = read.get(BIAS, np.zeros(weight.shape[1], np.float32))
     if bias.shape != weight.shape[1:]:

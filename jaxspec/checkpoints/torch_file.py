@@ -217,13 +217,13 @@ def _fill(items: list[Any], target: Any) -> None:
         target[key] = value
 
 
-def _tensors(found: Any) -> dict[str, _Tensor]:
-    if type(found) is not dict:
+def _tensors(content: Any) -> dict[str, _Tensor]:
+    if type(content) is not dict:
         raise _Malformed("its content is not a dict of tensors")
-    for name, tensor in found.items():
+    for name, tensor in content.items():
         if not isinstance(tensor, _Tensor):
             raise _Malformed(f"{name!r:.80} is not a tensor")
-    return found
+    return content
 
 
 def _check(name: str, tensor: _Tensor, entries: dict[str, zipfile.ZipInfo]) -> int:

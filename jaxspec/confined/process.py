@@ -158,12 +158,12 @@ class ConfinedProcess:
         at any time."""
         self._released.append(number)
 
-    def request(self, held: RemoteObject, method: str | None, arguments: tuple[Any, ...], limits: Limits) -> Any:
+    def request(self, target: RemoteObject, method: str | None, arguments: tuple[Any, ...], limits: Limits) -> Any:
         """Calls a method of an object, and creates the object first if the child does not have it; see
         `RemoteObject.call`.
 
         Args:
-            held: the object.
+            target: the object.
             method: name of the method, or None to only create the object.
             arguments: arguments of the method.
             limits: limits of the call.
@@ -174,13 +174,15 @@ class ConfinedProcess:
                 child.wait_until_ready()
                 released = [self._released.popleft() for _ in range(len(self._released))]
                 child.numbers -= {*released}
-                if held.number not in child.numbers:
-                    child.ask(held.what, (released, held.number, held.kind, held.arguments), held.limits)
-                    child.numbers.add(held.number)
+                if target.number not in child.numbers:
+                    child.ask(target.what, (released, target.number, target.kind, target.arguments), target.limits)
+                    child.numbers.add(target.number)
                     child.settle()
                     released = []
                 return (
-                    None if method is None else child.ask(held.what, (released, held.number, method, arguments), limits)
+                    None
+                    if method is None
+                    else child.ask(target.what, (released, target.number, method, arguments), limits)
                 )
             except RemoteError:
                 raise
@@ -232,7 +234,7 @@ class _Child:
                 "set it to the path of a Python that has the packages jinja2 and tokenizers"
             )
         paths = [os.path.abspath(path) for path in sys.path]
-        kept = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+        inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(PROGRAM), str(int(watch)), *paths],
@@ -241,7 +243,7 @@ class _Child:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 cwd=os.sep,
-                env=kept | CHILD_VARIABLES,
+                env=inherited | CHILD_VARIABLES,
                 start_new_session=True,  # Ctrl-C in a terminal interrupts only the parent
             )
         except OSError as error:

@@ -37,17 +37,17 @@ def typed(value: Any, hint: Any, name: str) -> Any:
     if kind in (typing.Union, types.UnionType):
         if value is None and type(None) in inner:
             return None
-        (one,) = (part for part in inner if part is not type(None))
-        return typed(value, one, name)
+        (item,) = (part for part in inner if part is not type(None))
+        return typed(value, item, name)
     if kind is float and value is None:
         return -math.inf
     if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if kind is list and isinstance(value, list):
-        return [typed(one, inner[0], name) for one in value]
+        return [typed(item, inner[0], name) for item in value]
     if kind is tuple and isinstance(value, list) and (inner[1:] == (...,) or len(inner) == len(value)):
         each: Iterator[Any] = iter(inner[:1] * len(value) if inner[1:] == (...,) else inner)
-        return tuple(typed(one, next(each), name) for one in value)
+        return tuple(typed(item, next(each), name) for item in value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         return kind(**{f.name: typed(value[f.name], hints[f.name], f.name) for f in dataclasses.fields(kind)})

@@ -65,11 +65,11 @@ def check_regular(path: pathlib.Path, error: type[JaxspecError] = CheckpointErro
             may never end).
         OSError: the file does not exist.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
         raise error(f"{path}: is {kind}, expected a file")
-    return found.st_size
+    return status.st_size
 
 
 def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> bytes:

@@ -81,12 +81,12 @@ class Side:
     @functools.cached_property
     def by_bytes(self) -> dict[bytes, int]:
         """The id of each text; if several tokens have the same bytes, the lowest plain id."""
-        found: dict[bytes, int] = {}
+        ids: dict[bytes, int] = {}
         ordinary = [i for i in range(self.size) if i not in self.tokenizer.special_ids]
         for i in sorted(ordinary, key=lambda i: (not self.tokenizer.is_plain(i), i)):
-            found.setdefault(self.tokenizer.token_bytes(i), i)
-        found.pop(b"", None)
-        return found
+            ids.setdefault(self.tokenizer.token_bytes(i), i)
+        ids.pop(b"", None)
+        return ids
 
     def spell(self, texts: Sequence[bytes]) -> list[list[int]]:
         """Returns the ids of texts in the middle of other texts. If the tokenizer's ids do not keep the bytes, uses the
@@ -118,9 +118,9 @@ class Side:
                 text = b"".join(self.tokenizer.pieces(ids[start:], skip_special=False)).decode()
                 rest, turns = text.removeprefix(before).removesuffix(after), []
                 for mark in itertools.cycle(between):
-                    turn, found, rest = rest.partition(mark)
+                    turn, has_mark, rest = rest.partition(mark)
                     turns.append({"role": roles[len(turns) % 2], "content": turn})
-                    if not found:
+                    if not has_mark:
                         break
                 if self.tokenizer.encode(self.template.render(turns)) == list(ids):
                     return turns
@@ -211,16 +211,18 @@ class Bridge:
             variables: variables of the chat template, such as `tools`.
         """
         side = self.draft
-        found = None
+        spelling = None
         if isinstance(prompt, str):
-            found = side.tokenizer.encode(prompt)
+            spelling = side.tokenizer.encode(prompt)
         elif side.template is not None:
             messages = prompt if isinstance(prompt[0], Mapping) else self.target.conversation(ids)
             with ignored_refusals():
-                found = None if messages is None else side.tokenizer.encode(side.template.render(messages, **variables))
-        if found is None:
-            found = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]
-        return [i for i in found if i < side.size] or [self.begin]
+                spelling = (
+                    None if messages is None else side.tokenizer.encode(side.template.render(messages, **variables))
+                )
+        if spelling is None:
+            spelling = [*(side.tokenizer.encode("") or [self.begin]), *self.respell(ids)]
+        return [i for i in spelling if i < side.size] or [self.begin]
 
 
 @functools.lru_cache(maxsize=8)

@@ -188,8 +188,8 @@ def _now(given: Any) -> str:
 
 def _plain_all(variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Copies variables as `_plain` does; returns the copies and their size in characters."""
-    found = {name: _plain(value, name) for name, value in variables.items()}
-    return {name: value for name, (value, _) in found.items()}, sum(size for _, size in found.values())
+    copies = {name: _plain(value, name) for name, value in variables.items()}
+    return {name: value for name, (value, _) in copies.items()}, sum(size for _, size in copies.values())
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:

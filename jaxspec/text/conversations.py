@@ -141,15 +141,15 @@ def read_lines(lines: Iterable[bytes], name: str) -> list[Conversation]:
     Raises:
         TrainingError: a row is bad, or there is none.
     """
-    found = []
+    conversations = []
     for where, line in _lines(lines, name):
         try:
-            found.append(_conversation(line, where))
+            conversations.append(_conversation(line, where))
         except _RowError as error:
             raise TrainingError(f"{where}: {error}; correct or remove the row") from None
-    if not found:
+    if not conversations:
         raise TrainingError(f"{name}: contains no prompt")
-    return found
+    return conversations
 
 
 def _lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, bytes]]:
@@ -250,7 +250,7 @@ def _pair(row: Mapping[str, Any], asked: str, where: str) -> Conversation:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in value):
         raise _RowError(f"{name} must be a list of token ids, got {value!r:.40}")
     if not value:
         raise _RowError(f"{name} is empty")

@@ -254,14 +254,14 @@ def _splits(tokens: Mapping[str, int]) -> list[tuple[str, str]]:
         while prefixes and not token.startswith(prefixes[-1]):
             prefixes.pop()
         prefix_budget -= len(prefixes)
-        found = [(prefix, rest) for prefix in prefixes if (rest := token[len(prefix) :]) in tokens]
-        character_budget -= len(token) * len(found)
+        splits = [(prefix, rest) for prefix in prefixes if (rest := token[len(prefix) :]) in tokens]
+        character_budget -= len(token) * len(splits)
         if prefix_budget < 0 or character_budget < 0:
             raise CheckpointError(
                 "tokenizer.ggml.tokens: tokens are prefixes of each other far more often than in vocabularies that "
                 f"were trained on text (about {MAX_PREFIXES_PER_TOKEN} for each of {len(tokens)} tokens)"
             )
-        pairs += found
+        pairs += splits
         if token:
             prefixes.append(token)
     return pairs

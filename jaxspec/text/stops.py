@@ -35,8 +35,8 @@ class StopStrings:
 
     def find(self, text: str) -> int | None:
         """Returns the index at which the stop string that ends `text` begins, or None."""
-        found = ((text.find(stop), stop) for stop in self.strings)
-        return min(((at + len(stop), at) for at, stop in found if at >= 0), default=(0, None))[1]
+        matches = ((text.find(stop), stop) for stop in self.strings)
+        return min(((at + len(stop), at) for at, stop in matches if at >= 0), default=(0, None))[1]
 
     def push(self, text: str) -> tuple[str, bool]:
         """Adds new text; returns the text that is safe to emit, and whether a stop string is complete.

@@ -67,20 +67,20 @@ class Tokenizer:
         )
         try:
             self._encoder = RemoteObject("tokenizer", "tokenizer", (self.text,), limits)
-            found = self._encoder.call("describe", limits=limits)
+            description = self._encoder.call("describe", limits=limits)
         except RemoteError as error:
             raise CheckpointError(f"not a valid tokenizer.json: {_reason(error)}") from None
-        _check_description(found, end)
-        if found["dropout"]:
+        _check_description(description, end)
+        if description["dropout"]:
             warnings.warn(
                 "the tokenizer's file enables dropout, a setting for training that makes encoding random; "
                 "dropout is turned off",
                 stacklevel=4,
             )
-        self._model: str = found["model"]
+        self._model: str = description["model"]
         self._names = _vocabulary(content)
-        self._added = {i: (name, special) for i, name, special in found["added"]}
-        self._byte_level, self.strips_space = _decoder_kind(found["decoder"])
+        self._added = {i: (name, special) for i, name, special in description["added"]}
+        self._byte_level, self.strips_space = _decoder_kind(description["decoder"])
         for name, token_id in (("bos", bos_id), ("eos", eos_id)):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise CheckpointError(f"tokenizer: {name} id {token_id} is not in 0..{self.vocab_size - 1}")
@@ -104,13 +104,13 @@ class Tokenizer:
         config = read_json(settings) if settings.is_file() else {}
         flag = config.get("add_bos_token")
         try:
-            found = cls(content, add_bos=flag if isinstance(flag, bool) else None, text=text, vocab_size=vocab_size)
+            tokenizer = cls(content, add_bos=flag if isinstance(flag, bool) else None, text=text, vocab_size=vocab_size)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         names = [config.get("bos_token"), config.get("eos_token")]
         names = [n.get("content") if isinstance(n, dict) else n for n in names]
-        found.bos_id, found.eos_id = (found.id_of(n) if isinstance(n, str) else None for n in names)
-        return found
+        tokenizer.bos_id, tokenizer.eos_id = (tokenizer.id_of(n) if isinstance(n, str) else None for n in names)
+        return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
@@ -164,10 +164,10 @@ class Tokenizer:
         if begins or not self.strips_space:
             return self._encode(texts, special and begins)
         # A line break, whose tokens do not merge with others, puts the encoder in the middle of a text.
-        head, *found = self._encode(["\n", *("\n" + text for text in texts)], False)
-        merged = [i for i, ids in enumerate(found) if ids[: len(head)] != head]
+        head, *ids_of_texts = self._encode(["\n", *("\n" + text for text in texts)], False)
+        merged = [i for i, ids in enumerate(ids_of_texts) if ids[: len(head)] != head]
         instead = dict(zip(merged, self._encode([texts[i].removeprefix(" ") for i in merged], False)))
-        return [instead.get(i, ids[len(head) :]) for i, ids in enumerate(found)]
+        return [instead.get(i, ids[len(head) :]) for i, ids in enumerate(ids_of_texts)]
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Returns the ids of texts as the library encodes them, with BOS if `special`."""
@@ -188,12 +188,12 @@ class Tokenizer:
             raise CheckpointError(
                 f"tokenizer: its process sent {len(numbers)} numbers, which are not the ids of these texts"
             )
-        found, end = [], len(texts)
+        ids_of_texts, end = [], len(texts)
         for count in counts:
             ids = numbers[end : end + count]
-            found.append(self._with_bos(ids) if special else ids)
+            ids_of_texts.append(self._with_bos(ids) if special else ids)
             end += count
-        return found
+        return ids_of_texts
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Returns the ids of a text with BOS, once, if the model expects it."""
@@ -264,9 +264,9 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=16)  # a comparison takes tenths of a second
-def same_vocab(one: Tokenizer, other: Tokenizer) -> bool:
+def same_vocab(first: Tokenizer, second: Tokenizer) -> bool:
     """Returns whether two tokenizers have the same token for each id, and the same control tokens."""
-    return one._ids == other._ids and one.special_ids == other.special_ids
+    return first._ids == second._ids and first.special_ids == second.special_ids
 
 
 def _check_steps(content: Mapping[str, Any]) -> None:
@@ -322,32 +322,34 @@ def _check_ids(content: Mapping[str, Any], vocab_size: int | None, size: int) ->
     return end
 
 
-def _check_description(found: Any, end: int) -> None:
+def _check_description(description: Any, end: int) -> None:
     """Checks the confined process's description of a tokenizer, because the process may be under the control of a
     hostile file.
 
     Args:
-        found: its answer, see `describe` in `workers/text_tokenizers.py`.
+        description: its answer, see `describe` in `workers/text_tokenizers.py`.
         end: end of the range of ids. Added tokens whose ids the library chooses come after it.
 
     Raises:
         CheckpointError: the description is malformed, or an id is out of range.
     """
-    found = found if isinstance(found, dict) else {}
-    decoder, added = found.get("decoder", 0), found.get("added")
+    description = description if isinstance(description, dict) else {}
+    decoder, added = description.get("decoder", 0), description.get("added")
     steps = decoder.get("decoders", []) if isinstance(decoder, dict) else []
     good = (
-        isinstance(found.get("model"), str)
-        and "dropout" in found
+        isinstance(description.get("model"), str)
+        and "dropout" in description
         and (decoder is None or isinstance(decoder, dict))
         and isinstance(steps, list)
         and all(isinstance(step, dict) for step in steps)
         and isinstance(added, list)
-        and all(isinstance(one, list) and [type(part) for part in one] == [int, str, bool] for one in added)
-        and all(0 <= one[0] < end + len(added) for one in added)
+        and all(isinstance(token, list) and [type(part) for part in token] == [int, str, bool] for token in added)
+        and all(0 <= token[0] < end + len(added) for token in added)
     )
     if not good:
-        raise CheckpointError(f"tokenizer: its process answered {shown(found)}, expected a description of the file")
+        raise CheckpointError(
+            f"tokenizer: its process answered {shown(description)}, expected a description of the file"
+        )
 
 
 def _numbers(data: Any) -> list[int]:
