@@ -37,7 +37,7 @@ class HeadSizes:
             whole("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
 
     def _check(self) -> None:
-        """Checks what no single field can: fields of other types, and values that exclude one another.
+        """Checks fields of other types, and values that cannot be used together.
 
         Raises:
             InvalidConfig: the values cannot be used together.
@@ -81,12 +81,12 @@ class HeadSizes:
     @property
     def tables(self) -> tuple[str, ...]:
         """The methods of the target that return tables which the heads read, besides its `head`."""
-        raise NotImplementedError
+        return ()
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of the parameters that are projections to logits, `[R, E]`; empty if the heads use the target's."""
-        raise NotImplementedError
+        """The names of the parameters that are projections of the width E to logits, `[R, E]`, as the target's is."""
+        return ()
 
     @property
     def num_blocks(self) -> int:
