@@ -42,7 +42,7 @@ def make_folder(parent: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[int,
 
 
 def remove_abandoned(places: Iterable[pathlib.Path]) -> None:
-    """Removes those of these directories that are abandoned, as far as possible."""
+    """Removes the abandoned directories among these directories, as far as possible."""
     for place in places:
         with contextlib.suppress(OSError), _locked(place.parent):
             if is_abandoned(place):

@@ -18,8 +18,8 @@
 
 namespace {
 
-// How values of a type are multiplied: in units of `group` values, which fill the four bytes of a lane. Without products of
-// bfloat16, values are widened to float32.
+// Values of a type are multiplied in units of `group` values, which fill the four bytes of a lane. On processors without
+// bfloat16 products, bfloat16 values are widened to float32.
 template <class T>
 struct Units {
   static constexpr long group = 1;
@@ -27,7 +27,7 @@ struct Units {
   static Lanes some(const uint16_t* at, long count) { return count == kLanes ? from_bfloat16(at) : from_bfloat16(at, count); }
   // Loads sixteen units of a row, of which `count` values exist.
   static Lanes units(const T* at, long count) { return some(at, count); }
-  // For 32 columns, of which so many exist, a unit of the values of `group` rows.
+  // Loads a unit of `group` rows for each of 32 columns, of which `count` exist.
   static void columns(const T* const* rows, long count, Lanes (&out)[2]) {
     out[0] = some(rows[0], std::min(kLanes, count));
     out[1] = count > kLanes ? some(rows[0] + kLanes, count - kLanes) : zeros();
@@ -146,7 +146,7 @@ void mix(Row row, long width, long from, long to, const float* const* weights, f
   }
 }
 
-// Memory of one thread. (A standard container here might be linked as another processor's code.)
+// Memory of one thread. It is not a standard container, because the linker might choose a version compiled for another processor.
 struct Scratch {
   float* memory = nullptr;
   long size = 0;
@@ -174,7 +174,7 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
   const long pointers = (a.window + 2) * (long)(sizeof(T*) / sizeof(float));
   const long each = value_width + size + a.window + kLanes;
   float* memory = scratch.grow(pointers + value_width + 2 * turned + kQueries * each);
-  const T** seen_values = (const T**)memory;  // of a query: its places that are not shared with the others
+  const T** seen_values = (const T**)memory;  // for each query, its positions that are not shared with the other queries
   float *blank = memory + pointers, *tile = blank + value_width, *queries = tile + turned;
   float *lines[kQueries], *sums[kQueries], *seen[kQueries];
   long begins[kQueries], lasts = 0, earliest = length;
@@ -225,7 +225,7 @@ void attend(const AttentionCall& a, long b, long h, long start, long number) {
     Lanes sum = zeros();
     for (long i = first_block; i < padded; i += kLanes) {
       const Lanes weight = exponential(load(line + i) - splat(most));
-      Units<T>::put(line + i / unit, weight);  // in place of scores that were read
+      Units<T>::put(line + i / unit, weight);  // overwrites scores that were already read
       sum = sum + weight;
     }
     totals[q] = total(sum);

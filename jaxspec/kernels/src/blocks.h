@@ -49,11 +49,11 @@ inline __m256i shifted(__m256i x, int n) { return n < 0 ? _mm256_srli_epi32(x, -
 inline Bytes shifted(Bytes x, int n) { return {shifted(x.a, n), shifted(x.b, n)}; }
 inline Lanes to_float(Bytes x) { return both(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
 inline Bytes plus(Bytes x, Bytes y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// Of 16 bits: sums, and sums of two products of bytes.
+// 16-bit sums, and sums of two products of bytes.
 inline Bytes plus_short(Bytes x, Bytes y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
 inline Bytes short_pairs(Bytes w, Bytes x) { return {_mm256_maddubs_epi16(w.a, x.a), _mm256_maddubs_epi16(w.b, x.b)}; }
 inline __m256i of_short(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
-inline Bytes of_short(Bytes x) { return {of_short(x.a), of_short(x.b)}; }  // sums of two of 16 bits
+inline Bytes of_short(Bytes x) { return {of_short(x.a), of_short(x.b)}; }  // sums of two 16-bit values
 inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)}; }
 inline Bytes times_sign(Bytes x, Bytes y) { return {_mm256_sign_epi8(x.a, y.a), _mm256_sign_epi8(x.b, y.b)}; }
 #endif
@@ -62,7 +62,7 @@ inline Bytes times_sign(Bytes x, Bytes y) { return {_mm256_sign_epi8(x.a, y.a), 
 // part, so that memory is read all the time.
 struct Fetch {
   const char* at;
-  long step;  // bytes for each line of weights that is read; with few, a line is asked for repeatedly
+  long step;  // bytes to prefetch for each cache line of weights that is read; if it is small, a line is prefetched repeatedly
   void line() {
     _mm_prefetch(at, _MM_HINT_T1);
     at += step;
@@ -71,24 +71,24 @@ struct Fetch {
 
 enum class Scales { kOfOutput, kOfBlock, kOfUnit };
 
-// A type of blocks: bits of a code, its offset, whose the scale is, inputs with the same scale, whether there is a minimum.
-// In units of 256 inputs, scales and minimums are float16 times a whole number, `Factor`, of each block.
+// A type of blocks: the bits of a code, its offset, the owner of the scale (`Scales`), the number of inputs with the same
+// scale, and whether there is a minimum. In units of 256 inputs, scales and minimums are float16 times an integer of each block.
 template <int bits_, int offset_, Scales scales, int part_ = 32, bool minimum_ = false, class Factor_ = uint8_t>
 struct Block {
   using Value = int8_t;
   using Factor = Factor_;
   static constexpr bool rounded = true, of_output = scales == Scales::kOfOutput, of_unit = scales == Scales::kOfUnit;
   static constexpr bool minimum = minimum_;
-  // A step of a sum takes `words` vectors of codes, each of four inputs.
+  // A step of a sum reads `words` vectors of codes, each of four inputs.
 #if defined(AVX512_VNNI)
   static constexpr int words = 1;
 #else
   static constexpr int words = bits_ == 5 || bits_ == 6 ? 2 : 1;
 #endif
-  static constexpr long tile_rows = kTileRows, tile_blocks = 1;  // memory gives one stream sooner than two
+  static constexpr long tile_rows = kTileRows, tile_blocks = 1;  // one stream of memory is faster than two
   static constexpr int bits = bits_, part = part_, unit = of_unit ? 256 : 32, parts = unit / part;
   static constexpr int halves = of_output ? 0 : minimum ? 64 : 32;  // bytes of float16 scales and minimums
-  static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of whole numbers, of scales or of minimums
+  static constexpr int factors = of_unit ? parts * kLanes : 0;      // bytes of the integers of scales or of minimums
   static constexpr int header = halves + (minimum ? 2 : 1) * factors, size = header + unit / 32 * bits * 64;
   static constexpr long line = size / (unit / 32 * bits);  // bytes for each line of codes
 #if defined(AVX512_VNNI)
@@ -112,19 +112,20 @@ struct Block {
     } else {
       const Bytes low = common(shifted(bytes(at + 64 * (k % 4)), k < 4 ? 0 : -4), spread(0x0f0f0f0f));
       if constexpr (bits == 4) return low;
-      constexpr int more = bits - 4, each = more ? 8 / more : 8;  // higher bits of a code; groups with them in one vector
+      // The number of higher bits of a code; the number of groups whose higher bits are in one vector.
+      constexpr int more = bits - 4, each = more ? 8 / more : 8;
       const Bytes high = shifted(bytes(at + 256 + 64 * (k / each)), 4 - more * (k % each));
       return joined(low, common(high, spread(((16 << more) - 16) * 0x01010101)));
     }
   }
 
-  // A sum of codes times whole numbers, which ends as int32 with `less` times the offset.
+  // The sum of codes times integers. The result is int32, and includes `less` times the offset.
 #if defined(AVX512_VNNI)
   static Bytes begin(int less) { return offset ? shifted(spread(less), offset_bits) : spread(0); }
   static Bytes add(Bytes sum, const Bytes (&w)[1], const Bytes (&x)[1]) { return _mm512_dpbusd_epi32(sum, w[0], x[0]); }
   static Bytes end(Bytes sum, int) { return sum; }
 #else
-  // As many products as always fit are summed in 16 bits: sixteen of codes of four bits, four of five or six, two of eight.
+  // Sums in 16 bits cover as many products as cannot overflow: sixteen for 4-bit codes, four for 5 or 6 bits, two for 8 bits.
   static Bytes begin(int less) { return bits > 4 && offset ? shifted(spread(less), offset_bits) : spread(0); }
   static Bytes add(Bytes sum, const Bytes (&w)[words], const Bytes (&x)[words]) {
     Bytes few = bits == 8 ? short_pairs(magnitude(w[0]), times_sign(x[0], w[0])) : short_pairs(w[0], x[0]);
@@ -150,8 +151,8 @@ using Q4_K = Block<4, 0, Scales::kOfUnit, 32, true>;
 using Q5_K = Block<5, 0, Scales::kOfUnit, 32, true>;
 using Q6_K = Block<6, 32, Scales::kOfUnit, 16, false, int8_t>;
 
-// R rows times a block of sixteen outputs, of which `last` exist. Rounded is that of the first row, with
-// `blocks` for each row.
+// Multiplies R rows with a block of sixteen outputs, of which `last` exist. `rounded` belongs to the first row and has
+// `blocks` entries for each row.
 template <class Kind, int R>
 void block_tile(const char* weights, const int8_t* x, long width, const Rounded* rounded, const float* scale, float* out,
                 long outputs, long last, Fetch fetch) {
@@ -208,7 +209,7 @@ void block_tile(const char* weights, const int8_t* x, long width, const Rounded*
     store(out + r * outputs, Kind::of_output ? total[r] * load(scale, last) : total[r], last);
 }
 
-// Rounds a row to whole numbers from -127 to 127, by blocks of 32, the largest magnitude of which is 127.
+// Rounds a row to integers from -127 to 127 in blocks of 32; the largest magnitude of each block becomes 127.
 inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
   Rounded* first = block;
   for (long from = 0; from < width; from += 32, block++) {
@@ -216,21 +217,21 @@ inline void round_row(const float* x, long width, int8_t* out, Rounded* block) {
     Lanes top = zeros(), bad = zeros();
     for (long i = from; i < to; i += kLanes) {
       const Lanes part = to - i < kLanes ? load(x + i, to - i) : load(x + i);
-      top = max(magnitude(part), top);  // passes over NaN
+      top = max(magnitude(part), top);  // ignores NaN
       bad = fma(part, zeros(), bad);    // NaN if any value is not finite
     }
     const float most = highest(top);
     const bool finite = total(bad) == 0.0f;
     const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : most < 1e-30f ? 0.0f : most / 127.0f;
     *block = {scale, scale, 0, 0, 0};
-    if (!finite || most < 1e-30f) continue;  // the values stay zero, as the inverse might be infinite
+    if (!finite || most < 1e-30f) continue;  // the values stay zero, because the inverse could be infinite
     const Lanes factor = splat(127.0f / most);
     for (long i = from; i < to; i += kLanes) {
       const long part = std::min(kLanes, to - i);
       store_int8(out + i, rounded((part < kLanes ? load(x + i, part) : load(x + i)) * factor), part);
     }
   }
-  for (long from = 0; from < width; from += 32, first++, out += 32) {  // later, when the stores have reached the cache
+  for (long from = 0; from < width; from += 32, first++, out += 32) {  // a separate loop, so that the stores have reached the cache
     const __m256i whole = _mm256_loadu_si256((const __m256i*)out), one = _mm256_set1_epi8(1);
     __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(one, whole), _mm256_set1_epi16(1));
     sums = _mm256_hadd_epi32(sums, sums);

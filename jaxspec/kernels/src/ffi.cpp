@@ -93,7 +93,7 @@ class Shares {
 };
 
 constexpr long kLeast = 1L << 16;  // bytes of weights above which more than one thread is faster
-constexpr long kLeastPlaces = 8;   // tokens of which a thread takes the heads
+constexpr long kLeastPlaces = 8;   // minimum number of tokens whose heads a thread computes
 
 long up(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
@@ -142,7 +142,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
       if (prepared) kernels()->prepare(before, from, norm.typed_data(), epsilon, between, width);
       if (rounded) kernels()->round(type, prepared ? between : from, width, padded, to, parts_of_rows.get() + row * parts);
     }
-    while (left.load(std::memory_order_acquire)) rest();  // of threads that have begun
+    while (left.load(std::memory_order_acquire)) rest();  // waits for threads that have started
     for (long from, to; shares.take(thread, from, to);) kernels()->multiply(type, product, from, to);
   });
   return ffi::Error::Success();
@@ -184,7 +184,7 @@ ffi::Error rms_norm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::R
   return ffi::Error::Success();
 }
 
-// The queries, keys and values of a token, [B, T, (H G + 2 H) K], become [B, H, G, T, K] and twice [B, H, T, K].
+// Splits the queries, keys and values of a token, [B, T, (H G + 2 H) K], into [B, H, G, T, K] and two arrays [B, H, T, K].
 ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
                  ffi::Buffer<ffi::F32> query_norm, ffi::Buffer<ffi::F32> key_norm, ffi::Result<ffi::AnyBuffer> queries,
                  ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, float epsilon) {

@@ -1,5 +1,5 @@
-// Included by a file for each kind of processor, which defines TABLE, NAME and SUPPORTED, and what the
-// processor has: AVX512, AVX512_BF16, AVX512_VNNI. (Not all compilers define their own macros after a pragma.)
+// A file for each kind of processor includes this file. It defines TABLE, NAME and SUPPORTED, and the features of the
+// processor: AVX512, AVX512_BF16, AVX512_VNNI. (Some compilers do not define their own macros after a pragma.)
 
 #include <algorithm>
 
@@ -17,7 +17,7 @@ void round_one(const float* x, long width, long padded, void* out, Rounded* bloc
   round_row(x, width, values, blocks);
 }
 
-// Float32 rows are read as they are.
+// Float32 rows are read without preparation.
 void round(Type type, const float* x, long width, long padded, void* out, Rounded* blocks) {
   if (type == Type::kBFloat16) return round_one<BFloat16>(x, width, padded, out, blocks);
   round_one<Int8>(x, width, padded, out, blocks);

@@ -74,7 +74,7 @@ inline Lanes from_whole(const uint8_t* at) {
 inline Lanes from_whole(const int8_t* at) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)))};
 }
-// The first `count` lanes, whole numbers from -127 to 127.
+// Stores the first `count` lanes, which are integers from -127 to 127.
 inline void store_int8(int8_t* at, Lanes x, long count) {
   _mm_mask_storeu_epi8(at, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
@@ -166,7 +166,7 @@ inline Lanes odd_bfloat16(const void* at) {
   return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(pairs), high)),
           _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(pairs + 1), high))};
 }
-// Every processor with AVX2 has the conversion of float16.
+// Every processor with AVX2 can convert float16.
 inline Lanes from_float16(const void* at) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + 1))};
 }
@@ -180,7 +180,7 @@ inline Lanes from_whole(const int8_t* at) {
 }
 inline void store_int8(int8_t* at, Lanes x, long count) {
   const __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
-  const __m256i whole = _mm256_permute4x64_epi64(pairs, 0xd8);  // packing goes by halves
+  const __m256i whole = _mm256_permute4x64_epi64(pairs, 0xd8);  // packing works on 128-bit halves
   const __m128i out = _mm_packs_epi16(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
   if (count == kLanes) return _mm_storeu_si128((__m128i*)at, out);
   int8_t copy[kLanes];
@@ -236,7 +236,7 @@ inline Lanes from_bfloat16(const uint16_t* at, long count) {
   return from_bfloat16(copy);
 }
 
-// The sum of the lanes, by halves.
+// Adds the lanes by repeated halving.
 inline float total(Lanes x) {
   const __m256 eight = _mm256_add_ps(first_half(x), second_half(x));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -251,7 +251,7 @@ inline float highest(Lanes x) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The exponential of numbers up to 0, to 2e-7 relative; below -87 it is 0, of NaN it is NaN.
+// The exponential of numbers up to 0, with a relative error of 2e-7. Below -87 it is 0; the exponential of NaN is NaN.
 inline Lanes exponential(Lanes x) {
   const Lanes least = splat(-87.0f), bounded = max(least, x), n = rounded(bounded * splat(1.44269504f));
   Lanes r = fma(n, splat(-0.693359375f), bounded);

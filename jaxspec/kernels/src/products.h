@@ -121,7 +121,7 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
               long to) {
   constexpr long kRows = Kind::tile_rows, kBlocks = Kind::tile_blocks;
   const long stride = Kind::stride(rows.width);
-  // Rows that fit into the second-level cache together, times blocks that do.
+  // Multiplies a group of rows that fits into the second-level cache with a group of blocks that also fits.
   const long together = std::max(kRows, (1L << 18) / (rows.width * (long)sizeof(typename Kind::Value)) / kRows * kRows);
   const long group = std::max(kBlocks, (1L << 17) / stride / kBlocks * kBlocks);
   for (long outer = from; outer < to; outer += group)

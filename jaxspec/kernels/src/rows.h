@@ -33,13 +33,13 @@ void prepare(Preparation kind, const float* x, const float* scale, float epsilon
   for (long i = 0; i < width; i += kLanes) {
     const long part = std::min(kLanes, width - i);
     const Lanes gate = load(x + i, part), up = load(x + width + i, part);
-    // GELU in its form with tanh, of which 1 + tanh(y / 2) is twice the logistic function of y.
+    // The tanh form of GELU; 1 + tanh(y / 2) is twice the logistic function of y.
     const Lanes cubic = gate * fma(gate * gate, splat(0.0713548163f), splat(1.5957691216f));
     store(out + i, times_logistic(gate, kind == Preparation::kGelu ? cubic : gate) * up, part);
   }
 }
 
-// Rotates one head of `width` values by `half` cosines and sines; values from 2 * half on stay as they are.
+// Rotates one head of `width` values by `half` cosines and sines; values from 2 * half on are unchanged.
 void rotate(const float* x, const float* cosines, const float* sines, float* out, long half, long width) {
   const auto turn = [&](long i, auto... part) {
     const Lanes low = load(x + i, part...), high = load(x + half + i, part...);

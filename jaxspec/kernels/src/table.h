@@ -4,13 +4,14 @@
 
 #include <cstdint>
 
-// In the order of `TYPES` in jaxspec/kernels/calls.py. From int8 on, rows are rounded to int8 in blocks of 32 values.
+// The order is that of `TYPES` in jaxspec/kernels/calls.py. For int8 and all later types, rows are rounded to int8 in blocks
+// of 32 values.
 enum class Type { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kCount };
 
 // A block of values that are rounded to int8.
 struct Rounded {
-  float scale, shift;                 // a value is scale times a whole number; `shift` is scale times their sum
-  int less, less_first, less_second;  // minus the sum of the whole numbers: of all, of the first and the second half
+  float scale, shift;                 // a value is scale times an integer; `shift` is scale times the sum of the integers
+  int less, less_first, less_second;  // minus the sum of all integers, of the first half, and of the second half
   int less_of(int start, int part) const { return part == 32 ? less : start ? less_second : less_first; }
 };
 
@@ -20,17 +21,17 @@ enum class Preparation { kNothing, kNorm, kSilu, kGelu, kCount };
 
 struct Product {
   const void* weights;   // packed
-  const float* scale;    // of the outputs of int8 weights
+  const float* scale;    // scales of the outputs of int8 weights
   float* out;            // [rows, outputs]
-  long rows, outputs, width;  // `width` is padded as the weights are
+  long rows, outputs, width;  // `width` has the same padding as the weights
   const void* values;      // the rows, rounded
   const Rounded* rounded;  // their blocks, if they are int8
   const float* bias;       // [outputs] to add, or null
   const float* residual;   // [rows, outputs] to add, or null
 };
 
-// How queries, keys or values are written: with RMSNorm if there is a scale, `half` pairs of values rotated, as bfloat16 if
-// `half_precision`.
+// How queries, keys or values are written: with RMSNorm if there is a scale, with `half` pairs of values rotated, and as
+// bfloat16 if `half_precision`.
 struct Head {
   long width, half;
   float epsilon;
