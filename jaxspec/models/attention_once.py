@@ -9,17 +9,18 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV
 from jaxspec.core.sizes import BLOCK
 
-MOST = 2**25
-"""Elements of a layer's keys that are read at once: in 20 us on an H100, as long as ten kernels take to launch."""
+MAX_ELEMENTS = 2**25
+"""Largest number of elements of a layer's keys that are read at once. An H100 reads them in 20 us, which is the time to
+launch ten kernels."""
 
-FEW = 16
-"""Tokens of a window whose scores are sums of products."""
+MAX_SUMMED_TOKENS = 16
+"""Largest number of tokens of a window whose scores are sums of products."""
 
 
 def block_size(prefix: KV) -> int:
-    """Returns the number of slots that a GPU reads in a turn: all, or of large caches a power of two times `BLOCK`."""
+    """Returns how many slots a GPU reads at once: all slots, or in large caches a power of two times `BLOCK`."""
     _, batch, heads, slots, width = prefix.keys.shape
-    at_once = MOST // (batch * heads * width)
+    at_once = MAX_ELEMENTS // (batch * heads * width)
     if slots <= at_once:
         return slots
     size = BLOCK
@@ -40,10 +41,10 @@ def attend_once(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The mixture of the window's values is a sum of products, and so are their scores if it has few tokens: XLA would
-    merge a product that shares an operand with the cache's, and copy both to be adjacent. With many tokens the scores
-    are a product with operands of its own. The last barrier keeps them out of the kernel that joins both scores, in
-    which one thread would compute each, and rotate the query and the key for it.
+    The mixture of the window's values is a sum of products. So are the window's scores if the window has few tokens:
+    XLA would merge two matrix products that share an operand, and copy the cache's and the window's arrays next to each
+    other. With many tokens, the scores are a matrix product with operands of their own. The last barrier stops XLA from
+    fusing the scores into the concatenation, where one thread would compute each score and redo its rotary embedding.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
@@ -61,7 +62,7 @@ def attend_once(
     seen = jnp.broadcast_to(mask[:, None], (batch, groups, *mask.shape[1:])).reshape(batch, 1, groups * tokens, -1)
     # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
     finite = jnp.isfinite(own_values)
-    if own_keys.shape[2] > FEW:
+    if own_keys.shape[2] > MAX_SUMMED_TOKENS:
         own = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))
         own = jnp.where(finite.all(-1)[:, :, None], own, jnp.nan)
     else:

@@ -1,10 +1,11 @@
 """Attention of a window's tokens as one Pallas kernel, for TPUs (Mosaic) and GPUs (Triton).
 
-The text of a query is summed in the order of positions, in two parts. All but its last `NEAR` to 2 `NEAR` - 1 tokens
-are read in blocks of slots, with a running maximum and sum; the others are added one after the other, be they in the
-cache or in the window. Where one part ends depends on the query's position alone, blocks begin at multiples of their
-size, and every product has the same shape. So neither the number of rows or tokens of the window nor what of it is
-cached changes what is added to what, as long as the window's paths have at most `NEAR` tokens.
+The text of a query is summed in the order of positions, in two parts. All tokens but the last `GROUP` to 2 `GROUP` - 1
+are read in blocks of slots, with a running maximum and sum. The last tokens are added one after the other, whether they
+are in the cache or in the window. The boundary between the parts depends only on the position of the query, blocks
+begin at multiples of their size, and every product has the same shape. The order of the sums therefore depends neither
+on the numbers of rows and of tokens of the window, nor on which tokens are cached, as long as the paths of the window
+have at most `GROUP` tokens.
 """
 
 import functools
@@ -24,18 +25,21 @@ from jaxspec.core.records import KV
 from jaxspec.core.sizes import BLOCK
 from jaxspec.errors import InvalidConfig
 
-NEAR = 32
-"""Slots at whose multiples the part begins that is summed token by token, and tokens of a window in one product."""
+GROUP = 32
+"""The part that is summed token by token begins at a multiple of so many slots. Also the tokens of a window in one
+product."""
 ROWS = {"tpu": 64, "gpu": 16}
-"""Queries in one product. A TPU reads the cache once for all of them, a GPU runs them side by side."""
+"""Number of queries in one product. A TPU reads the cache once for all queries; a GPU runs the products in parallel."""
 SLOTS = {"tpu": BLOCK, "gpu": 64}
-"""Slots in one product."""
-MOST = 2**18
-"""Queries of a head times tokens of the window, whose mask a TPU holds in its memory on the chip."""
-LOWEST = -1e30  # finite, as -inf - -inf is not a number
+"""Number of slots in one product."""
+MAX_MASK_ELEMENTS = 2**18
+"""Largest number of queries of a head times tokens of the window: a TPU holds the mask in its memory on the chip."""
+LOWEST = -1e30  # finite, because -inf - -inf is not a number
 
 Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
-Near = tuple[Array, Callable, Array]  # scores of NEAR tokens, a token's value by its number, what each query sees
+TokenGroup = tuple[
+    Array, Callable, Array
+]  # scores of GROUP tokens, a token's value by its number, what each query sees
 
 
 def attend_pallas(
@@ -64,20 +68,20 @@ def attend_pallas(
     """
     batch, heads, groups, tokens, width = queries.shape
     check(platform, queries.dtype, width, interpret)
-    if (most := int((MOST / groups) ** 0.5)) < mask.shape[-1]:
+    if (most := int((MAX_MASK_ELEMENTS / groups) ** 0.5)) < mask.shape[-1]:
         raise InvalidConfig(f"attention='pallas' reads {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
     rows, size = ROWS[platform], SLOTS[platform]
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
     first = jnp.zeros((batch, tokens), jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
     position = jnp.maximum(length[:, None], first) + mask.sum(-1) - 1
-    near = jnp.maximum(position // NEAR - 1, 0) * NEAR
+    near = jnp.maximum(position // GROUP - 1, 0) * GROUP
     begin = first.min(1) // size
     end = jnp.maximum(-(-jnp.minimum(near.max(1), length) // size), begin + 1)
-    spans = jnp.stack([begin, end, length, jnp.maximum(length // NEAR - 1, 0)], -1).astype(jnp.int32)
+    spans = jnp.stack([begin, end, length, jnp.maximum(length // GROUP - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = jnp.concatenate([_padded(part, NEAR, 2) for part in window], 2)  # one array, of one launch on a GPU
-    seen = _padded(_padded(seen, rows, 1), NEAR, 2)
+    own = jnp.concatenate([_padded(part, GROUP, 2) for part in window], 2)  # one array, of one launch on a GPU
+    seen = _padded(_padded(seen, rows, 1), GROUP, 2)
     arrays = _padded(flat, rows, 2), *prefix, own, own, seen, _padded(limits, rows, 1)
     out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
     return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
@@ -110,7 +114,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
         return layer, b, h, jnp.minimum(spans[b, 0] + i, spans[b, 1] - 1), 0
 
     def near(offset: int) -> Callable:
-        return lambda b, h, i, spans: (layer, b, h, jnp.minimum(spans[b, 3] + offset, slots // NEAR - 1), 0)
+        return lambda b, h, i, spans: (layer, b, h, jnp.minimum(spans[b, 3] + offset, slots // GROUP - 1), 0)
 
     def cached(count: int, index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, count, width), index)
@@ -121,7 +125,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
     def shared(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b, h, i, spans: (b, 0, 0))
 
-    nearby = [cached(NEAR, near(offset)) for offset in (0, 1)]
+    nearby = [cached(GROUP, near(offset)) for offset in (0, 1)]
     kernel = pl.pallas_call(
         _tpu_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -138,7 +142,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
             out_specs=each(rows),
             scratch_shapes=[
                 *[pltpu.VMEM((rows, count), jnp.float32) for count in (1, 1, width)],
-                pltpu.VMEM((2 * NEAR + window, width), jnp.float32),
+                pltpu.VMEM((2 * GROUP + window, width), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(flat.shape, jnp.float32),
@@ -179,16 +183,16 @@ def _tpu_kernel(
         pool[...] = jnp.concatenate([as_values(part[...]).astype(jnp.float32) for part in (v0, v1, own_v)])
 
         def finish(rows: Any) -> None:
-            def part(i: int) -> Near:
+            def part(i: int) -> TokenGroup:
                 if i < 2:
                     scores = _dot(q[rows], as_values((k0, k1)[i][...]), transposed=True)
-                    mask = _cached(limits, rows, (spans[row, 3] + i) * NEAR, NEAR, length, before=False)
+                    mask = _cached(limits, rows, (spans[row, 3] + i) * GROUP, GROUP, length, before=False)
                 else:
-                    own = pl.ds((i - 2) * NEAR, NEAR)
+                    own = pl.ds((i - 2) * GROUP, GROUP)
                     scores, mask = _own_scores(q[rows], own_k[own], own_v[own]), seen[rows, own] != 0
-                return scores, lambda j: pool[pl.ds(i * NEAR + j, 1)], mask
+                return scores, lambda j: pool[pl.ds(i * GROUP + j, 1)], mask
 
-            parts = [part(i) for i in range(pool.shape[0] // NEAR)]
+            parts = [part(i) for i in range(pool.shape[0] // GROUP)]
             out[rows] = _finish((top[rows], total[rows], mixed[rows]), parts)
 
         each_tile(finish)
@@ -228,20 +232,20 @@ def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen
         cached = _cached(limits, rows, block * size, size, length, before=True)
         return _join(sums, queries, as_values(k[slots]), as_values(v[slots]), cached)
 
-    def near(i: int) -> Near:
-        start = (spans[3] + i) * NEAR
-        place = jnp.minimum(start, k.shape[0] - NEAR)
-        cached = _cached(limits, rows, start, NEAR, length, before=False)
-        scores = _dot(queries, as_values(k[pl.ds(place, NEAR)]), transposed=True)
+    def near(i: int) -> TokenGroup:
+        start = (spans[3] + i) * GROUP
+        place = jnp.minimum(start, k.shape[0] - GROUP)
+        cached = _cached(limits, rows, start, GROUP, length, before=False)
+        scores = _dot(queries, as_values(k[pl.ds(place, GROUP)]), transposed=True)
         return scores, lambda j: as_values(v[pl.ds(place + j, 1)]), cached
 
-    def own(i: int) -> Near:
-        part = pl.ds(i * NEAR, NEAR)
+    def own(i: int) -> TokenGroup:
+        part = pl.ds(i * GROUP, GROUP)
         scores = _own_scores(queries, own_k[part], own_v[part])
-        return scores, lambda j: own_v[pl.ds(i * NEAR + j, 1)], seen[rows, part] != 0
+        return scores, lambda j: own_v[pl.ds(i * GROUP + j, 1)], seen[rows, part] != 0
 
     sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
-    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // NEAR))])
+    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP))])
 
 
 def _nothing(rows: int, width: int) -> Sums:
@@ -277,7 +281,7 @@ def _own_scores(queries: Array, keys: Array, values: Array) -> Array:
     return _dot(queries, keys, transposed=True) + _dot(jnp.zeros_like(queries), values, transposed=True)
 
 
-def _finish(sums: Sums, parts: Sequence[Near]) -> Array:
+def _finish(sums: Sums, parts: Sequence[TokenGroup]) -> Array:
     """Adds the last tokens of each query's text one after the other, and returns the outputs `[R, K]`."""
     top, total, mixed = sums
     scores = [jnp.where(seen, score, LOWEST) for score, _, seen in parts]
@@ -294,5 +298,5 @@ def _finish(sums: Sums, parts: Sequence[Near]) -> Array:
             entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for those that do not see it
             return sums[0] + weight, sums[1] + weight * entry
 
-        total, mixed = lax.fori_loop(0, NEAR, add, (total, mixed))
+        total, mixed = lax.fori_loop(0, GROUP, add, (total, mixed))
     return mixed / total

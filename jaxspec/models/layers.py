@@ -19,7 +19,7 @@ from jaxspec.models.rows import NOTHING, Fused, Norm
 def matmul(
     x: Float[Array, "B T J"], weight: Array | Matrix, transposed: bool = False, fused: Fused = NOTHING
 ) -> Float[Array, "B T O"]:
-    """Returns `x @ weight` in the weight's dtype, accumulated in float32, with what `fused` adds.
+    """Returns `x @ weight` in the weight's dtype, accumulated in float32, with the operations of `fused`.
 
     A `transposed` array and a `Matrix` are `[O, I]`; other weights are `[I, O]`. `fused.residual` is `[B, T, O]`.
     """
@@ -34,7 +34,7 @@ def matmul(
 def _with_array(weight: Array, transposed: bool, x: Array) -> Array:
     batch, tokens, width = x.shape
     rows = x.reshape(batch * tokens, width).astype(weight.dtype)
-    if len(rows) == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU's naive loop for one row takes 8 times as long as two
+    if len(rows) == 1 and weight.dtype == jnp.bfloat16:  # XLA:CPU takes 8 times as long for one row as for two
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = lax.dot_general(
         rows,
@@ -51,7 +51,7 @@ def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> F
 
     XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies
     the table on every call. With the barrier the table depends on the tokens, and only the gathered rows are converted.
-    A gather of one row becomes a slice, for which XLA:GPU collects a table that devices share; so two are gathered.
+    XLA:GPU lowers a gather of one row to a slice, and all-gathers a sharded table for it; so two rows are gathered.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
     if tokens.size == 1 and not isinstance(table, Matrix):
@@ -62,7 +62,7 @@ def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> F
 def rotation(positions: Int[Array, "B T"], rope: Rope, width: int) -> tuple[Array, Array]:
     """Returns cosines and sines for heads of this width, each `[B, 1, T, K / 2]` or shorter."""
     angles = positions[:, None, :, None].astype(jnp.float32) * rope.frequencies(width)
-    # Without the barrier XLA:CPU computes them again for every head in every layer.
+    # Without the barrier, XLA:CPU recomputes sines and cosines for every head in every layer.
     return lax.optimization_barrier((jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale))
 
 

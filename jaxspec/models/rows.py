@@ -1,4 +1,4 @@
-"""Operations on rows that a product may include: RMSNorm and the gate of an MLP before it, sums after it."""
+"""Operations on rows that a matrix product may include: RMSNorm or the gate of an MLP before it, and sums after it."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Gate:
 
 
 class Fused(NamedTuple):
-    """What a product does besides: prepare its rows, and add to its outputs.
+    """Operations that a matrix product includes: it prepares its rows, and adds to its outputs.
 
     Attributes:
         before: applied to the rows.
@@ -77,7 +77,7 @@ class Fused(NamedTuple):
     residual: Any = None
 
     def around(self, multiply: Callable[[Array], Array], x: Array) -> Array:
-        """Returns a product of XLA's with all of this."""
+        """Returns the result of `multiply`, a product by XLA, with these operations before and after it."""
         out = multiply(x if self.before is None else self.before(x))
         out = out if self.bias is None else out + self.bias
         return out if self.residual is None else self.residual + out
@@ -94,4 +94,4 @@ class Fused(NamedTuple):
 
 
 NOTHING = Fused()
-"""A product and nothing else."""
+"""No operations besides the product."""

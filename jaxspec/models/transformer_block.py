@@ -92,7 +92,7 @@ class Block(nnx.Module):
         dtype: DTypeLike,
         before: Norm | None = None,
     ) -> tuple[Float[Array, "B H G T K"], KV]:
-        """Returns the rotated queries of an input, normed by `before` or already, and its keys and values."""
+        """Returns an input's rotated queries, and its keys and values. `before` norms the input, if it is given."""
         c = self.config
         projected = row_major(project(read, self.qkv, self.qkv_bias, before))
         norms = self.norm_of(self.q_norm), self.norm_of(self.k_norm)
@@ -111,7 +111,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the output of attention to an input, and this layer's keys and values `[B, H, T, K]`.
 
-        The input is normed by `before` or already; the residual stream is added to the output if it is given.
+        `before` norms the input, and the residual stream is added to the output, if they are given.
         """
         c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
         queries, new = self.heads(read, rotation, dtype, before)
@@ -128,7 +128,7 @@ class Block(nnx.Module):
         mixed: Float[Array, "B H G T K"],
         residual: Float[Array, "B T E"] | None = None,
     ) -> Float[Array, "B T E"]:
-        """Projects the outputs of all heads to the width of the residual stream, which is added if it is given."""
+        """Projects the outputs of all heads to the width of the residual stream, and adds the stream if it is given."""
         batch, _, _, tokens, _ = mixed.shape
         mixed = jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
         return self._leave(mixed, self.out, self.out_bias, self.post_attn_norm, None, residual)
@@ -142,7 +142,7 @@ class Block(nnx.Module):
         before: Gate | None,
         residual: Float[Array, "B T E"] | None,
     ) -> Float[Array, "B T E"]:
-        """Applies the last linear layer of a sublayer and its norm, if it has one, and adds the residual stream."""
+        """Applies the last linear layer of a sublayer and the norm after it, if any, and adds the residual stream."""
         if norm is None:
             return project(x, weight, bias, before, residual)
         out = self.norm(project(x, weight, bias, before), norm)
@@ -158,7 +158,7 @@ class Block(nnx.Module):
         before: Norm | None = None,
         residual: Float[Array, "B T E"] | None = None,
     ) -> Float[Array, "B T E"]:
-        """Returns the output of the MLP for an input, normed by `before` or already, plus the residual if given."""
+        """Returns the output of the MLP, plus the residual if it is given. `before` norms the input, if it is given."""
         both = project(read, self.gate_up, self.gate_up_bias, before)
         gate = Gate(self.config.activation, self.execution.shards)
         return self._leave(both, self.down, self.down_bias, self.post_mlp_norm, gate, residual)

@@ -1,8 +1,9 @@
 """Computes the acceptance of every rule from the laws of target and draft, along texts that the target has written.
 
-The target decodes each text without a draft, both read it (teacher forcing), and `jaxspec.analysis` compares their laws
-after every token. All rules and numbers of children are therefore measured on the same positions. The law of heads and
-PARD models depends on how many tokens they have drafted since the root: each drafted token has figures of its own.
+The target decodes each text without a draft. Then target and draft read the text (teacher forcing), and
+`jaxspec.analysis` compares their laws after every token. All rules and numbers of children are therefore measured on
+the same positions. The law of heads and of PARD models depends on how many tokens they have drafted since the root, so
+each drafted token has figures of its own.
 """
 
 import dataclasses
@@ -42,11 +43,11 @@ ByToken = HeadLaws | MaskLaws
 ROWS = 8
 """Texts that the target decodes in one batch."""
 
-POSITIONS = 16
+POSITIONS_AT_ONCE = 16
 """Positions whose laws are in memory at the same time."""
 
-EVERY = "every rule"
-"""Takes the place of a rule's name at temperature 0, where all rules accept the target's token if it is a candidate."""
+ANY_RULE = "every rule"
+"""Stands for the rule's name at temperature 0, where every rule accepts the target's token if it is a candidate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Positions:
         count: the number of positions.
         kept: the sum of acceptance probabilities by rule, with 1, 2, ... children, `[K]`.
         optimum: the same for an optimal rule with these candidates.
-        token: the number of the drafted token, from 1; with a draft model all have the same law, and are 1.
+        token: the number of the drafted token, from 1. It is 1 with a draft model, which has one law for all tokens.
     """
 
     name: str
@@ -73,10 +74,10 @@ class Figure:
     """The mean acceptance of one rule with a number of children, over all positions.
 
     Attributes:
-        rule: the rule's name, or `EVERY`.
+        rule: the rule's name, or `ANY_RULE`.
         children: the number of candidates.
-        acceptance: the probability that one of them is accepted.
-        low, high: its 95 % interval by bootstrap over the prompts; None with one prompt.
+        acceptance: the probability that one of the candidates is accepted.
+        low, high: the 95 % interval of the acceptance by bootstrap over the prompts; None with one prompt.
         optimum: an upper bound for any lossless rule with the same candidates.
         token: the number of the drafted token, if all before it were accepted; see `Positions`.
     """
@@ -91,7 +92,7 @@ class Figure:
 
     @property
     def gap(self) -> float:
-        """The optimum less the acceptance."""
+        """The optimum minus the acceptance."""
         return self.optimum - self.acceptance
 
 
@@ -113,7 +114,7 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | B
     """Returns the network or the heads whose laws a drafter samples from, and the parameters.
 
     Raises:
-        InvalidConfig: the drafter has neither, or its laws along a text are not computed.
+        InvalidConfig: the drafter has neither a network nor heads, or its laws along a text are not computed.
     """
     built, params = drafting.build_drafter(target)
     if not has_laws(built):
@@ -152,7 +153,7 @@ def measure(
         sampling: sampling settings, as numbers.
         children: K, the largest number of candidates.
         draws: Monte Carlo samples per position; see `jaxspec.analysis`.
-        max_new_tokens: the most tokens of a text.
+        max_new_tokens: the largest number of tokens of a text.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
         ignore_eos: continue past the model's own stop tokens.
         progress: called with (steps done, all steps); every text is one step to decode and one to compare.
@@ -173,7 +174,7 @@ def measure(
             f"{draft.context}; leave out long prompts or lower max_new_tokens"
         )
     slots = sizes.round_to_bucket(sizes.slots(longest, sizes.CHUNK))
-    rows = inputs.mask_padding(target, sampling, POSITIONS)
+    rows = inputs.mask_padding(target, sampling, POSITIONS_AT_ONCE)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
     key = seed_key(seed)
@@ -190,9 +191,11 @@ def measure(
         for token, (first, ours) in enumerate(drafted, 1):
             sums: dict[str, np.ndarray] = {}
             both = theirs[first:], ours[: len(text) - first]
-            for start in range(0, len(both[0]), POSITIONS):
-                size = min(POSITIONS, len(both[0]) - start)
-                parts = [np.pad(a[start : start + size], ((0, POSITIONS - size), (0, 0)), mode="edge") for a in both]
+            for start in range(0, len(both[0]), POSITIONS_AT_ONCE):
+                size = min(POSITIONS_AT_ONCE, len(both[0]) - start)
+                parts = [
+                    np.pad(a[start : start + size], ((0, POSITIONS_AT_ONCE - size), (0, 0)), mode="edge") for a in both
+                ]
                 key = jax.random.fold_in(noise, start + ((token - 1) << 20))
                 for rule, kept in compare(target.params, draft_params, *parts, rows, key).items():
                     sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
@@ -209,14 +212,14 @@ def measure(
 def _along(
     draft: LanguageModel | ByToken, params: Params, text: list[int], first: int, most: int, slots: int
 ) -> list[tuple[int, np.ndarray]]:
-    """Returns, by drafted token, the place in the text after which it is the first time, and what `head` reads there.
+    """Returns, for each drafted token, the first position that it can follow, and the features from there on.
 
     Args:
         draft: the draft.
         params: its parameters.
         text: the tokens.
-        first: the place of the prompt's last token, the root of the first round.
-        most: the number of places with `first` at most.
+        first: the position of the prompt's last token, which is the root of the first round.
+        most: the largest number of positions, from `first` on.
         slots: the padded length of the text.
     """
     if not isinstance(draft, ByToken):
@@ -252,7 +255,7 @@ def _compare(
     free = jax.nn.softmax(tempered(ours, rows), -1)[:, 0]
     if greedy:
         kept = analysis.deterministic_acceptance(law(theirs), free, children)
-        return {EVERY: jnp.stack([kept, kept])}
+        return {ANY_RULE: jnp.stack([kept, kept])}
     by_rule = analysis.acceptance_by_rule(law(theirs), law(ours), children, key, draws, free if limited else None)
     return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in by_rule.items()}
 
@@ -272,9 +275,9 @@ def figures(positions: Sequence[Positions], children: Sequence[int], seed: int =
 
 
 def by_rank(positions: Sequence[Positions]) -> dict[str, list]:
-    """Returns, by rule, the probability that the child of each rank is accepted, as `best_tree` takes it.
+    """Returns, by rule, the probability that the child of each rank is accepted, which is the input of `best_tree`.
 
-    With heads it is a list for each drafted token.
+    With heads, there is a list for each drafted token.
     """
     found: dict[str, list] = {}
     for token in sorted({prompt.token for prompt in positions}):

@@ -3,9 +3,9 @@
 The measured rounds are those of decoding: one executable runs rounds of every depth alternately, with the depth set by
 the host. A cost includes everything that a round of that depth does, and drifts of the machine affect all depths.
 
-For a chain, and a drafter that samples from the law of a network or of heads, a static tree is tried as well: the best
-one for the costs of the chain and the acceptance by rank on the same prompts. It is measured like the chain, and the
-faster of both is used.
+If the drafter samples from the law of a network or of heads, and a chain was measured, a static tree is tried as well.
+It is the best tree for the costs that were measured on the chain and for the acceptance by rank on the same prompts.
+The tree is measured like the chain, and the faster of the two is used.
 """
 
 import dataclasses
@@ -39,14 +39,15 @@ from jaxspec.tuning import acceptance
 
 DEPTH = 8
 """The default length of the chain that is measured."""
-IDLE = 24
+IDLE_ROUNDS = 24
 """The number of rounds without a draft before the time of catching up is measured."""
-TURN = 3
-"""Consecutive rounds of one depth; the first of them is not timed, since it follows another depth."""
-CHILDREN = 4
-"""The most children of a node of the trees that are tried."""
-RANKED = {"coupled": "coupled", "deterministic": "deterministic", "rejection": "rejection", "traversal": "rejection"}
-"""The rules for which trees are tried, and the rule whose acceptance by rank is used; traversal accepts no less."""
+ROUNDS_PER_DEPTH = 3
+"""Number of consecutive rounds of one depth. The first of them is not timed, because it follows another depth."""
+MAX_CHILDREN = 4
+"""Largest number of children of a node in the trees that are tried."""
+RANK_RULES = {rule: rule for rule in ("coupled", "deterministic", "rejection")} | {"traversal": "rejection"}
+"""The rules for which trees are tried, with the rule whose acceptance by rank is used. Traversal accepts at least as
+much as rejection."""
 
 
 @check_arguments
@@ -66,17 +67,18 @@ def tune(
     chat: bool | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Drafting:
-    """Measures the cost and acceptance of drafting, and returns what drafts fastest: a tree and an adaptive schedule.
+    """Measures the cost and acceptance of drafting, and returns the fastest tree with an adaptive schedule.
 
     Args:
         target: target model; see `load`.
-        prompts: prompts like those it will be used on; each is decoded alone, past its stop tokens.
+        prompts: prompts like those that the result will be used for. Each is decoded alone, past its stop tokens.
         drafter: name of a registered drafter.
-        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
-        tree: longest chain to try, as a number, or a tree, which is kept; None for a chain of 8 or the default depth.
+        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the preset's draft model.
+        tree: length of the longest chain to try, or a tree, whose shape is kept; None for a chain of 8 tokens, or of
+            as many as the drafter drafts by default.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
-        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
-            the target's preset, if any.
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for the heads of
+            the target's preset, if it has any.
         rule: name of a registered rule.
         sampling: sampling settings, as numbers.
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
@@ -109,7 +111,7 @@ def tune(
 
     def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Drafter]:
         """Returns the drafting, the seconds of a round by depth, and the drafter."""
-        constant = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=some_widths(tree)))
+        constant = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=choose_widths(tree)))
         decoder, weights = constant.build(target)
         seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
         tuned = conclude(drafter, tree, drafter_options, seconds, resumed, stats)
@@ -118,13 +120,14 @@ def tune(
     tuned, rounds, drafts = measured(longest)
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(longest, rounds) if longest.is_chain else None
-    if costs and rule in RANKED and acceptance.has_laws(drafts):
-        kind = acceptance.EVERY if sampling.temperature < GREEDY else RANKED[rule]
+    if costs and rule in RANK_RULES and acceptance.has_laws(drafts):
+        kind = acceptance.ANY_RULE if sampling.temperature < GREEDY else RANK_RULES[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
         network, params = acceptance.drafting_model(target, asked)
         positions = acceptance.measure(
             target, network, params, texts,
-            sampling=sampling, children=min(CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens, ignore_eos=True,
+            sampling=sampling, children=min(MAX_CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens,
+            ignore_eos=True,
         )  # fmt: skip
         ranks = acceptance.by_rank(positions)[kind]
         more["acceptance_by_rank"] = np.round(ranks, 4).tolist()
@@ -159,7 +162,7 @@ def _play(
         rounds = _Rounds(Session(decoder, weights, request, slots))
         if not i:
             rounds.play(0)  # compiles
-        rounds.by_turns(seconds)
+        rounds.measure_depths(seconds)
         resumed += rounds.resumed
         stats.append(rounds.stats())
         if progress:
@@ -168,7 +171,7 @@ def _play(
 
 
 class _Rounds:
-    """Decodes one row round by round, each to a depth of the caller's choice.
+    """Decodes one row round by round; the caller chooses the depth of each round.
 
     Attributes:
         resumed: rounds without a draft, and the seconds of the round of depth 1 that followed them.
@@ -185,12 +188,12 @@ class _Rounds:
         session.run(1, max_depth=depth)
         return session.timing.decode_s - before, bool(session.state.log.drafted[0, at] > 0)
 
-    def by_turns(self, seconds: dict[int, list[float]]) -> None:
-        """Runs rounds of all depths until the text ends, and adds their seconds by depth; see `in_turn`."""
+    def measure_depths(self, seconds: dict[int, list[float]]) -> None:
+        """Runs rounds of all depths until the text ends, and adds their seconds by depth; see `order_depths`."""
         idle = False
         while self._session.running:
-            for depth in in_turn(self._session.decoder.drafter.shape.depth):
-                for turn in range(TURN):
+            for depth in order_depths(self._session.decoder.drafter.shape.depth):
+                for turn in range(ROUNDS_PER_DEPTH):
                     if not self._session.running:
                         return
                     took, drafted = self.play(depth)
@@ -198,27 +201,27 @@ class _Rounds:
                         seconds.setdefault(depth, []).append(took)
             if not idle:
                 idle = True
-                for _ in range(IDLE):
+                for _ in range(IDLE_ROUNDS):
                     if self._session.running:
                         self.play(0)
                 if self._session.running:
                     took, drafted = self.play(1)
-                    self.resumed += [(IDLE + TURN, took)] * drafted
+                    self.resumed += [(IDLE_ROUNDS + ROUNDS_PER_DEPTH, took)] * drafted
 
     def stats(self) -> Stats:
         return Stats.from_log(self._session.state.log.part(0), self._session.decoder.drafter.calls)
 
 
-def some_widths(tree: Topology) -> tuple[int, ...]:
-    """Returns the widths to compile: those of the depths 1, 2, 4, 8, ... below the tree's."""
+def choose_widths(tree: Topology) -> tuple[int, ...]:
+    """Returns the widths to compile: the widths of the tree cut at the depths 1, 2, 4, 8, ..."""
     depths = [1 << i for i in range(tree.shape.depth.bit_length())]
     return tuple(int((tree.tree.depths <= d).sum()) for d in depths if d < tree.shape.depth)
 
 
-def in_turn(depth: int) -> list[int]:
-    """Returns all depths in the order of measuring: the greatest, 0 and powers of two first, the others after them.
+def order_depths(depth: int) -> list[int]:
+    """Returns all depths in the order in which they are measured: the greatest, 0 and powers of two, then the others.
 
-    The costs of the others are interpolated between these if the text ends early.
+    If the text ends early, the costs of the other depths are interpolated.
     """
     first = [depth, 0, *(1 << i for i in range(depth.bit_length()))]
     return list(dict.fromkeys(d for d in (*first, *range(depth)) if d <= depth))
@@ -231,12 +234,12 @@ def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
 
 
 def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
-    """Returns the seconds of a target call by width and of one draft call, from rounds on a chain; None if it is short.
+    """Returns the seconds of a target call by width, and of one draft call; None if the chain is too short.
 
-    Rounds of neighbouring depths with windows of the same width differ by one draft call. Such pairs exist from depth 4
-    on.
+    Rounds of neighbouring depths whose windows have the same width differ by one draft call. There are such pairs in
+    chains of at least 4 tokens.
     """
-    widths = sorted({1, *some_widths(tree), tree.shape.nodes})
+    widths = sorted({1, *choose_widths(tree), tree.shape.nodes})
     at = [next(width for width in widths if width > depth) for depth in range(tree.shape.nodes)]
     steps = [rounds[d + 1] - rounds[d] for d in range(tree.shape.depth) if at[d] == at[d + 1]]
     if not steps:
@@ -262,7 +265,7 @@ def conclude(
         options: the drafter's own options.
         seconds: seconds of rounds by depth.
         resumed: rounds without a draft, and seconds of the round of depth 1 after them.
-        stats: the statistics of all rounds; a depth that no round reached has the acceptance of the one before.
+        stats: the statistics of all rounds. A depth that no round reached is given the acceptance of the depth before.
 
     Raises:
         TuningError: no round drafted.
@@ -286,7 +289,7 @@ def conclude(
         costs=tuple(round(float(cost), 4) for cost in costs[: used.shape.depth + 1]),
         resume=round(float(resume / rounds[0]), 4),
         prior_acceptance=round(float(np.clip(accepted[0], 0.05, 0.95)), 4),
-        widths=some_widths(used),
+        widths=choose_widths(used),
     )
     measured = {
         "round_s": {str(depth): round(statistics.median(took), 6) for depth, took in timed.items()},

@@ -19,7 +19,7 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.models.attention import attend
-from jaxspec.models.attention_once import FEW, MOST, attend_once, block_size
+from jaxspec.models.attention_once import MAX_ELEMENTS, MAX_SUMMED_TOKENS, attend_once, block_size
 from jaxspec.models.layers import look_up
 from jaxspec.rules import coupled
 from scripts.library import hlo, thunks
@@ -143,7 +143,7 @@ def test_options_that_xla_does_not_know_are_no_error():
 def test_attention_in_one_pass_equals_that_in_blocks(case):
     """Prefixes and masks of any kind, sliding windows, and values that are no numbers."""
     rng = np.random.default_rng(case)
-    many = (FEW + 1, FEW + 4) if case % 4 == 3 else (1, 6)
+    many = (MAX_SUMMED_TOKENS + 1, MAX_SUMMED_TOKENS + 4) if case % 4 == 3 else (1, 6)
     batch, heads, groups, tokens, before = (int(rng.integers(*ends)) for ends in ((1, 4), (1, 3), (1, 3), many, (0, 3)))
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     kv = KV(*(normal(2, batch, heads, 512, 16) for _ in range(2)))
@@ -170,7 +170,7 @@ def test_a_gpu_reads_few_blocks():
     assert size(1, 131072) == 8192
     assert size(64, 8192) == 256
     assert size(16, 2304 * 3) == 256
-    assert size(1, MOST // 1024) == MOST // 1024
+    assert size(1, MAX_ELEMENTS // 1024) == MAX_ELEMENTS // 1024
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas
 from jaxspec.models.attention import attend
-from jaxspec.models.attention_pallas import NEAR, SLOTS, attend_pallas
+from jaxspec.models.attention_pallas import GROUP, SLOTS, attend_pallas
 from jaxspec.models.sharding import check_attention
 
 PLATFORMS = ("tpu", "gpu")
@@ -137,7 +137,7 @@ def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype)
     sizes = Shape(1, 2, 3, depth, 0, 64, 512, False)
     line = jnp.tril(jnp.ones((1, depth, depth), bool))
     apart = jnp.asarray([2 * i + 1 for i in range(depth)])
-    for length in (0, 1, NEAR - 5, 2 * NEAR - 1, 2 * NEAR, 5 * NEAR - 3, 256 - 4, 256 + NEAR - 4, 300):
+    for length in (0, 1, GROUP - 5, 2 * GROUP - 1, 2 * GROUP, 5 * GROUP - 3, 256 - 4, 256 + GROUP - 4, 300):
         queries, prefix, _, window, _, _ = arguments(rng, sizes, dtype)
         lengths = jnp.asarray([length], jnp.int32)
         together = run(queries, prefix, lengths, window, line, None)
@@ -161,14 +161,14 @@ def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_only_blocks_of_the_text_are_read(platform):
     """Not a number is what lies before a sliding window's first block, and after the text's last one."""
-    size = max(SLOTS[platform], NEAR)
+    size = max(SLOTS[platform], GROUP)
     shape = Shape(2, 1, 2, 5, 0, 64, 1024, True)
     for seed in range(4):
         queries, prefix, length, window, mask, _ = arguments(np.random.default_rng(seed), shape)
         length = jnp.asarray([[3, 300], [600, 17], [255, 256], [700, 700]][seed], jnp.int32)
         first = length[:, None] + mask.sum(-1).astype(jnp.int32) - 150
         begin = jnp.maximum(first.min(1), 0) // size * size
-        end = jnp.maximum(-(-length // size) * size, jnp.maximum(length // NEAR + 1, 2) * NEAR)
+        end = jnp.maximum(-(-length // size) * size, jnp.maximum(length // GROUP + 1, 2) * GROUP)
         slots = jnp.arange(1024)
         unread = ((slots < begin[:, None]) | (slots >= end[:, None]))[None, :, None, :, None]
         poisoned = KV(*(jnp.where(unread, jnp.nan, a) for a in prefix))

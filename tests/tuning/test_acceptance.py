@@ -24,7 +24,7 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
 from jaxspec.tuning import acceptance
-from jaxspec.tuning.acceptance import EVERY, Positions
+from jaxspec.tuning.acceptance import ANY_RULE, Positions
 from jaxspec.tuning.head_laws import head_laws
 
 V = 8
@@ -82,7 +82,7 @@ def test_limits_and_greedy():
         text = prompt + jaxspec.generate(TARGET, prompt, drafter="none", max_new_tokens=21)[0].tokens
         best = [np.argsort(-laws(DRAFT, text[:n], 1.0))[:2] for n in range(len(prompt), len(text))]
         hits = [[t in b[:k] for t, b in zip(text[len(prompt) :], best)] for k in (1, 2)]
-        np.testing.assert_allclose(row.kept[EVERY], np.sum(hits, 1))
+        np.testing.assert_allclose(row.kept[ANY_RULE], np.sum(hits, 1))
 
 
 def test_figures_by_hand():
@@ -131,13 +131,13 @@ def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
             begun = texts[: len(texts) + 1 - token]
             rounds = jaxspec.generate(WRITER, begun, drafter=kind, tree=tree, max_new_tokens=token, **given)
             assert row.count == len(begun)
-            assert row.kept[EVERY][3] == sum(out.stats.accepted == token for out in rounds)
-            accepted[token - 1] += row.kept[EVERY][3]
+            assert row.kept[ANY_RULE][3] == sum(out.stats.accepted == token for out in rounds)
+            accepted[token - 1] += row.kept[ANY_RULE][3]
     assert (accepted > 0).all(), "else nothing was compared"
     assert (accepted < 15).all()
     made = acceptance.figures(found, (1, 4))
     assert [(figure.token, figure.children) for figure in made][:4] == [(1, 1), (1, 4), (2, 1), (2, 4)]
-    assert jaxspec.best_tree(acceptance.by_rank(found)[EVERY], 6).shape.depth <= len(made) // 2
+    assert jaxspec.best_tree(acceptance.by_rank(found)[ANY_RULE], 6).shape.depth <= len(made) // 2
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
 from jaxspec.tuning import tune as tuning
 from jaxspec.tuning.head_laws import DRAFTED
-from jaxspec.tuning.tune import call_costs, conclude, in_turn, some_widths, tune
+from jaxspec.tuning.tune import call_costs, choose_widths, conclude, order_depths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
@@ -46,10 +46,10 @@ SAMPLED: dict[str, Any] = {"sampling": jaxspec.Sampling(temperature=1.0), "key":
 
 
 def test_widths_hold_depths_in_powers_of_two():
-    assert some_widths(chain(8)) == (2, 3, 5)
-    assert some_widths(chain(3)) == (2, 3)
-    assert some_widths(chain(1)) == ()
-    assert some_widths(branching(2, 2, 1)) == (3, 7)
+    assert choose_widths(chain(8)) == (2, 3, 5)
+    assert choose_widths(chain(3)) == (2, 3)
+    assert choose_widths(chain(1)) == ()
+    assert choose_widths(branching(2, 2, 1)) == (3, 7)
 
 
 def test_conclusions_by_hand():
@@ -251,9 +251,9 @@ def test_rounds_are_timed_by_their_depth(monkeypatch):
 
 def test_what_others_are_drawn_between_is_timed_first():
     """A text may end before all depths had their turn."""
-    assert in_turn(9) == [9, 0, 1, 2, 4, 8, 3, 5, 6, 7]
-    assert in_turn(2) == [2, 0, 1]
-    assert in_turn(1) == [1, 0]
+    assert order_depths(9) == [9, 0, 1, 2, 4, 8, 3, 5, 6, 7]
+    assert order_depths(2) == [2, 0, 1]
+    assert order_depths(1) == [1, 0]
 
 
 def test_costs_of_calls_by_hand():
@@ -327,7 +327,7 @@ def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
         given = {"heads": jaxspec.DraftHeads(blocks, init_params(blocks, key=jax.random.key(1)), chain(2))}
     tuned = tune(target, PROMPTS, drafter=drafter, max_new_tokens=8, **given, **SAMPLED)
     ranks = tuned.measured["acceptance_by_rank"]
-    assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.CHILDREN})
+    assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.MAX_CHILDREN})
     best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5, 9), 2.0), 0.125)
     assert best.shape.width > 1
     assert played == [chain(tuning.DEPTH), best]
