@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.hf_write import export_model as export_model
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
+    from jaxspec.core.cache import append_to_cache as append_to_cache
     from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.drafter import DrafterInputs as DrafterInputs
     from jaxspec.core.mesh import make_mesh as make_mesh
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
-    "jaxspec.core.cache": ("empty_cache",),
+    "jaxspec.core.cache": ("append_to_cache", "empty_cache"),
     "jaxspec.core.mesh": ("make_mesh",),
     "jaxspec.core.tree_spec": ("named_tree",),
     "jaxspec.core.networks": ("HeadTarget", "LanguageModel"),

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from jaxspec.analysis import laws
 from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.length import ChainLengths
-from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.checks import index, whole
 from jaxspec.core.laws import log_law, scores
@@ -133,7 +132,7 @@ def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tup
     size = tokens.shape[1]
     window = Window(tokens, cache.length[:, None] + jnp.arange(size), jnp.tri(size, dtype=bool)[None])
     features, entries = lm.apply(params, window, cache)
-    return features, caches.commit(cache, entries, jnp.full((1,), size), jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+    return features, lm.commit(cache, entries, None, jnp.full((1,), size), features)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""Storage of a cache, and the only function that writes to one.
+"""Storage of a cache of keys and values, and the only function that writes to one.
 
 Bfloat16 values are stored as their bits, in uint16: XLA:CPU cannot slice bfloat16 arrays, and would convert the whole
 cache to float32 and back in every round. On a GPU they are stored as they are: XLA:GPU reads a layer of a cache in the
@@ -139,8 +139,25 @@ def _by_bits(move: Callable[..., Array], where: Any, *arrays: Array) -> Array:
     return moved(where, *arrays) if arrays[0].dtype == jnp.bfloat16 else move(where, *arrays)
 
 
-def commit(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> Cache:
-    """Writes `entries` [L, B, H, M, K] at each row's length, and increases the length by `count`; see `write`."""
+def append_to_cache(
+    cache: Cache, entries: KV, nodes: Int[Array, "B M"] | None, count: Int[Array, "B"], after: Array | int = 0
+) -> Cache:
+    """Writes the keys and values of some tokens of a window at the end of each row's text.
+
+    This is `LanguageModel.commit` of a model whose cache is made by `empty_cache`.
+
+    Args:
+        cache: the cache.
+        entries: keys and values of the window's T tokens, `[L, B, H, T, K]`.
+        nodes: the tokens to write, in the order of the text, -1 for padding; None for the window in its own order.
+        count: the number of tokens to write in each row, 0 to M.
+        after: an array that is computed before the write, `[B, ...]`: the window's features, or tokens drawn from them.
+            Without it XLA may schedule the write before the last layer has read the cache, and then copies the whole
+            cache in every round.
+    """
+    entries = entries if nodes is None else take(entries, nodes)
+    if not isinstance(after, int) and jnp.issubdtype(after.dtype, jnp.floating):
+        after = jnp.isnan(after[:, 0, 0]).astype(jnp.int32)
     return Cache(write(cache, entries, count, after), cache.length + count)
 
 
@@ -154,8 +171,7 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
         cache: the cache.
         entries: keys and values of M tokens per row.
         count: tokens to write.
-        after: a non-negative value on which the write shall depend, such as the drawn token. Without it XLA may
-            schedule the write before the last layer has read the cache, and then copies the whole cache every round.
+        after: a non-negative value on which the write depends, such as the drawn token; see `append_to_cache`.
     """
     start = jnp.minimum(cache.length, cache.length + after)
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.core.records import Cache, Entries, Params, Window
 from jaxspec.errors import InvalidConfig
 
 
@@ -32,18 +32,42 @@ class LanguageModel(Protocol):
         ...
 
     def apply(
-        self, params: Params, window: Window, cache: Cache, past: KV | None = None
-    ) -> tuple[Float[Array, "B T E"], KV]:
+        self, params: Params, window: Window, cache: Cache, past: Entries | None = None
+    ) -> tuple[Float[Array, "B T E"], Entries]:
         """Reads a window, without writing to the cache.
 
         Args:
             params: the parameters.
             window: T new tokens per row.
-            cache: keys and values of the text before them.
-            past: keys and values [L, B, H, P, K] of earlier tokens of the same window.
+            cache: the text before them.
+            past: the entries [L, B, H, P, K] of P earlier tokens of the same window.
 
         Returns:
-            The features, and the keys and values of the new tokens, for the caller to commit or to drop.
+            The features, and the entries of the new tokens, such as their keys and values. The caller commits the
+            entries of the tokens that stay in the text.
+        """
+        ...
+
+    def commit(
+        self,
+        cache: Cache,
+        entries: Entries,
+        nodes: Int[Array, "B M"] | None,
+        count: Int[Array, "B"],
+        after: Array | int = 0,
+    ) -> Cache:
+        """Returns the cache after some tokens of a window have become text.
+
+        `jaxspec.append_to_cache` is this method of a model whose cache is made by `jaxspec.empty_cache`.
+
+        Args:
+            cache: the cache that the window was read on.
+            entries: of the window's T tokens.
+            nodes: the tokens of the window that follow the text, in the order of the text, -1 for padding; None for the
+                window's tokens in their own order.
+            count: the number of tokens to commit in each row, 0 to M. A row of count 0 must not change.
+            after: an array that is computed before the cache is written, `[B, ...]`. XLA updates a cache in place if
+                the update depends on it; see `jaxspec.append_to_cache`. It does not change the result.
         """
         ...
 
@@ -122,7 +146,7 @@ class TypedTarget(LanguageModel, Protocol):
         ...
 
 
-NETWORK = ("vocab", "context", "init_cache", "apply", "head")
+NETWORK = ("vocab", "context", "init_cache", "apply", "commit", "head")
 """The methods and properties of a `LanguageModel`."""
 
 
@@ -174,12 +198,23 @@ def with_taps(model: LanguageModel, taps: tuple[int, ...]) -> LanguageModel:
 
 def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
     """Returns the feature before the first token: zeros of the width of the model's features."""
-    token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
-    window = Window(token, token, jnp.ones((*token.shape, 1), bool))
-    feature = _apply.eval_shape(model, params, window, cache)[0]
+    feature = _shapes(model, params, cache)[0]
     return jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)
 
 
+def empty_entries(model: LanguageModel, params: Params, cache: Cache, slots: int) -> Entries:
+    """Returns zeros with the shape of the entries of `slots` tokens per row, `[L, B, H, S, K]`."""
+    entries = _shapes(model, params, cache)[1]
+    return jax.tree.map(lambda a: jnp.zeros((*a.shape[:3], slots, *a.shape[4:]), a.dtype), entries)
+
+
+def _shapes(model: LanguageModel, params: Params, cache: Cache) -> tuple[Any, Any]:
+    """Returns the shapes of the features and of the entries of one token per row."""
+    token = jnp.zeros((cache.length.shape[0], 1), jnp.int32)
+    window = Window(token, token, jnp.ones((*token.shape, 1), bool))
+    return _apply.eval_shape(model, params, window, cache)
+
+
 @functools.partial(jax.jit, static_argnums=0)  # so that JAX remembers its shapes
-def _apply(model: LanguageModel, params: Params, window: Window, cache: Cache) -> tuple[Array, KV]:
+def _apply(model: LanguageModel, params: Params, window: Window, cache: Cache) -> tuple[Array, Entries]:
     return model.apply(params, window, cache)

@@ -19,11 +19,13 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.tree import Tree
 
 Params = Any  # a pytree of arrays, known to its member alone
+Entries = Any  # what a model remembers of the T tokens of a window: a pytree of arrays [L, B, H, T, K], such as `KV`
 
 
 class Status(enum.IntEnum):
@@ -43,9 +45,14 @@ class KV(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The text that a model has read: slots below `length` hold its keys and values, the others are scratch."""
+    """The text that a model has read.
 
-    kv: KV  # [L, B, H, S, K]
+    Only the model knows what `kv` holds. In a cache of keys and values, slots below `length` hold those of the text,
+    and the other slots are scratch. A row of length 0 is empty, whatever `kv` holds: to forget a text, the decoder sets
+    its length to 0. Every leaf of `kv` has an axis of rows.
+    """
+
+    kv: Any  # for `attend`, a `KV` of [L, B, H, S, K]
     length: Int[Array, "B"]
 
 
@@ -126,3 +133,8 @@ class Context(NamedTuple):
     length: Int[Array, "B"]  # the root is tokens[length - 1]
     cache: Cache  # the target's; without the root
     params: Params  # the target's
+
+    @property
+    def root(self) -> Int[Array, "B"]:
+        """The last token of each row's text, which is the root of the next tree."""
+        return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]

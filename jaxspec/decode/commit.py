@@ -1,4 +1,4 @@
-"""The end of a round: cuts and commits its tokens, and updates cache, drafter, schedule and log."""
+"""The end of a round: cuts its tokens, and updates text, drafter, schedule and log."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.drafter import Drafter
-from jaxspec.core.records import KV, Advance, Cache, Proposal, RoundResult, Seen, Status
+from jaxspec.core.records import Advance, Cache, Proposal, RoundResult, Seen, Status
 from jaxspec.core.schedule import Schedule
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
 
@@ -18,11 +18,44 @@ class Outcome(NamedTuple):
 
     path: Int[Array, "B D1"]  # accepted nodes, the root first; -1 after the last
     tokens: Int[Array, "B D1"]  # the token after each node of the path; after the last node, its token repeated
-    healthy: Bool[Array, "B D1"]  # whether the target's logits after each node of the path are finite
-    kv: KV  # the cache's slots, with keys and values of the path at each row's length
+    count: Int[Array, "B"]  # the number of tokens that are committed  # pyright: ignore
+    status: Int[Array, "B"]  # of the row after the round
+    cache: Cache  # with the committed nodes of the path
     features: Float[Array, "B D1 E"]  # of the path
     logprobs: Logprobs | None  # of `tokens`; None if the state records none
     seen: Seen | None  # after all nodes; None unless the drafter asks
+
+
+def cut(
+    state: State, path: Int[Array, "B D1"], tokens: Int[Array, "B D1"], healthy: Bool[Array, "B D1"]
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """Returns how many of a round's tokens are committed, and each row's status after the round.
+
+    The tokens are cut after the first stop token, at the budget, and before the first token drawn from logits that are
+    not finite. A finished row commits none.
+
+    Args:
+        state: before the round.
+        path: accepted nodes, the root first; -1 after the last.
+        tokens: the token after each node.
+        healthy: whether the target's logits after each node are finite.
+    """
+    steps = jnp.arange(path.shape[1])
+    reached = (path >= 0).sum(-1) - 1
+
+    def first(marks: Array) -> Array:
+        return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
+
+    sound = jnp.minimum(reached + 1, first(~healthy))
+    stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
+    budget = state.limit - state.length
+    running = state.status == Status.RUNNING
+    count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
+    # A row without a token to commit would never end.
+    status = jnp.where((sound <= reached) | (sound < 1), Status.ERROR, Status.RUNNING)
+    status = jnp.where(count >= budget, Status.LENGTH, status)
+    status = jnp.where(stop < count, Status.STOP, status)
+    return count, jnp.where(running, status, state.status).astype(jnp.int32)
 
 
 def commit(
@@ -36,9 +69,6 @@ def commit(
 ) -> State:
     """Returns the state after a round.
 
-    The round's tokens are cut after the first stop token, at the budget, and before the first token drawn from logits
-    that are not finite.
-
     Args:
         drafter: absorbs the committed tokens.
         schedule: is updated with the round's result.
@@ -50,23 +80,8 @@ def commit(
     """
     tree = proposal.tree
     steps = jnp.arange(drafter.shape.depth + 1)
-    path, tokens = outcome.path, outcome.tokens
-    reached = (path >= 0).sum(-1) - 1
-
-    def first(marks: Array) -> Array:
-        return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
-
-    sound = jnp.minimum(reached + 1, first(~outcome.healthy))
-    stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
-    budget = state.limit - state.length
-    running = state.status == Status.RUNNING
-    count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
-    # A row without a token to commit would never end.
-    status = jnp.where((sound <= reached) | (sound < 1), Status.ERROR, Status.RUNNING)
-    status = jnp.where(count >= budget, Status.LENGTH, status)
-    status = jnp.where(stop < count, Status.STOP, status)
-    status = jnp.where(running, status, state.status).astype(jnp.int32)
-
+    path, tokens, count = outcome.path, outcome.tokens, outcome.count
+    reached, running = (path >= 0).sum(-1) - 1, state.status == Status.RUNNING
     emitted = steps < count[:, None]
     children = jnp.take_along_axis(proposal.tokens[:, None, :], jnp.maximum(tree.children, 0), axis=2)
     tested = ((tree.children >= 0) & (children >= 0)).sum(-1)
@@ -85,8 +100,8 @@ def commit(
     return state._replace(
         tokens=text,
         length=state.length + count,
-        status=status,
-        cache=Cache(outcome.kv, state.cache.length + count),
+        status=outcome.status,
+        cache=outcome.cache,
         absorbed=state.absorbed + count,
         draft=drafter.absorb(weights.draft, state.draft, advance),
         schedule=learned,

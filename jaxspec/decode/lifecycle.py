@@ -11,6 +11,7 @@ from jaxspec.core.drafter import Drafter, SpellingDrafter
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Status
 from jaxspec.core.schedule import Schedule
+from jaxspec.core.sizes import whole_blocks
 from jaxspec.decode import logprobs
 from jaxspec.decode.state import Request, RoundLog, State, Weights
 from jaxspec.errors import InvalidConfig
@@ -33,12 +34,11 @@ def init(
         schedule: the schedule.
         weights: parameters of target and drafter.
         request: prompts and settings of all rows.
-        capacity: cache slots per row; rounded up to whole blocks.
+        capacity: cache slots per row, rounded up to whole blocks: the room of a row's text.
         top_logprobs: K, alternatives recorded per token where the request asks for log-probabilities.
     """
     batch, size = request.tokens.shape
-    cache = target.init_cache(batch, capacity)
-    slots = cache.kv.keys.shape[3]
+    slots = whole_blocks(capacity)
     tokens = jnp.zeros((batch, slots), jnp.int32).at[:, :size].set(request.tokens)
     zeros = jnp.zeros((batch,), jnp.int32)
     state = State(
@@ -50,7 +50,7 @@ def init(
         key=request.key,
         stop_ids=request.stop_ids,
         sampling=request.sampling,
-        cache=cache,
+        cache=target.init_cache(batch, slots),
         absorbed=zeros,
         draft=drafter.init(weights.draft, batch, slots),
         schedule=schedule.init(batch, drafter.shape),

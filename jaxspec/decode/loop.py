@@ -16,19 +16,18 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from jaxspec.core import cache as caches
 from jaxspec.core import sizes
 from jaxspec.core.checks import check_member, flag, whole
 from jaxspec.core.drafter import ChoosingDrafter, Drafter, ObservingDrafter, TapDrafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.records import KV, Context, Proposal, Status, Window
+from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import GREEDY
 from jaxspec.core.schedule import Constant, Schedule, check_widths
 from jaxspec.decode import lifecycle, logprobs
-from jaxspec.decode.commit import Outcome, commit
+from jaxspec.decode.commit import Outcome, commit, cut
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, likeliest, rooted
@@ -127,13 +126,12 @@ class Decoder:
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
 
-        def verify(width: int, kv: KV) -> Outcome:
-            found = state._replace(cache=state.cache._replace(kv=kv))
-            return self._verify(weights, found, first_nodes(proposal, width), shape.depth, noise)
+        def verify(width: int, cache: Cache) -> Outcome:
+            return self._verify(weights, state._replace(cache=cache), first_nodes(proposal, width), shape.depth, noise)
 
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
-        outcome = _call(calls, (jnp.asarray(widths) < needed).sum(), state.cache.kv)
+        outcome = _call(calls, (jnp.asarray(widths) < needed).sum(), state.cache)
         return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
 
     def run(
@@ -177,7 +175,7 @@ class Decoder:
         return _batched(self, capacity)(weights, request)
 
     def _verify(self, weights: Weights, state: State, proposal: Proposal, depth: int, noise: RoundNoise) -> Outcome:
-        """Calls the target on the proposal's nodes, applies the rule, and writes the accepted path to the cache.
+        """Calls the target on the proposal's nodes, applies the rule, and commits the accepted path to the cache.
 
         Paths are padded to `depth` + 1 nodes.
         """
@@ -189,46 +187,47 @@ class Decoder:
         logits = self.network.head(weights.target, features)
         verdict, finite = apply_rule(self.rule, noise, state.sampling, logits, proposal)
         path, tokens = accepted_path(proposal, verdict)
-        reached = (path >= 0).sum(-1)
-        kv = caches.write(state.cache, caches.take(entries, path), reached, tokens[:, -1])
-        rest = (0, 0), (0, depth + 1 - path.shape[1])
+        nodes, rest = path, ((0, 0), (0, depth + 1 - path.shape[1]))
         path, tokens = jnp.pad(path, rest, constant_values=-1), jnp.pad(tokens, rest, mode="edge")
         at = jnp.maximum(path, 0)
+        count, status = cut(state, path, tokens, finite(at, tokens))
+        cache = self.network.commit(state.cache, entries, nodes, count, tokens[:, -1])
 
         recorded = None
         if state.recorded is not None:
             asking = state.recorded & (state.status == Status.RUNNING)
-            count = jnp.where(asking, (path >= 0).sum(-1), 0).max()
+            longest = jnp.where(asking, (path >= 0).sum(-1), 0).max()
             settings = state.sampling, self.top_logprobs, self.rule.lossless
-            recorded = logprobs.along(path, tokens, count, logits, *settings)
+            recorded = logprobs.along(path, tokens, longest, logits, *settings)
         seen = None
         if isinstance(self.drafter, ObservingDrafter):
             seen = likeliest(proposal.tokens, logits, self.drafter.observed, self.drafter.shape.nodes)
         return Outcome(
             path,
             tokens,
-            finite(at, tokens),
-            kv,
+            count,
+            status,
+            cache,
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,
             seen,
         )
 
 
-def _call(calls: Sequence[Callable[[KV], Outcome]], chosen: Array, kv: KV) -> Outcome:
-    """Returns the outcome of the chosen call; each is in a loop of its own of at most one turn.
+def _call(calls: Sequence[Callable[[Cache], Outcome]], chosen: Array, cache: Cache) -> Outcome:
+    """Returns the outcome of the chosen call. Each call is in a `while_loop` that runs at most once.
 
     A loop writes to the cache in place, and only what its width has to write. The branch of a conditional would copy
     the cache, and XLA:GPU would copy each layer of it before it is read.
     """
     if len(calls) == 1:
-        return calls[0](kv)
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(calls[0], kv))
-    carry = chosen, empty._replace(kv=kv)
+        return calls[0](cache)
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(calls[0], cache))
+    carry = chosen, empty._replace(cache=cache)
     for number, call in enumerate(calls):
         carry = lax.while_loop(
             lambda carry, number=number: carry[0] == number,
-            lambda carry, call=call: (jnp.full_like(chosen, -1), call(carry[1].kv)),
+            lambda carry, call=call: (jnp.full_like(chosen, -1), call(carry[1].cache)),
             carry,
         )
     return carry[1]

@@ -1,11 +1,11 @@
 """Reads prompts, before the first round and after text is appended."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxspec.core import cache as caches
 from jaxspec.core.drafter import Drafter
 from jaxspec.core.networks import LanguageModel, no_feature
 from jaxspec.core.records import Advance, Status, Window
@@ -40,9 +40,11 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         window = Window(text[:, :-1], positions, causal)
         features, entries = target.apply(weights.target, window, state.cache)
         count = jnp.clip(state.length - 1 - cursor, 0, chunk)
-        cache = caches.commit(state.cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+        cache = target.commit(state.cache, entries, None, count, features)
         # A commit writes zeros for values that are not finite, so a row that has any must end here.
-        broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in entries]).all(0) & (steps < count[:, None])
+        broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in jax.tree.leaves(entries)]).all(0) & (
+            steps < count[:, None]
+        )
         status = jnp.where(broken.any(-1), Status.ERROR, state.status).astype(jnp.int32)
         ahead = state.absorbed - cursor  # 1 if the drafter has absorbed the root, else 0
         shift = ahead[:, None] + steps

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.core.cache import value_dtype
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.core.records import Cache, Entries, Params, Window
 from jaxspec.core.topology import Dynamic, Topology
-from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._level import Level
 from jaxspec.errors import InvalidConfig
 
 
@@ -26,12 +26,6 @@ def check_tree(tree: Topology | Dynamic, vocab: int) -> None:
         raise InvalidConfig(f"the tree has nodes of {width} children, the model a vocabulary of {vocab} tokens")
 
 
-def empty_entries(cache: Cache, tree: Topology | Dynamic) -> KV:
-    """Returns room for the keys and values of every node that is read, `[L, B, H, S, K]`; only shapes are read."""
-    slots = count_slots(tree)
-    return KV(*(jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in cache.kv))
-
-
 def as_window(level: Level, start: Int[Array, "B"]) -> Window:
     """Returns the window of a level; each node sees its ancestors' entries and itself.
 
@@ -45,19 +39,18 @@ def as_window(level: Level, start: Int[Array, "B"]) -> Window:
     return Window(level.tokens, positions, jnp.concatenate([level.ancestors, own], axis=2))
 
 
-def put_entries(entries: KV, level: Level, new: KV) -> KV:
-    """Writes the keys and values of a level's nodes; non-finite values as zeros, because a masked NaN would leak."""
-    finite = (jnp.where(jnp.isfinite(a), a, 0) for a in new)
-    return KV(*(level.put(a, b, axis=3) for a, b in zip(entries, finite)))
+def put_entries(entries: Entries, level: Level, new: Entries) -> Entries:
+    """Writes the entries of a level's nodes; non-finite values as zeros, because a masked NaN would leak."""
+    return jax.tree.map(lambda a, b: level.put(a, jnp.where(jnp.isfinite(b), b, 0), axis=3), entries, new)
 
 
-ModelRead = Callable[[Level, KV], tuple[Array, KV]]
+ModelRead = Callable[[Level, Entries], tuple[Array, Entries]]
 
 
 def model_reader(model: LanguageModel, params: Params, cache: Cache, start: Int[Array, "B"]) -> ModelRead:
-    """Returns the `read` of a language model; the carry is the entries of the nodes (`empty_entries`)."""
+    """Returns the `read` of a language model; the carry is the entries of the nodes, at first `empty_entries`."""
 
-    def read(level: Level, entries: KV) -> tuple[Array, KV]:
+    def read(level: Level, entries: Entries) -> tuple[Array, Entries]:
         features, new = model.apply(params, as_window(level, start), cache, entries)
         return model.head(params, features), put_entries(entries, level, new)
 

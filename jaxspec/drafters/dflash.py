@@ -99,10 +99,10 @@ class DFlash:
         context = head.fuse(features)
         positions = cache.length[:, None] + jnp.arange(context.shape[1])
         entries = head.remember(context, positions, caches.value_dtype(cache.kv.keys.dtype))
-        return DFlashState(caches.commit(cache, entries, count, jnp.isnan(context[:, 0, 0]).astype(jnp.int32)))
+        return DFlashState(caches.append_to_cache(cache, entries, None, count, context))
 
     def propose(self, params: Params, state: DFlashState, context: Context, draw: Draw) -> tuple[Proposal, DFlashState]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         head, config, depth = self._module(params), self.config, self.shape.depth
 
         def block() -> tuple[Float[Array, "B D E"], Float[Array, "B D R"]]:

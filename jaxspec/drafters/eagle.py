@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.core import cache as caches
+from jaxspec.core.cache import append_to_cache, value_dtype
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TappedTarget
@@ -20,7 +20,7 @@ from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
-from jaxspec.drafters._window import as_window, check_tree, empty_entries, put_entries
+from jaxspec.drafters._window import as_window, check_tree, put_entries
 from jaxspec.heads.eagle import EagleHead
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import check_target, init_cache, module, require_heads
@@ -91,12 +91,12 @@ class Eagle:
         window, head = Window(tokens, cache.length[:, None] + steps, causal), self._module(params)
         states = head.fuse(features)
         states, entries = self._read(head, params, advance.params, states, window, cache)
-        cache = caches.commit(cache, entries, count, jnp.isnan(states[:, 0, 0]).astype(jnp.int32))
+        cache = append_to_cache(cache, entries, None, count, states)
         last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
         return EagleState(cache, jnp.where((count > 0)[:, None], last, state.hidden))
 
     def propose(self, params: Params, state: EagleState, context: Context, draw: Draw) -> tuple[Proposal, EagleState]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         head, cache = self._module(params), state.cache
 
         def read(level: Level, carry: tuple[Array, KV]) -> tuple[Array, tuple[Array, KV]]:
@@ -106,8 +106,10 @@ class Eagle:
             own, new = self._read(head, params, context.params, own, window, cache, entries)
             return self._logits(head, context, own), (level.put(states, own), put_entries(entries, level, new))
 
-        states = jnp.broadcast_to(state.hidden[:, None], (root.size, count_slots(self.tree), state.hidden.shape[1]))
-        carry = states, empty_entries(cache, self.tree)
+        slots = count_slots(self.tree)
+        states = jnp.broadcast_to(state.hidden[:, None], (root.size, slots, state.hidden.shape[1]))
+        entries = (jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in cache.kv)
+        carry = states, KV(*entries)
 
         def after_root() -> Float[Array, "B 1 R"]:
             return self._logits(head, context, state.hidden[:, None])

@@ -7,18 +7,16 @@ the drafter has no state. A target that was not trained for early exit accepts f
 import dataclasses
 from typing import Any, ClassVar, Self
 
-import jax
-import jax.numpy as jnp
-
 from jaxspec.core.checks import index
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, LayeredTarget
+from jaxspec.core.networks import LanguageModel, LayeredTarget, empty_entries
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
-from jaxspec.drafters._window import check_tree, empty_entries, model_reader
+from jaxspec.drafters._level import count_slots
+from jaxspec.drafters._window import check_tree, model_reader
 from jaxspec.errors import InvalidConfig, shown
 
 
@@ -73,7 +71,6 @@ class EarlyExit:
         return state
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
-        entries = empty_entries(jax.eval_shape(lambda: self.model.init_cache(root.shape[0], 1)), self.tree)
+        entries = empty_entries(self.model, context.params, context.cache, count_slots(self.tree))
         read = model_reader(self.model, context.params, context.cache, context.cache.length)
-        return grow(self.tree, root, draw, read, entries).proposal, state
+        return grow(self.tree, context.root, draw, read, entries).proposal, state

@@ -106,7 +106,7 @@ class Medusa:
         return MedusaState(jnp.where((advance.count > 0)[:, None], feature, state.feature))
 
     def propose(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> tuple[Proposal, MedusaState]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         if self.config.reads_words:
             read, carry = self._path_reader(params, state, context)
         else:

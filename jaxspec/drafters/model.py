@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core import cache as caches
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, no_feature
-from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
-from jaxspec.core.sizes import CHUNK
+from jaxspec.core.networks import LanguageModel, empty_entries, no_feature
+from jaxspec.core.records import Advance, Cache, Context, Entries, Params, Proposal, Window
+from jaxspec.core.sizes import CHUNK, whole_blocks
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
-from jaxspec.drafters._level import Level
-from jaxspec.drafters._window import check_tree, empty_entries, model_reader
+from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._window import check_tree, model_reader
 from jaxspec.errors import MissingDraft, VocabMismatch
 from jaxspec.models.model import Model
 from jaxspec.text.bridge import Bridge, Side, build_bridge
@@ -36,7 +35,7 @@ class ModelState(NamedTuple):
     """What the draft model has read of the text. It reads the rest before its next draft."""
 
     cache: Cache
-    entries: KV  # keys and values of the last proposal's nodes, [L, B, H, S, K]
+    entries: Entries  # of the last proposal's nodes, [L, B, H, S, K]
     slots: Int[Array, "B N"]  # the slots of its nodes in `entries`; -1: the node was not read
     feature: Float[Array, "B E"]  # at the last token in the cache
 
@@ -85,7 +84,7 @@ class ModelDraft:
     def init(self, params: Params, batch: int, capacity: int) -> ModelState:
         cache = self.model.init_cache(batch, capacity)
         slots = jnp.full((batch, self.shape.nodes), -1, jnp.int32)
-        entries = empty_entries(cache, self.tree)
+        entries = empty_entries(self.model, params, cache, count_slots(self.tree))
         return ModelState(cache, entries, slots, no_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
@@ -103,8 +102,7 @@ class ModelDraft:
         slots = jnp.where(nodes > 0, slots, -1)
         # The last token must be read again, because the next proposal starts from its feature.
         known = jnp.minimum((slots >= 0).sum(-1), jnp.maximum(count - 1, 0))
-        entries = caches.take(state.entries, slots)
-        return state._replace(cache=caches.commit(state.cache, entries, known, count))
+        return state._replace(cache=self.model.commit(state.cache, state.entries, slots, known, count))
 
     def catch_up(
         self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
@@ -130,13 +128,13 @@ class ModelDraft:
         causal = jnp.broadcast_to(steps[:, None] >= steps, (length.shape[0], size, size))
         features, entries = self.model.apply(params, Window(tokens, places, causal), cache)
         missing = jnp.clip(length - cache.length, 0, size)
-        cache = caches.commit(cache, entries, missing, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+        cache = self.model.commit(cache, entries, None, missing, features)
         last = jnp.take_along_axis(features, jnp.maximum(missing - 1, 0)[:, None, None], axis=1)[:, 0]
         return state._replace(cache=cache, feature=jnp.where((missing > 0)[:, None], last, state.feature))
 
     def propose(self, params: Params, state: ModelState, context: Context, draw: Draw) -> tuple[Proposal, ModelState]:
         state = self.catch_up(params, state, context.tokens, jnp.where(draw.below(0), context.length, 0))
-        root: Array = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         read = model_reader(self.model, params, state.cache, state.cache.length - 1)
 
         def after_root() -> Float[Array, "B 1 V"]:
@@ -196,7 +194,7 @@ class BridgedDraft:
 
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
         state = self.inner.init(params["model"], batch, self.room * capacity)
-        text = jnp.zeros((batch, state.cache.kv.keys.shape[3]), jnp.int32).at[:, 0].set(self.begin)
+        text = jnp.zeros((batch, whole_blocks(self.room * capacity)), jnp.int32).at[:, 0].set(self.begin)
         return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read_prompt(
@@ -246,12 +244,12 @@ class BridgedDraft:
         def after_root() -> Float[Array, "B 1 R"]:
             return network.head(own, model.feature[:, None])[..., common]
 
-        def read(level: Level, entries: KV) -> tuple[Float[Array, "B n R"], KV]:
+        def read(level: Level, entries: Entries) -> tuple[Float[Array, "B n R"], Entries]:
             tokens = jnp.take(params["spelling"], params["starts"][level.tokens], mode="clip")
             logits, entries = read_own(level._replace(tokens=tokens), entries)
             return logits[..., common], entries
 
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         grown = grow(self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
         return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
 

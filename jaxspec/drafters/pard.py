@@ -12,17 +12,17 @@ before it. Masks have that of the last token of the text, as in amd's code (`par
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoints.pard2 import read_projection
-from jaxspec.core import cache as caches
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature
-from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
+from jaxspec.core.records import Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
@@ -145,7 +145,7 @@ class Pard:
         def of_level(level: Level, carry: tuple[()]) -> tuple[Float[Array, "B 1 V"], tuple[()]]:
             return logits[:, level.depth : level.depth + 1], carry
 
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         return grow(self.tree, root, draw, of_level, (), unroll=True).proposal, state
 
     def head(self, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
@@ -179,8 +179,8 @@ class Pard:
             added = jnp.take_along_axis(state.added, jnp.minimum(places, last)[:, :, None], axis=1)
         window = Window(tokens, places, causal, added=added)
         features, entries = self.network.apply(self._network_params(params), window, cache)
-        entries = KV(*(a[:, :, :, :size] for a in entries))
-        after = caches.commit(cache, entries, count, jnp.isnan(features[:, 0, 0]).astype(jnp.int32))
+        entries = jax.tree.map(lambda a: a[:, :, :, :size], entries)
+        after = self.network.commit(cache, entries, None, count, features)
         return state._replace(cache=after), features
 
     def _network_params(self, params: Params) -> Params:

@@ -167,7 +167,7 @@ class Recycling:
         return jnp.where(hit, ids, -1), jnp.where(hit, probs, 0.0)
 
     def propose(self, params: Params, state: Tables, context: Context, draw: Draw) -> tuple[Proposal, Tables]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         if draw.kind is Noise.FRESH:
             draw = dataclasses.replace(draw, kind=Noise.NONE)  # no sample of a law: point masses, for every rule
         paths = self._find(context, count_slots(self.tree))

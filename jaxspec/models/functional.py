@@ -69,6 +69,8 @@ class FunctionLM:
         logits = self.function(params, rows, window.positions.reshape(-1) + 1)
         return logits.reshape(batch, size, -1), new
 
+    commit = staticmethod(caches.append_to_cache)
+
     def head(self, params: Params, features: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
         return features.astype(jnp.float32)
 

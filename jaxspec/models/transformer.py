@@ -140,6 +140,8 @@ class TransformerLM:
     ) -> tuple[Float[Array, "B T F"], KV]:
         return self._module(params)(window, cache, past, self.layers, self.taps)
 
+    commit = staticmethod(caches.append_to_cache)
+
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)
         if self.execution.shards > 1:  # sampling needs every row's whole law

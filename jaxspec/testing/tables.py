@@ -77,6 +77,8 @@ class TableLM:
         table = params["table"][text[2 - self.order :]]
         return jnp.where(wrong[..., None], -table, table), new
 
+    commit = staticmethod(caches.append_to_cache)
+
     def head(self, params: Params, features: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
         return features
 
@@ -152,7 +154,7 @@ class ScriptedDrafter:
         return state + advance.count
 
     def propose(self, params: Params, state: Array, context: Context, draw: Draw) -> tuple[Proposal, Array]:
-        root = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
+        root = context.root
         return Proposal(params[root], self.tree.tree), state
 
 

@@ -52,8 +52,7 @@ def own_bigrams(
     start = Window(jnp.asarray([prefix]), jnp.arange(count)[None], jnp.tri(count, dtype=bool)[None])
     empty = model.lm.init_cache(1, 256)
     *_, entries = call(model.params, start, empty)
-    kv = jax.tree.map(lambda all, new: all.at[:, :, :, :count].set(new), empty.kv, entries)
-    cache, found = empty._replace(kv=kv, length=jnp.full((1,), count)), []
+    cache, found = model.lm.commit(empty, entries, None, jnp.full((1,), count)), []
     for first in range(0, len(tokens), size):
         part = jnp.asarray(np.resize(tokens[first : first + size], size))[None]
         window = Window(part, jnp.full((1, size), count), jnp.eye(size, dtype=bool)[None])

@@ -26,7 +26,7 @@ def test_commit_keeps_the_first_tokens_of_each_path(dtype, nodes, count):
     path = jnp.asarray(rng.permuted(np.tile(np.arange(7), (ROWS, 1)), axis=1)[:, :nodes])
     window = KV(values(7), values(7).at[1, 0, 1, path[0, 0], 2].set(jnp.nan))
     cache = empty._replace(kv=before, length=jnp.array(LENGTH))
-    after = jax.jit(lambda cache, path: caches.commit(cache, caches.take(window, path), jnp.array(count)))(cache, path)
+    after = jax.jit(lambda cache, path: caches.append_to_cache(cache, window, path, jnp.array(count)))(cache, path)
 
     np.testing.assert_array_equal(after.length, np.add(LENGTH, count))
     for old, new, own in zip(before, after.kv, window):

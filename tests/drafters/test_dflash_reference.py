@@ -32,7 +32,7 @@ def test_contexts_states_logits_and_certainties(name, tmp_path):
         context = head.fuse(jnp.concatenate([jnp.zeros((*read.shape[:2], E)), read], -1))
         places = cache.length[:, None] + jnp.arange(read.shape[1])
         entries = head.remember(context, places, "float32")
-        cache = caches.commit(cache, entries, jnp.full((1,), read.shape[1]), jnp.zeros((1,), jnp.int32))
+        cache = caches.append_to_cache(cache, entries, None, jnp.full((1,), read.shape[1]))
         states = head(look_up(embed, block), positions, cache)[:, config.skipped :]
         logits, words = matmul(states, project, transposed=True), None
         if config.markov:

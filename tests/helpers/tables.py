@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from helpers.eagle_heads import CASES, SIZES, parameters, reference_shapes
-from jaxspec import KV, Model, empty_cache
+from jaxspec import KV, Model, append_to_cache, empty_cache
 from jaxspec.models.layers import matmul
 
 
@@ -25,6 +25,8 @@ class Tables:
         batch, size = window.tokens.shape
         width = params["embed"].shape[1] * (1 + len(self.taps))
         return jnp.zeros((batch, size, width)), KV(*(jnp.zeros((1, batch, 1, size, 2)) for _ in range(2)))
+
+    commit = staticmethod(append_to_cache)
 
     def head(self, params, features):
         return matmul(features, params["head"], transposed=True)

@@ -45,6 +45,8 @@ class Network:
         )
         return x + mixed[:, 0, 0], new
 
+    commit = staticmethod(jaxspec.append_to_cache)
+
     def head(self, params, features):
         return features @ params["out"].T
 

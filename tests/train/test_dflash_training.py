@@ -142,7 +142,9 @@ def rounds(config: DFlashConfig, params, frozen: Frozen, text, features):
     here, rows = jnp.arange(size), jnp.arange(config.block_size)
     context = head.fuse(jnp.broadcast_to(features, (size, *features.shape)))
     entries = head.remember(context, jnp.broadcast_to(here, (size, size)), "float32")
-    cache = caches.commit(init_cache(config, size, 64, "float32"), entries, here + 1, jnp.zeros(size, jnp.int32))
+    cache = caches.append_to_cache(
+        init_cache(config, size, 64, "float32"), entries, None, here + 1, jnp.zeros(size, jnp.int32)
+    )
     after = jnp.append(text[1:], jnp.zeros(config.block_size + 1, text.dtype))[here[:, None] + jnp.arange(9)]
     block = jnp.where(rows == 0, after[:, :1], config.mask_token)
     states = head(look_up(narrow.not_none(frozen.embed), block), here[:, None] + 1 + rows, cache)[:, config.skipped :]

@@ -154,7 +154,7 @@ def chains(config: EagleConfig, params, frozen: Frozen, text, features):
     every = jnp.broadcast_to(tokens[:size], (size, size))
     states = head.fuse(jnp.broadcast_to(features, (size, *features.shape)))
     states, entries = head(states, not_none(frozen.embed)[every], Window(every, start, causal), cache)
-    cache = caches.commit(cache, entries, here + 1, jnp.zeros(size, jnp.int32))
+    cache = caches.append_to_cache(cache, entries, None, here + 1)
     states, past = states[here, here][:, None], None
     found = [logits_of(config, head, frozen, states)]
     for step in range(1, STEPS):
