@@ -10,7 +10,6 @@ import numpy as np
 from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
 from jaxspec.bench.setup import Setup
 from jaxspec.bench.worker import Worker
-from jaxspec.core.drafter import TreeDrafter
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.models.model import Model
@@ -63,9 +62,9 @@ def certify(
 
 def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
     """Returns True if the texts are equal when every target call has the width of the method's tree."""
-    drafter = setup.decoder(method)[0].drafter
-    if not isinstance(drafter, TreeDrafter):
+    tree = setup.decoder(method)[0].drafter.needs.tree
+    if tree is None:
         return False
-    plain = Method(PLAIN, Drafting(PLAIN, tree=drafter.tree))
+    plain = Method(PLAIN, Drafting(PLAIN, tree=tree))
     one, other = (setup.decode(each, prompt, width_matched=True).text for each in (plain, method))
     return one.tokens == other.tokens

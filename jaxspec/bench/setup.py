@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from jaxspec.api import generate
 from jaxspec.bench.records import PLAIN, Method, Prompt
-from jaxspec.core.drafter import ModelDrafter
 from jaxspec.core.rule import Rule
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
@@ -75,10 +74,11 @@ def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list
 
     It is None if the drafter has no model, or the prompts exceed the model's context.
     """
-    if not isinstance(decoder.drafter, ModelDrafter) or not decoder.drafter.calls:
+    model = decoder.drafter.needs.model
+    if model is None or not decoder.drafter.calls:
         return None
     params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's
-    alone = Setup(Model(decoder.drafter.model, params), "coupled", setup.common, setup.capacity)
+    alone = Setup(Model(model, params), "coupled", setup.common, setup.capacity)
     plain, seconds = Method(PLAIN, Drafting(PLAIN)), []
     try:
         for repeat in range(repeats + 1):

@@ -1,20 +1,29 @@
-"""The protocol of drafters, and what some drafters do besides.
+"""The protocol of drafters, and what a drafter may need of the decoder.
 
 A drafter is a frozen, hashable dataclass, and is passed as a static argument: equal drafters do not retrace. Its
 parameters and its state are pytrees of arrays, passed beside it. It drafts for a batch of rows.
+
+What a drafter needs is stated in its field `needs`, and nowhere else: a decoder looks for no other fields or methods.
+
+A drafter that is registered by name also has a class attribute `takes`, a frozenset of names, and a class method
+`build(inputs: DrafterInputs)`, which returns the drafter and its parameters (None if it has none of its own). `takes`
+holds the names that `build` reads: fields of `DrafterInputs` except the target, and options.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Int
 
+from jaxspec.core.checks import check_member, flag, whole
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.schedule import check_widths
 from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.core.tree import TreeShape
+from jaxspec.errors import InvalidConfig, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +45,47 @@ class DrafterInputs:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a drafter needs of the decoder, and what measurements may ask of it. By default, nothing.
+
+    Attributes:
+        taps: numbers of target layers after which the drafter reads the residual stream, as a part of the target's
+            features; see `jaxspec.core.networks.TappedTarget`.
+        observed: the number of most likely tokens after every node of a round that the drafter is shown
+            (`Advance.seen`). Such a drafter has no distribution of its own: its proposals are point masses under every
+            rule.
+        widths: numbers of nodes, the root included, among which the drafter chooses in every round. Target calls of
+            these widths are compiled.
+        prompts: the number of the drafter's own tokens that it reads of a text, for each slot of the target's cache; 0
+            for a drafter that reads the target's tokens. Such a drafter also has the methods of `PromptReader`.
+        answers: whether the drafter is given answers that have ended; it then also has the method of `AnswerReader`.
+        model: the language model from whose distribution the drafter draws; None for other drafters. The model's
+            parameters are the drafter's, or the target's if the drafter has none. Measurements read it.
+        tree: the topology that the drafter drafts, with which plain decoding is compared at the same width; None if
+            there is no such topology. Measurements read it.
+
+    Raises:
+        InvalidConfig: a value has another type or is out of range.
+    """
+
+    taps: tuple[int, ...] = ()
+    observed: int = 0
+    widths: tuple[int, ...] = ()
+    prompts: int = 0
+    answers: bool = False
+    model: LanguageModel | None = None
+    tree: Topology | Dynamic | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.taps, tuple):
+            raise InvalidConfig(f"taps must be a tuple of layers, got {shown(self.taps)}")
+        whole("observed", self.observed, 0)
+        whole("prompts", self.prompts, 0)
+        flag("answers", self.answers)
+        check_widths(self.widths)
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes a tree of tokens in every round, and absorbs the committed ones. Its state is opaque to the loop.
@@ -46,6 +96,11 @@ class Drafter(Protocol):
 
     @property
     def draws(self) -> bool: ...
+
+    @property
+    def needs(self) -> Needs:
+        """What the drafter needs of the decoder; `Needs()` for nothing."""
+        ...
 
     @property
     def shape(self) -> TreeShape:
@@ -74,60 +129,8 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
-class NamedDrafter(Drafter, Protocol):
-    """A drafter that can be registered and built by name.
-
-    Attributes:
-        takes: the names that `build` uses: fields of `DrafterInputs` other than the target, and options.
-    """
-
-    takes: ClassVar[frozenset[str]]
-
-    @classmethod
-    def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
-        """Returns the drafter for these inputs, and its parameters; None if it has none of its own."""
-        ...
-
-
-@runtime_checkable
-class ModelDrafter(Drafter, Protocol):
-    """A drafter that draws from the law of a language model, so that its acceptance can be computed."""
-
-    @property
-    def model(self) -> LanguageModel:
-        """The model; its parameters are the drafter's, or the target's if the drafter has none."""
-        ...
-
-
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """A drafter whose topology plain decoding can use as well, for a comparison at the same width."""
-
-    @property
-    def tree(self) -> Topology | Dynamic:
-        """The topology, which is fixed or chosen in every round."""
-        ...
-
-
-@runtime_checkable
-class TapDrafter(Drafter, Protocol):
-    """A drafter that reads the target's residual stream before some layers, as part of the target's features."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The layers, see `jaxspec.core.networks.TappedTarget`; empty for the target's own features alone."""
-        ...
-
-
-@runtime_checkable
-class SpellingDrafter(Drafter, Protocol):
-    """A drafter that reads the text in tokens of its own, and takes the prompts in them, too."""
-
-    @property
-    def room(self) -> int:
-        """The most tokens of its own that it reads of a text, for each slot of the target's cache."""
-        ...
+class PromptReader(Protocol):
+    """The methods of a drafter that reads prompts in tokens of its own (`Needs.prompts`)."""
 
     def spell(self, prompt: Any, ids: Sequence[int], variables: Mapping[str, Any]) -> list[int]:
         """Returns a prompt in the drafter's tokens; runs on the host.
@@ -137,6 +140,10 @@ class SpellingDrafter(Drafter, Protocol):
             ids: the same in the target's tokens.
             variables: variables of the chat template, such as `tools`.
         """
+        ...
+
+    def summary(self) -> str:
+        """Returns a line that says what the drafter's tokens have in common with the target's."""
         ...
 
     def read_prompt(
@@ -152,35 +159,30 @@ class SpellingDrafter(Drafter, Protocol):
         ...
 
 
-@runtime_checkable
-class ObservingDrafter(Drafter, Protocol):
-    """A drafter that is shown the target's `observed` likeliest tokens after every node of a round (`Advance.seen`).
-
-    It has no law of its own: its proposals are point masses under every rule.
-    """
-
-    @property
-    def observed(self) -> int: ...
-
-
-@runtime_checkable
-class ChoosingDrafter(Drafter, Protocol):
-    """A drafter that chooses in every round how many nodes a row drafts, by what it expects to be accepted."""
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The numbers of nodes, root included; target calls of these widths are compiled."""
-        ...
-
-
-@runtime_checkable
-class RememberingDrafter(Drafter, Protocol):
-    """A drafter that drafts from answers that have ended, too.
-
-    It is given them only under a rule with shared noise. Under others the number of rounds, and with it the text of a
-    key, would depend on them.
-    """
+class AnswerReader(Protocol):
+    """The method of a drafter that also drafts from answers that have ended (`Needs.answers`)."""
 
     def remember(self, params: Params, tokens: Sequence[int]) -> Params:
-        """Returns the parameters with the tokens of an answer that has ended; runs on the host."""
+        """Returns the parameters with the tokens of an answer that has ended; runs on the host.
+
+        It is called only under a rule with shared noise. Under other rules the number of rounds, and with it the text
+        of a key, would depend on earlier answers.
+        """
         ...
+
+
+def require_drafter(drafter: Any) -> None:
+    """Refuses an object that is not a drafter, or lacks a method that follows from its needs.
+
+    Raises:
+        InvalidConfig: it is not a drafter; the message names what is missing.
+    """
+    check_member("drafter", drafter, Drafter)
+    needs, name = drafter.needs, type(drafter).__name__
+    if not isinstance(needs, Needs):
+        raise InvalidConfig(f"needs of the drafter {name} must be a jaxspec.core.drafter.Needs, got {shown(needs)}")
+    methods = ("spell", "summary", "read_prompt") * bool(needs.prompts) + ("remember",) * needs.answers
+    if missing := [method for method in methods if not hasattr(drafter, method)]:
+        raise InvalidConfig(
+            f"the drafter {name} has no {', '.join(missing)}, which follow from its needs; see jaxspec.core.drafter"
+        )

@@ -123,7 +123,7 @@ class Advance(NamedTuple):
     text: Int[Array, "B S"]  # the whole text, these tokens included, for drafters that have not read all of it
     start: Int[Array, "B"]  # the position of the first of these tokens
     params: Params = None  # the target's
-    seen: Seen | None = None  # for an `ObservingDrafter`; None for text that was not drafted
+    seen: Seen | None = None  # for a drafter that needs it; None for text that was not drafted
 
 
 class Context(NamedTuple):

@@ -1,13 +1,14 @@
 """Creates and edits the state between rounds: new prompts, further turns, replaced rows, shortened texts."""
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxspec.core.drafter import Drafter, SpellingDrafter
+from jaxspec.core.drafter import Drafter, PromptReader
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Status
 from jaxspec.core.schedule import Schedule
@@ -145,10 +146,11 @@ def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "
 
 
 def _with_prompts(drafter: Drafter, state: State, request: Request, covered: Int[Array, "B"]) -> State:
-    """Gives the drafter the prompts in its own tokens, if the request has them; see `SpellingDrafter`."""
-    if request.draft_prompts is None or not isinstance(drafter, SpellingDrafter):
+    """Gives the drafter the prompts in its own tokens, if the request has them; see `PromptReader`."""
+    if request.draft_prompts is None:
         return state
-    return state._replace(draft=drafter.read_prompt(state.draft, *request.draft_prompts, covered))
+    reader = cast(PromptReader, drafter)
+    return state._replace(draft=reader.read_prompt(state.draft, *request.draft_prompts, covered))
 
 
 def _status(request: Request) -> Int[Array, "B"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import check_member, flag, whole
-from jaxspec.core.drafter import ChoosingDrafter, Drafter, ObservingDrafter, TapDrafter
+from jaxspec.core.drafter import Drafter, require_drafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
@@ -75,7 +75,7 @@ class Decoder:
         check_widths(self.widths)
         if not isinstance(self.target, LanguageModel) or isinstance(self.target, type):
             raise InvalidConfig(f"target must be a LanguageModel, such as model.lm; got {shown(self.target)}")
-        check_member("drafter", self.drafter, Drafter)
+        require_drafter(self.drafter)
         check_member("rule", self.rule, Rule)
         check_member("schedule", self.schedule, Schedule)
         self.rule.check(self.drafter.shape)
@@ -84,14 +84,13 @@ class Decoder:
     @functools.cached_property
     def network(self) -> LanguageModel:
         """The target, with the features that the drafter reads."""
-        return with_taps(self.target, self.drafter.taps) if isinstance(self.drafter, TapDrafter) else self.target
+        return with_taps(self.target, self.drafter.needs.taps)
 
     @functools.cached_property
     def call_widths(self) -> tuple[int, ...]:
         """The widths of target calls, in ascending order; the last is the number of nodes of the tree."""
         nodes = self.drafter.shape.nodes
-        chosen = self.drafter.widths if isinstance(self.drafter, ChoosingDrafter) else ()
-        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths, *chosen}
+        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths, *self.drafter.needs.widths}
         return (*sorted(width for width in narrower if width < nodes), nodes)
 
     def slots(self, length: int) -> int:
@@ -200,8 +199,8 @@ class Decoder:
             settings = state.sampling, self.top_logprobs, self.rule.lossless
             recorded = logprobs.along(path, tokens, longest, logits, *settings)
         seen = None
-        if isinstance(self.drafter, ObservingDrafter):
-            seen = likeliest(proposal.tokens, logits, self.drafter.observed, self.drafter.shape.nodes)
+        if observed := self.drafter.needs.observed:
+            seen = likeliest(proposal.tokens, logits, observed, self.drafter.shape.nodes)
         return Outcome(
             path,
             tokens,

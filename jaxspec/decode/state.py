@@ -34,7 +34,7 @@ class Weights(NamedTuple):
 
 
 class DraftPrompts(NamedTuple):
-    """Prompts in the own tokens of a `SpellingDrafter`."""
+    """Prompts in the tokens of a drafter that reads its own; see `PromptReader`."""
 
     tokens: Int[Array, "*b P"]  # padded on the right
     count: Int[Array, "*b"]  # if more than P, the rest is missing  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -44,7 +44,7 @@ def count_paying(
 
     Args:
         worth: the logarithm of the probability that each node is accepted, in descending order.
-        widths: numbers of nodes to choose among, root included, besides that of all nodes; see `ChoosingDrafter`.
+        widths: numbers of nodes to choose among, root included, besides that of all nodes; see `Needs`.
         draw: of the round.
         target: the target's parameters, whose type decides what tokens take on a CPU.
         budget: of the rows.

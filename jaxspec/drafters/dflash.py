@@ -16,15 +16,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw, Judged
 from jaxspec.core.networks import LanguageModel, TappedTarget
 from jaxspec.core.records import Advance, Cache, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash import DFlashHead
@@ -40,7 +40,7 @@ class DFlashState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash:
+class DFlash(TreeDrafter):
     """Draws from the distributions of a DFlash or DSpark head on states of the target.
 
     Attributes:
@@ -75,17 +75,14 @@ class DFlash:
         return cls(config, inputs.target.lm, inputs.tree or heads.tree or chain(config.max_depth)), params
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
-
-    @property
     def calls(self) -> int:
         """One call of the head in a round, for all levels."""
         return 1
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
+    def needs(self) -> Needs:
+        depth = self.target.depth if isinstance(self.target, TappedTarget) else 0
+        return Needs(taps=self.config.taps_of(depth), tree=self.tree)
 
     def init(self, params: Params, batch: int, capacity: int) -> DFlashState:
         return DFlashState(

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core.cache import append_to_cache, value_dtype
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TappedTarget
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import as_window, check_tree, put_entries
 from jaxspec.heads.eagle import EagleHead
 from jaxspec.heads.eagle_config import EagleConfig
@@ -35,7 +35,7 @@ class EagleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle:
+class Eagle(TreeDrafter):
     """Draws from the distribution of an EAGLE head on states of the target; with a dynamic tree EAGLE-1 is EAGLE-2.
 
     Attributes:
@@ -66,17 +66,14 @@ class Eagle:
         return cls(config, inputs.target.lm, inputs.tree or heads.tree or chain(4)), params
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
-
-    @property
     def calls(self) -> int:
         """Calls of the head in a round: one reads what was committed, which drafts the first level, too."""
         return self.tree.shape.depth
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps_of(self.target.depth if isinstance(self.target, TappedTarget) else 0)
+    def needs(self) -> Needs:
+        depth = self.target.depth if isinstance(self.target, TappedTarget) else 0
+        return Needs(taps=self.config.taps_of(depth), tree=self.tree)
 
     def init(self, params: Params, batch: int, capacity: int) -> EagleState:
         cache = init_cache(self.config, batch, capacity, dtype_of(self.target), execution_of(self.target).platform)

@@ -8,20 +8,20 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from jaxspec.core.checks import index
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, LayeredTarget, empty_entries
-from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import count_slots
+from jaxspec.drafters._tree import Stateless
 from jaxspec.drafters._window import check_tree, model_reader
 from jaxspec.errors import InvalidConfig, shown
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Stateless):
     """Draws from the target's distribution after its first layers (`exit_layers`).
 
     Attributes:
@@ -57,18 +57,12 @@ class EarlyExit:
         return cls(model, inputs.tree or chain(4)), None
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
+    def needs(self) -> Needs:
+        return Needs(model=self.model, tree=self.tree)
 
     @property
     def calls(self) -> int:
         return self.tree.shape.depth
-
-    def init(self, params: Params, batch: int, capacity: int) -> Any:
-        return ()
-
-    def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
-        return state
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         entries = empty_entries(self.model, context.params, context.cache, count_slots(self.tree))

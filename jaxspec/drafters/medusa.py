@@ -19,9 +19,9 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import Read, grow
 from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.medusa import normed
 from jaxspec.heads.medusa_config import HeadsConfig
@@ -38,7 +38,7 @@ class MedusaState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Medusa:
+class Medusa(TreeDrafter):
     """Draws from the distributions of Medusa, Hydra or ReDrafter heads on the target's last feature.
 
     Attributes:
@@ -87,10 +87,6 @@ class Medusa:
             params |= {"rows": pack_param("head", params["rows"])} if "rows" in params else {}
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
-
-    @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
 
     @property
     def calls(self) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, empty_entries, no_feature
 from jaxspec.core.records import Advance, Cache, Context, Entries, Params, Proposal, Window
@@ -21,12 +21,15 @@ from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import check_tree, model_reader
 from jaxspec.errors import MissingDraft, VocabMismatch
 from jaxspec.models.model import Model
 from jaxspec.text.bridge import Bridge, Side, build_bridge
 from jaxspec.text.tokenizer import same_vocab
 
+ROOM = 2
+"""The number of its own tokens that a draft model of another vocabulary reads, for each slot of the target's cache."""
 NEAR, FAR = 2, 16
 """Number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
 
@@ -41,7 +44,7 @@ class ModelState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDraft:
+class ModelDraft(TreeDrafter):
     """Draws from the distribution of a second, smaller language model, of any vocabulary.
 
     Attributes:
@@ -74,8 +77,8 @@ class ModelDraft:
         return bridged(drafter, draft.params, build_bridge(_side(target), _side(draft)))
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
+    def needs(self) -> Needs:
+        return Needs(model=self.model, tree=self.tree)
 
     @property
     def calls(self) -> int:
@@ -174,15 +177,14 @@ class BridgedDraft:
     bridge: Bridge = dataclasses.field(compare=False, repr=False)
 
     draws = True
-    room = 2
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(prompts=ROOM, tree=self.inner.tree)
 
     @property
     def shape(self) -> TreeShape:
         return self.inner.shape
-
-    @property
-    def tree(self) -> Topology | Dynamic:
-        return self.inner.tree
 
     @property
     def calls(self) -> int:
@@ -192,9 +194,12 @@ class BridgedDraft:
         """Returns a prompt in the draft model's tokens; see `Bridge.prompt`."""
         return self.bridge.prompt(prompt, ids, variables)
 
+    def summary(self) -> str:
+        return str(self.bridge)
+
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
-        state = self.inner.init(params["model"], batch, self.room * capacity)
-        text = jnp.zeros((batch, whole_blocks(self.room * capacity)), jnp.int32).at[:, 0].set(self.begin)
+        state = self.inner.init(params["model"], batch, ROOM * capacity)
+        text = jnp.zeros((batch, whole_blocks(ROOM * capacity)), jnp.int32).at[:, 0].set(self.begin)
         return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read_prompt(
@@ -250,7 +255,7 @@ class BridgedDraft:
             return logits[..., common], entries
 
         root = context.root
-        grown = grow(self.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
+        grown = grow(self.inner.tree, root, draw, read, model.entries, root_logits=after_root, ids=params["as_target"])
         return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
 
     def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"]) -> Bool[Array, "B"]:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.draw import Draw
-from jaxspec.core.records import Advance, Context, Params, Proposal
+from jaxspec.core.records import Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
+from jaxspec.drafters._tree import Stateless
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDraft:
+class NoDraft(Stateless):
     """Proposes nothing: plain decoding.
 
     With a tree and a `width_matched` decoder, every target call has the width of the tree, and the text is
@@ -30,18 +30,8 @@ class NoDraft:
         return cls(inputs.tree or chain(0)), None
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
-
-    @property
     def calls(self) -> int:
         return 0
-
-    def init(self, params: Params, batch: int, capacity: int) -> Any:
-        return ()
-
-    def absorb(self, params: Params, state: Any, advance: Advance) -> Any:
-        return state
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
         nothing = jnp.full((context.length.shape[0], self.shape.nodes), -1, jnp.int32)

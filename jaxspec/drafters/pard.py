@@ -19,15 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoints.pard2 import read_projection
 from jaxspec.core.checks import whole
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature
 from jaxspec.core.records import Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level
 from jaxspec.drafters._tapped import dtype_of
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig, MissingDraft, VocabMismatch
 from jaxspec.models.layers import matmul
@@ -44,7 +44,7 @@ class PardState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pard:
+class Pard(TreeDrafter):
     """Draws all levels in one call of a draft model that was trained with mask tokens (PARD; `pard_token`).
 
     Attributes:
@@ -92,12 +92,8 @@ class Pard:
         return cls(draft.lm, token, target.lm.vocab, inputs.tree or chain(8), states, scale), params
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return tuple(state for state in self.states if state is not None)
-
-    @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
+    def needs(self) -> Needs:
+        return Needs(taps=tuple(state for state in self.states if state is not None), tree=self.tree)
 
     @property
     def calls(self) -> int:
@@ -188,7 +184,7 @@ class Pard:
 
     def _project(self, params: Params, added: Float[Array, "B S E"], advance: Advance) -> Float[Array, "B S E"]:
         """Projects the target's states before the committed tokens, for the tokens' positions."""
-        own, *tapped = jnp.split(advance.features, 1 + len(self.taps), axis=-1)
+        own, *tapped = jnp.split(advance.features, 1 + len(self.needs.taps), axis=-1)
         parts = [own if state is None else tapped.pop(0) for state in self.states]
         projected = (matmul(jnp.concatenate(parts, -1), params["projection"]) + params["bias"]) * self.scale
         steps = jnp.arange(advance.tokens.shape[1])

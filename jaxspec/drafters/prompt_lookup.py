@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import whole
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.schedule import check_widths
@@ -85,10 +85,12 @@ class PromptLookup:
 
     def remember(self, params: Params, tokens: Sequence[int]) -> Params:
         """Returns the parameters with an answer that has ended, in place of the oldest ones; -1 ends each."""
-        if not self.earlier:
-            return params
         kept = np.concatenate([np.asarray(params["earlier"]), np.asarray(tokens, np.int32), [-1]])
         return {"earlier": jnp.asarray(kept[-self.earlier :], jnp.int32)}
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(widths=self.widths, answers=self.earlier > 0, tree=self.tree)
 
     @property
     def shape(self) -> TreeShape:

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Candidates, Draw, Noise
 from jaxspec.core.records import Advance, Context, Params, Proposal, Seen
 from jaxspec.core.topology import Dynamic, Topology, dynamic
-from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._match import TRUST, find_places
 from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
+from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 
 KEPT = 8
@@ -56,7 +56,7 @@ class Paths(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recycling:
+class Recycling(TreeDrafter):
     """Reuses what followed the same tokens before, both in the text and in the target's own top predictions.
 
     Its tables take 68 bytes for each slot and row.
@@ -66,7 +66,7 @@ class Recycling:
         size: M, slots of a table.
         places: the number of places that are copied from.
         share: the share of the probability that the kept tokens get, of what the copies leave.
-        widths: see `ChoosingDrafter`; for dynamic trees.
+        widths: see `Needs`; for dynamic trees.
 
     Raises:
         InvalidConfig: the tree has only its root, or nodes with more children than there are kept tokens.
@@ -80,7 +80,6 @@ class Recycling:
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
     draws = True
-    observed = KEPT
 
     def __post_init__(self):
         shape = self.tree.shape
@@ -96,8 +95,8 @@ class Recycling:
         return (cls(size=size) if inputs.tree is None else cls(inputs.tree, size)), None
 
     @property
-    def shape(self) -> TreeShape:
-        return self.tree.shape
+    def needs(self) -> Needs:
+        return Needs(observed=KEPT, widths=self.widths, tree=self.tree)
 
     @property
     def calls(self) -> int:

@@ -13,9 +13,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.core.checks import check_member
 from jaxspec.core.descriptions import inherit_descriptions
-from jaxspec.core.drafter import ChoosingDrafter, Drafter, DrafterInputs
+from jaxspec.core.drafter import Drafter, DrafterInputs, require_drafter
 from jaxspec.core.records import Params
 from jaxspec.core.rule import Rule
 from jaxspec.core.schedule import Constant, Schedule
@@ -163,7 +162,7 @@ class Drafting(DraftingOptions):
                     f"draft_params is for drafter objects; the drafter {drafter!r} has its own parameters"
                 )
             return member.build(inputs)
-        check_member("drafter", drafter, Drafter)
+        require_drafter(drafter)
         if specified:
             names = ", ".join(sorted(specified))
             raise InvalidConfig(f"{names}: only for drafters by name; a drafter object has its own")
@@ -286,7 +285,7 @@ def default_schedule(drafter: Drafter, target: Params) -> Schedule:
     whole windows.
     """
     nodes = drafter.shape.nodes
-    if nodes == 1 or drafter.draws or isinstance(drafter, ChoosingDrafter):
+    if nodes == 1 or drafter.draws or drafter.needs.widths:
         return Constant()
     widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]

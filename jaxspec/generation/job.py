@@ -1,9 +1,8 @@
 """A decoding job: the checked arguments of `generate` and `stream`, and their division into batches."""
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
-from jaxspec.core.drafter import RememberingDrafter, SpellingDrafter
+from jaxspec.core.drafter import AnswerReader, PromptReader
 from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import groups, replicate, to_host
 from jaxspec.core.sampling import Sampling
@@ -28,8 +27,8 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
-_REPORTED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The bridges that were reported."""
+_REPORTED: set[str] = set()
+"""The summaries of bridges that were printed."""
 
 
 class RowBatch(NamedTuple):
@@ -67,7 +66,7 @@ class Job:
         stop_ids: stop ids of all rows, `[1, M]`.
         logprobs: number of alternatives for each token besides its log-probabilities; None for no log-probabilities.
         mesh: the devices; None for the default device.
-        spelled: every prompt in the drafter's own tokens, see `SpellingDrafter`; None if it reads the target's.
+        spelled: every prompt in the drafter's own tokens, see `PromptReader`; None if it reads the target's.
     """
 
     target: Model
@@ -99,11 +98,11 @@ class Job:
         return self.turns[row].ids
 
     def remember(self, weights: Weights, tokens: Sequence[int]) -> Weights:
-        """Returns the weights after an answer has ended, if the drafter may draft from it; see `RememberingDrafter`."""
+        """Returns the weights after an answer has ended, if the drafter may draft from it; see `AnswerReader`."""
         drafter = self.decoder.drafter
-        if self.decoder.rule.noise is not Noise.SHARED or not isinstance(drafter, RememberingDrafter):
+        if self.decoder.rule.noise is not Noise.SHARED or not drafter.needs.answers:
             return weights
-        draft = drafter.remember(weights.draft, tokens)
+        draft = cast(AnswerReader, drafter).remember(weights.draft, tokens)
         return weights._replace(draft=draft if self.mesh is None else replicate(draft, self.mesh))
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
@@ -125,9 +124,10 @@ class Job:
             size,
             self.logprobs is not None,
         )
-        if self.spelled is None or not isinstance(drafter := self.decoder.drafter, SpellingDrafter):
+        if self.spelled is None:
             return request
-        padded = inputs.pad_prompts([self.spelled[row // self.samples] for row in at], drafter.room * size)
+        size *= self.decoder.drafter.needs.prompts
+        padded = inputs.pad_prompts([self.spelled[row // self.samples] for row in at], size)
         return request._replace(draft_prompts=DraftPrompts(*padded))
 
     def _keys(self, rows: np.ndarray) -> jax.Array:
@@ -210,11 +210,12 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))
-    spelled, drafter = None, decoder.drafter
+    spelled = None
     # The conversation of a session continues from the answers, which differ between the samples of a prompt.
-    if isinstance(drafter, SpellingDrafter) and (records is None or not any(turn.messages for turn in turns)):
+    if decoder.drafter.needs.prompts and (records is None or not any(turn.messages for turn in turns)):
+        reader = cast(PromptReader, decoder.drafter)
         spelled = [
-            drafter.spell(turn.messages or prompt, turn.ids, {"tools": turn.tools or None, **turn.variables})
+            reader.spell(turn.messages or prompt, turn.ids, {"tools": turn.tools or None, **turn.variables})
             for prompt, turn in zip(prompts, turns[::samples])
         ]
     return Job(
@@ -264,10 +265,11 @@ def extend_session(session: Session, job: Job, notice: Notice) -> RowBatch:
 
 def report_bridge(notice: Notice, job: Job) -> None:
     """Prints what a draft model of another vocabulary has in common with the target, once for each pair."""
-    bridge = getattr(job.decoder.drafter, "bridge", None)
-    if bridge is not None and bridge not in _REPORTED:
-        _REPORTED.add(bridge)
-        notice.say(str(bridge))
+    if job.decoder.drafter.needs.prompts:
+        summary = cast(PromptReader, job.decoder.drafter).summary()
+        if summary not in _REPORTED:
+            _REPORTED.add(summary)
+            notice.say(summary)
 
 
 def report_rounding(notice: Notice, capacity: int | None, batches: Sequence[RowBatch]) -> None:

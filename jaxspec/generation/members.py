@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.core.checks import check_member
-from jaxspec.core.drafter import Drafter, ObservingDrafter
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.draw import Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Verdict
@@ -57,7 +57,7 @@ def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
     Raises:
         InvalidConfig: the rule refuses the drafts, or cannot be traced for them.
     """
-    law = rule.noise is Noise.FRESH and drafter.draws and not isinstance(drafter, ObservingDrafter)
+    law = rule.noise is Noise.FRESH and drafter.draws and not drafter.needs.observed
     _trace_rule(rule, drafter.shape, law, vocab)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.analysis.enumeration import Law
 from jaxspec.core import cache as caches
+from jaxspec.core.drafter import Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.laws import log_law, scores
 from jaxspec.core.networks import LanguageModel
@@ -146,6 +147,10 @@ class ScriptedDrafter:
     @property
     def shape(self) -> TreeShape:
         return self.tree.shape
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(tree=self.tree)
 
     def init(self, params: Params, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch,), jnp.int32)

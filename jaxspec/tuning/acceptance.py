@@ -23,7 +23,7 @@ from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.api import generate
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
-from jaxspec.core.drafter import Drafter, ModelDrafter
+from jaxspec.core.drafter import Drafter
 from jaxspec.core.laws import log_law, scores, tempered
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import seed_key
@@ -101,7 +101,7 @@ def has_laws(drafter: Drafter) -> bool:
     if isinstance(drafter, Pard):
         return not drafter.states
     sizes = _sizes(drafter)
-    return isinstance(drafter, ModelDrafter) if sizes is None else sizes.has_laws
+    return drafter.needs.model is not None if sizes is None else sizes.has_laws
 
 
 def _sizes(drafter: Any) -> HeadSizes | None:
@@ -125,8 +125,8 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | B
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(sizes, name) for name in ("decoder", "taps") if hasattr(sizes, name)}
         return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
-    own: Any = built
-    return own.model, target.params if params is None else params
+    assert built.needs.model is not None
+    return built.needs.model, target.params if params is None else params
 
 
 def measure(

@@ -33,7 +33,6 @@ import jaxspec
 from jaxspec.backend import command_buffer
 from jaxspec.bench.equality import first_difference
 from jaxspec.bench.measurements import add_record, quartiles, significant, write
-from jaxspec.core.drafter import ChoosingDrafter
 from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize
@@ -137,8 +136,8 @@ class Bench:
             return NoDraft(jaxspec.chain(case.drafter - 1)), Weights(target)
         drafter: Any
         drafter, shapes = self.drafters[case.drafter]
-        if isinstance(drafter, ChoosingDrafter):
-            drafter = dataclasses.replace(drafter, widths=())  # pyright: ignore[reportArgumentType]
+        if drafter.needs.widths:
+            drafter = dataclasses.replace(drafter, widths=())
         if case.drafter not in self._drafts:
             self._drafts[case.drafter] = random(shapes)
         return drafter, Weights(target, self._drafts[case.drafter])

@@ -1,6 +1,7 @@
 """Tests a model whose cache is the state of a recurrence: the loop leaves what a cache holds to the model."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class RecurrentLM:
         first = jnp.broadcast_to(of_text(cache)[:, None], own.shape)
         return lax.scan(read, first, (seen.swapaxes(0, 1), jnp.moveaxis(window.mask, 2, 0)))[0], new
 
-    def commit(self, cache, entries, nodes, count, after=0):
+    def commit(self, cache, entries, nodes, count, after: Any = 0):
         size = entries.shape[3] if nodes is None else nodes.shape[1]
         nodes = jnp.broadcast_to(jnp.arange(size) if nodes is None else jnp.maximum(nodes, 0), (len(count), size))
         path = jnp.take_along_axis(entries[0, :, 0], nodes[:, :, None], 1)

@@ -195,7 +195,7 @@ def told(name: str, tree):
     """A drafter that was told of two random texts, in two parts; its parameters, state, texts and features."""
     drafter, params = built(name, tree)
     rng = np.random.default_rng(0)
-    width = 64 * (1 + len(drafter.taps))
+    width = 64 * (1 + len(drafter.needs.taps))
     tokens, features = rng.integers(0, V, (2, 12)).astype(np.int32), rng.normal(size=(2, 9, width)).astype(np.float32)
     features[:, 0] = 0  # there is none before the text's first token
     state, absorb = drafter.init(params, 2, 16), jax.jit(drafter.absorb)
@@ -324,7 +324,7 @@ def test_rounds_follow_the_target_exactly(rule):
 @functools.partial(jax.jit, static_argnums=0)
 def fresh_pass(drafter: DFlash, params, texts):
     """Keys and values of whole texts, read at once."""
-    target, (batch, size) = with_taps(TARGET, drafter.taps), texts.shape
+    target, (batch, size) = with_taps(TARGET, drafter.needs.taps), texts.shape
     mask = jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size))
     places = jnp.broadcast_to(jnp.arange(size), (batch, size))
     features, _ = target.apply(PARAMS, Window(texts, places, mask), target.init_cache(batch, 0))
@@ -446,7 +446,7 @@ def test_a_block_is_the_default():
     assert built("dflash", None)[0].shape == chain(4).shape
     assert built("dspark", None)[0].shape == chain(4).shape
     drafter, _ = DFlash.build(jaxspec.DrafterInputs(MODEL, heads=heads("dflash"), options={"taps": "1,3"}))
-    assert (drafter.taps, built("dflash", None)[0].taps) == ((1, 3), (2, 2))
+    assert (drafter.needs.taps, built("dflash", None)[0].needs.taps) == ((1, 3), (2, 2))
     assert built("dspark, rnn", None)[1]["head"].shape == (7, 64), "rows of the target's projection"
 
 

@@ -69,7 +69,7 @@ def built(name: str, tree) -> tuple[Eagle, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def fresh_pass(drafter: Eagle, params, texts):
     """The states, keys and values of whole texts, read at once: row t has the target's state at t."""
-    target, config, (batch, size) = with_taps(TARGET, drafter.taps), drafter.config, texts.shape
+    target, config, (batch, size) = with_taps(TARGET, drafter.needs.taps), drafter.config, texts.shape
     mask = jnp.broadcast_to(jnp.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
     places = jnp.broadcast_to(jnp.arange(size - 1), (batch, size - 1))
     features, _ = target.apply(PARAMS, Window(texts[:, :-1], places, mask), target.init_cache(batch, 0))
@@ -112,7 +112,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
 def test_an_extension_of_some_rows_is_that_of_each(name):
     drafter, params = built(name, chain(2))
     rng = np.random.default_rng(0)
-    width = 64 * (1 + len(drafter.taps))
+    width = 64 * (1 + len(drafter.needs.taps))
     tokens, features = rng.integers(0, V, (2, 5)), rng.normal(size=(2, 5, width)).astype(np.float32)
     absorb = jax.jit(drafter.absorb)
     start = jnp.array([0, 0])
@@ -277,9 +277,9 @@ def test_rules_and_schedules(rule, tree, schedule):
 def test_options_replace_what_the_file_says():
     options = {"rope_theta": 1e6, "taps": "1,3,4"}
     drafter, _ = Eagle.build(jaxspec.DrafterInputs(MODEL, heads=heads("3"), options=options))
-    assert drafter.taps == (1, 3, 4)
+    assert drafter.needs.taps == (1, 3, 4)
     assert drafter.config.decoder.rope.theta == 1e6
-    assert built("3", chain(2))[0].taps == (1, 2, 2), "by default 2, half of them and all but 3, in order"
+    assert built("3", chain(2))[0].needs.taps == (1, 2, 2), "by default 2, half of them and all but 3, in order"
 
 
 def test_what_does_not_fit_is_refused():

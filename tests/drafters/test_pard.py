@@ -308,7 +308,7 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
     assert build(loaded, target=target)[0] == Pard(loaded.lm, 5, loaded.lm.vocab)
     for source in (write_torch(tmp_path / "warp_model.bin", held), folder / "model.safetensors"):
         drafter, built = build(loaded, target=target, projection=str(source))
-        assert (drafter.states, drafter.scale, drafter.taps) == ((1, None), 0.5, (1,))
+        assert (drafter.states, drafter.scale, drafter.needs.taps) == ((1, None), 0.5, (1,))
         for name in ("weight", "bias"):
             np.testing.assert_allclose(built["projection" if name == "weight" else name], PROJECTION[name], rtol=1e-6)
     for draft, change, said in (

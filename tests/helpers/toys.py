@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.compiling import AS_USERS_DO, QUICK
+from jaxspec.core.drafter import Needs
 from jaxspec.core.noise import gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
@@ -205,6 +206,7 @@ class Chaos:
     shape = TreeShape(9, 3, 8)
     draws = True
     calls = 0
+    needs = Needs()
 
     def init(self, params, batch, capacity):
         return ChaosState(jax.random.split(params, batch))

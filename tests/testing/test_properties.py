@@ -12,7 +12,6 @@ import cases
 import jaxspec
 from helpers.paths import ROOT
 from helpers.toys import transformer
-from jaxspec.core.drafter import ObservingDrafter
 from jaxspec.core.draw import Noise
 from jaxspec.core.records import StopLaw
 from jaxspec.core.sampling import Sampling
@@ -216,7 +215,7 @@ def test_drafter(name):
     proposal = check_drafter(drafter, params, LM, TARGET.params, prompts)
     drafted = np.asarray(proposal.tokens)[:, 1:] >= 0
     assert drafted.any() == (name != "none")
-    assert (proposal.law is not None) == (drafter.draws and not isinstance(drafter, ObservingDrafter))
+    assert (proposal.law is not None) == (drafter.draws and not drafter.needs.observed)
 
 
 @pytest.mark.slow
