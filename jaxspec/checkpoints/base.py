@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import ModelConfig, Pard2, is_table
+from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Checkpoint:
         special_tokens: spelling of `bos_token`, `eos_token`, ..., as used by chat templates.
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
-        pard_token: the mask token of a draft model trained by PARD, or None.
-        pard2: what a PARD-2 draft model reads of the target, or None.
+        settings: see `jaxspec.Model`.
         left_out: the file's tensors that do not belong to the text model, such as encoders of images.
     """
 
@@ -118,18 +117,14 @@ class Checkpoint:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
-    pard_token: int | None = None
-    pard2: Pard2 | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self):
-        ids = [("special token id", token) for token in self.stop_ids]
-        ids += [("special token id", self.bos_id)] if self.bos_id is not None else []
-        ids += [("pard_token", self.pard_token)] if self.pard_token is not None else []
-        for name, token in ids:
+        for token in (*self.stop_ids, *(() if self.bos_id is None else (self.bos_id,))):
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
                 last = self.config.vocab_size - 1
-                raise CheckpointError(f"{self.source}: {name} {token!r:.80}, expected 0 .. {last}")
+                raise CheckpointError(f"{self.source}: special token id {token!r:.80}, expected 0 .. {last}")
         for template in (self.chat_template, *self.named_templates.values()):
             if template is not None and not isinstance(template, str):
                 raise CheckpointError(f"{self.source}: the chat template is {template!r:.80}, expected a string")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import base as common
-from jaxspec.checkpoints import folder, pard2
+from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
 from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.checkpoints.hf_wrappers import text_names, text_settings
@@ -66,8 +66,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         special_tokens={key: value for key, value in named.items() if isinstance(value, str)},
         architecture=str(settings["model_type"]),
         stored=stored,
-        pard_token=settings.get("pard_token"),
-        pard2=pard2.parse(str(directory / "config.json"), settings),
+        settings=settings,
         left_out=left_out,
     )
 
@@ -101,7 +100,7 @@ def _tensors(
         return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
 
     # Ignore the rotary frequencies in some old files (they follow from rope_theta), Medusa heads (see `jaxspec.heads`),
-    # and the projection of a PARD-2 model (see `pard2`; without the projection it drafts like a PARD model).
+    # and the projection of a PARD-2 model (see `jaxspec.checkpoints.pard2`; without it the model drafts as PARD does).
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: tensor.stored.shape for key, tensor in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)

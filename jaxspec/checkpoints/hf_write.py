@@ -84,11 +84,8 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
     params: Any = unpack(file_order(model.lm, model.params))
     name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
     added_settings: dict[str, Any] = {name: str(params["embed"].dtype)}
-    if model.pard_token is not None:
-        added_settings |= {
-            "pard_token": model.pard_token,
-            "spd_type": "pard",
-        }  # the second is what amd's code writes, too
+    if (token := model.settings.get("pard_token")) is not None:
+        added_settings |= {"pard_token": token, "spd_type": "pard"}  # the second is what amd's code writes, too
     _write(place, source, _tensors(config, family, params), settings | added_settings)
     return place
 

@@ -136,8 +136,7 @@ def load(
         stop_ids=stop_ids,
         name=name,
         preset=checkpoint.source if checkpoint.source in PRESETS else None,
-        pard_token=checkpoint.pard_token,
-        pard2=checkpoint.pard2,
+        settings=checkpoint.settings,
     )
 
 

@@ -3,6 +3,7 @@
 The projection is not among the model's weights: amd's folders hold it as `warp_model.bin`, which torch.save wrote.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -13,12 +14,25 @@ import numpy as np
 from jaxspec.checkpoints import folder, torch_file
 from jaxspec.checkpoints.base import check_finite
 from jaxspec.errors import CheckpointError
-from jaxspec.models.config import Pard2
 from jaxspec.storage.reading import check_path
 
 WEIGHT, BIAS = "target_proj.weight", "target_proj.bias"
 SCALES = ("pard2_scale", "pard_scale", "feat_scale")
 """The entries of config.json that state the scale, of which the first counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pard2:
+    """What a PARD-2 draft model reads of the target, see `jaxspec.drafters.pard`.
+
+    Attributes:
+        layers: the target's hidden states, in the order in which they are concatenated, as Hugging Face counts them:
+            i is the state after i layers, the last one is normed, and -1 is the last one.
+        scale: factor applied to their projection.
+    """
+
+    layers: tuple[int, ...]
+    scale: float = 0.02
 
 
 class Projection(NamedTuple):
@@ -28,17 +42,19 @@ class Projection(NamedTuple):
     bias: np.ndarray  # [E]; zeros without one
 
 
-def parse(where: str, settings: Mapping[str, Any]) -> Pard2 | None:
-    """Reads the entries of a PARD-2 model; returns None for other models, and for one that does not name its layers.
+def is_pard2(settings: Mapping[str, Any]) -> bool:
+    """Returns whether these are the entries of a PARD-2 model that names its layers."""
+    named = settings.get("pard2") is True or settings.get("spd_type") == "pard2"
+    return named and settings.get("pard2_target_layers") is not None
+
+
+def parse(where: str, settings: Mapping[str, Any]) -> Pard2:
+    """Reads the entries of a PARD-2 model.
 
     Raises:
         CheckpointError: an entry is malformed.
     """
-    if settings.get("pard2") is not True and settings.get("spd_type") != "pard2":
-        return None
-    layers = settings.get("pard2_target_layers")
-    if layers is None:
-        return None
+    layers = settings["pard2_target_layers"]
     if not isinstance(layers, list) or not layers or not all(type(i) is int and abs(i) < 1 << 16 for i in layers):
         raise CheckpointError(f"{where}: pard2_target_layers is {layers!r:.80}, expected a list of layers")
     scale = next((settings[name] for name in SCALES if name in settings), Pard2.scale)

@@ -29,7 +29,7 @@ from jaxspec.checkpoints.base import (
     parse_config,
 )
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
-from jaxspec.models.config import ModelConfig, Pard2
+from jaxspec.models.config import ModelConfig
 from jaxspec.storage.reading import check_path, read_json
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     place = check_path(directory, "the directory to save to").absolute()
     if place.exists():
         raise CheckpointError(f"{place}: already exists; choose a new directory")
+    try:
+        json.dumps(settings := dict(model.settings))
+    except (TypeError, ValueError) as error:
+        raise InvalidConfig(f"settings of {model.name} must be JSON to be saved: {error}") from None
     tokenizer, template = model.tokenizer, model.chat_template
     manifest = {
         "format": "jaxspec",
@@ -85,8 +89,7 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         "chat_template": None if template is None else template.source,
         "named_templates": {} if template is None else template.named,
         "special_tokens": {} if template is None else template.special_tokens,
-        "pard_token": model.pard_token,
-        "pard2": None if model.pard2 is None else dataclasses.asdict(model.pard2),
+        "settings": settings,
     }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +122,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         config = parse_config(where, manifest["config"])
         stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
         special, named = dict(manifest["special_tokens"]), dict(manifest.get("named_templates", {}))
-        reads = manifest.get("pard2")
-        reads = reads and Pard2(tuple(map(int, reads["layers"])), float(reads["scale"]))
+        settings = _settings(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -139,9 +141,18 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
         special_tokens=special,
         architecture="jaxspec",
         stored=stored,
-        pard_token=manifest.get("pard_token"),
-        pard2=reads,
+        settings=settings,
     )
+
+
+def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Returns `Model.settings`; older manifests have those of PARD models alone, in entries of their own."""
+    if "settings" in manifest:
+        return dict(manifest["settings"])
+    settings = {"pard_token": manifest.get("pard_token")}
+    if reads := manifest.get("pard2"):
+        settings |= {"pard2": True, "pard2_target_layers": list(reads["layers"]), "pard2_scale": reads["scale"]}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _as_tree(params: Any) -> dict:

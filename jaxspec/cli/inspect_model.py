@@ -22,6 +22,7 @@ LENGTH = 2048
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
     """Returns the sections about a model; errors that would prevent loading are appended to `refused`."""
     from jaxspec.checkpoints.base import FILE, check_native
+    from jaxspec.checkpoints.pard2 import is_pard2, parse
     from jaxspec.checkpoints.source import open_checkpoint, read_headers
 
     report: dict[str, Any] = {}
@@ -40,9 +41,13 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         config = checkpoint.config
         length = args.length or min(LENGTH, config.max_position)
         report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
-        report |= {} if checkpoint.pard_token is None else {"pard_token": checkpoint.pard_token}
-        if checkpoint.pard2 is not None:
-            report["pard2_target_layers"] = ", ".join(map(str, checkpoint.pard2.layers))
+        if (token := checkpoint.settings.get("pard_token")) is not None:
+            report["pard_token"] = token
+        if is_pard2(checkpoint.settings):
+            try:
+                report["pard2_target_layers"] = ", ".join(map(str, parse(str(place), checkpoint.settings).layers))
+            except CheckpointError as error:
+                refused.append(error)
         report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
         if args.dtype == FILE:

@@ -65,7 +65,6 @@ class Window(NamedTuple):
     # Each token's path through the window, -1 past its end: requests sums whose bits do not depend on how much of the
     # path is in the cache already. A model may ignore it; its bits may then depend on that.
     paths: Int[Array, "B T D1"] | None = None
-    added: Float[Array, "B T E"] | None = None  # to the embeddings; only transformers are given any
 
 
 class Proposal(NamedTuple):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.checkpoints.pard2 import read_projection
+from jaxspec.checkpoints.pard2 import is_pard2, parse, read_projection
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
@@ -79,7 +79,7 @@ class Pard(TreeDrafter):
         if draft is None:
             raise MissingDraft("the drafter 'pard' needs a draft model that was trained for it (draft=, --draft-model)")
         _check_vocab(draft, target)
-        token = inputs.options.get("pard_token", draft.pard_token)
+        token = inputs.options.get("pard_token", draft.settings.get("pard_token"))
         if token is None:
             raise InvalidConfig(
                 f"{draft.name} does not say which token stands for a token to guess: its config.json has no "
@@ -173,8 +173,9 @@ class Pard(TreeDrafter):
         if state.added is not None:
             last = jnp.clip(length - 1, 0, state.added.shape[1] - 1)[:, None]
             added = jnp.take_along_axis(state.added, jnp.minimum(places, last)[:, :, None], axis=1)
-        window = Window(tokens, places, causal, added=added)
-        features, entries = self.network.apply(self._network_params(params), window, cache)
+        network: Any = self.network  # of PARD-2, a `TransformerLM`
+        more = {} if added is None else {"added": added}
+        features, entries = network.apply(self._network_params(params), Window(tokens, places, causal), cache, **more)
         entries = jax.tree.map(lambda a: a[:, :, :, :size], entries)
         after = self.network.commit(cache, entries, None, count, features)
         return state._replace(cache=after), features
@@ -198,12 +199,13 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
     Raises:
         InvalidConfig: the draft model is no PARD-2 model, or its layers or the projection do not fit the models.
     """
-    if draft.pard2 is None or not isinstance(draft.lm, TransformerLM):
+    if not is_pard2(draft.settings) or not isinstance(draft.lm, TransformerLM):
         raise InvalidConfig(
             f"{draft.name} is no PARD-2 model, whose config.json has pard2_target_layers; leave out the option "
             "projection"
         )
-    layers, lm = draft.pard2.layers, target.lm
+    states_read, lm = parse(draft.name, draft.settings), target.lm
+    layers = states_read.layers
     depth = lm.depth if isinstance(lm, TappedTarget) else 0
     states = tuple(i if i >= 0 else i + depth + 1 for i in layers)
     if not all(0 < state <= depth for state in states):
@@ -222,7 +224,7 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
     projection = jnp.asarray(weight, dtype_of(draft.lm))
     own = tuple(None if state == depth else state for state in states)
     params = {"network": draft.params, "projection": projection, "bias": jnp.asarray(bias)}
-    return own, draft.pard2.scale, params
+    return own, states_read.scale, params
 
 
 def _rows(model: Model) -> int:

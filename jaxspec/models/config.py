@@ -126,17 +126,3 @@ class ModelConfig:
 def is_table(name: str) -> bool:
     """Returns whether the parameter of this name has a row per token, `[V, E]`; other matrices are `[in, out]`."""
     return name in ("embed", "head", "markov_in", "markov_out", "selector_in", "selector_out")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pard2:
-    """What a PARD-2 draft model reads of the target, see `jaxspec.drafters.pard`.
-
-    Attributes:
-        layers: the target's hidden states, in the order in which they are concatenated, as Hugging Face counts them:
-            i is the state after i layers, the last one is normed, and -1 is the last one.
-        scale: factor applied to their projection.
-    """
-
-    layers: tuple[int, ...]
-    scale: float = 0.02

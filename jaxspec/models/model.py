@@ -9,8 +9,7 @@ import jax
 
 from jaxspec.core.networks import NETWORK, LanguageModel, need_members
 from jaxspec.core.records import Params
-from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source
-from jaxspec.models.config import Pard2
+from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source, shown
 from jaxspec.models.packed import is_packed, stored_types
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.messages import check_tools, check_variables
@@ -29,8 +28,8 @@ class Model:
         stop_ids: token ids that end a text.
         name: the name in tables and messages.
         preset: name of the preset it was loaded from, whose draft model and heads are then the default; None otherwise.
-        pard_token: the mask token of a draft model trained by PARD, see `jaxspec.drafters.pard`; None for other models.
-        pard2: what a PARD-2 draft model reads of the target; None for other models.
+        settings: facts that the model's file states, by the file's own names, such as the entries of config.json. A
+            drafter reads what it needs, such as the mask token of a PARD model (`pard_token`).
 
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
@@ -43,8 +42,7 @@ class Model:
     stop_ids: tuple[int, ...] = ()
     name: str = "model"
     preset: str | None = None
-    pard_token: int | None = None
-    pard2: Pard2 | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_packed)
@@ -55,6 +53,8 @@ class Model:
         return f"Model({self.name!r}, {', '.join(filter(None, parts))})"
 
     def __post_init__(self):
+        if not isinstance(self.settings, Mapping):
+            raise InvalidConfig(f"settings must be a mapping from names to values, got {shown(self.settings)}")
         need_members(self.lm, NETWORK, "a model's network needs")
         try:
             hash(self.lm)

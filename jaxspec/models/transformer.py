@@ -51,10 +51,11 @@ class Transformer(nnx.Module):
         past: KV | None = None,
         layers: int | None = None,
         taps: tuple[int, ...] = (),
+        added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
-        x = x if window.added is None else x + window.added
+        x = x if added is None else x + added
         entries, streams, c = [], [x], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
         for i, block in enumerate(self.layers[:layers]):
@@ -136,9 +137,15 @@ class TransformerLM:
         return nnx.merge(graph(self.config, self.execution.resolve()), nnx.State(params))
 
     def apply(
-        self, params: Params, window: Window, cache: Cache, past: KV | None = None
+        self,
+        params: Params,
+        window: Window,
+        cache: Cache,
+        past: KV | None = None,
+        added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], KV]:
-        return self._module(params)(window, cache, past, self.layers, self.taps)
+        """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
+        return self._module(params)(window, cache, past, self.layers, self.taps, added)
 
     commit = staticmethod(caches.append_to_cache)
 

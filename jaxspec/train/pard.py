@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.checkpoints.pard2 import is_pard2
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
@@ -63,12 +64,12 @@ class PardTrainee(Trainee):
         """
         if not isinstance(start, Model):
             raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
-        if start.pard2 is not None:
+        if is_pard2(start.settings):
             raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
-        token = start.pard_token if settings.pard_token < 0 else settings.pard_token
+        token = start.settings.get("pard_token") if settings.pard_token < 0 else settings.pard_token
         if token is None:
             token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
-        draft = dataclasses.replace(start, pard_token=token)
+        draft = dataclasses.replace(start, settings={**start.settings, "pard_token": token})
         drafter, _ = Pard.build(DrafterInputs(target, draft, chain(settings.depth)))
         shares = tuple(max(settings.retention**i, settings.retention_min) if i else 1.0 for i in range(settings.depth))
         sizes = f"A draft model that names {settings.depth} tokens in one call, mask token {drafter.token}"
@@ -137,4 +138,5 @@ class PardTrainee(Trainee):
     def result(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None) -> Model:
         """Returns the trained model, with the tokenizer of the one it started from."""
         params = jax.tree.map(jnp.asarray, params)
-        return dataclasses.replace(start, params=params, name=name, preset=None, pard_token=self.token)
+        settings = {**start.settings, "pard_token": self.token}
+        return dataclasses.replace(start, params=params, name=name, preset=None, settings=settings)

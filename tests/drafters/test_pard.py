@@ -18,6 +18,8 @@ from helpers.medusa_files import write_torch
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED
 from jaxspec.bench.run import buildable
+from jaxspec.checkpoints.pard2 import Pard2, parse
+from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.cli import main
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import with_taps
@@ -30,7 +32,6 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, MissingDraft, VocabMismatch
-from jaxspec.models.config import Pard2
 from jaxspec.testing import TableLM, bias, model_law
 from jaxspec.text import Tokenizer
 
@@ -220,6 +221,7 @@ def build(draft: jaxspec.Model | None, tree=None, target: jaxspec.Model | None =
 
 
 def test_what_does_not_fit_is_refused():
+    named = model(settings={"pard_token": 1})
     with pytest.raises(MissingDraft, match="needs a draft model that was trained for it"):
         build(None)
     with pytest.raises(InvalidConfig, match=r"toy does not say which token .* pass the option pard_token"):
@@ -228,14 +230,14 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(InvalidConfig, match=f"pard_token must be a whole number from 0 to {V - 1}, got"):
             build(model(), pard_token=token)
     with pytest.raises(InvalidConfig, match=f"from 0 to {V - 1}, got {V}"):
-        build(model(pard_token=V))
+        build(model(settings={"pard_token": V}))
     with pytest.raises(VocabMismatch, match=f"toy has {V + 1} tokens and toy {V}"):
-        build(model(V + 1, pard_token=1))
+        build(model(V + 1, settings={"pard_token": 1}))
     with pytest.raises(InvalidConfig, match="draft length of at least 1"):
-        build(model(pard_token=1), chain(0))
+        build(named, chain(0))
     with pytest.raises(InvalidConfig, match="does not take exit_layers"):
-        jaxspec.generate(model(), [1], drafter="pard", draft=model(pard_token=1), drafter_options={"exit_layers": 1})
-    one, other = (model(96, pard_token=1, tokenizer=tokenizer) for tokenizer in tokenizers())
+        jaxspec.generate(model(), [1], drafter="pard", draft=named, drafter_options={"exit_layers": 1})
+    one, other = (model(96, settings=named.settings, tokenizer=tokenizer) for tokenizer in tokenizers())
     with pytest.raises(VocabMismatch, match="or some of them differ"):
         build(one, target=other)
     assert build(one, target=one)[0].token == 1
@@ -250,9 +252,9 @@ def tokenizers() -> tuple[Tokenizer, Tokenizer]:
 
 
 def test_the_option_goes_before_the_config_and_padding_may_be_the_mask():
-    assert build(model(pard_token=1), pard_token=2)[0] == Pard(TABLE, 2, V, chain(8))
+    assert build(model(settings={"pard_token": 1}), pard_token=2)[0] == Pard(TABLE, 2, V, chain(8))
     lm = toys.transformer(vocab_size=V + 3)
-    draft = jaxspec.Model(lm, {}, pard_token=V + 1)
+    draft = jaxspec.Model(lm, {}, settings={"pard_token": V + 1})
     target = jaxspec.Model(dataclasses.replace(lm, known=V), {})
     drafter = build(draft, target=target)[0]
     assert (drafter.token, drafter.vocab) == (V + 1, V)
@@ -274,8 +276,8 @@ def folders(tmp_path_factory):
 
 def test_a_folder_of_pard_is_loaded_saved_and_inspected(folders, tmp_path, capsys):
     target, draft = (jaxspec.load(folder) for folder in folders)
-    assert (target.pard_token, draft.pard_token) == (None, 261)
-    assert jaxspec.load(jaxspec.save(draft, tmp_path / "saved")).pard_token == 261
+    assert ("pard_token" in target.settings, draft.settings["pard_token"]) == (False, 261)
+    assert jaxspec.load(jaxspec.save(draft, tmp_path / "saved")).settings == draft.settings
     assert main(["inspect", str(folders[1]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pard_token"] == 261
     assert main(["inspect", str(folders[0]), "--json"]) == 0
@@ -288,8 +290,9 @@ def test_a_folder_of_pard_is_loaded_saved_and_inspected(folders, tmp_path, capsy
 def test_a_mask_token_outside_the_vocabulary_is_refused(token, tmp_path):
     config = tiny_config()
     folder = write_hf(tmp_path / "draft", config, random_params(config), settings={"pard_token": token})
-    with pytest.raises(CheckpointError, match=r"draft: pard_token .*, expected 0 \.\. 95"):
-        jaxspec.load(folder)
+    draft = jaxspec.load(folder)
+    with pytest.raises(InvalidConfig, match="pard_token must be a whole number from 0 to 95, got"):
+        build(draft, target=draft)
 
 
 PARD_2 = {"pard_token": 5, "pard2": True, "pard2_target_layers": [1, -1], "pard2_target_dim": 128, "pard2_scale": 0.5}
@@ -300,11 +303,24 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
     params = random_params(config)
     folder = write_hf(tmp_path / "draft", config, params, settings=PARD_2, tensors=held)
     loaded = jaxspec.load(folder)
-    assert (loaded.pard_token, loaded.pard2) == (5, Pard2((1, -1), 0.5))
-    assert jaxspec.load(jaxspec.save(loaded, tmp_path / "saved")).pard2 == loaded.pard2
+    assert (loaded.settings["pard_token"], parse("draft", loaded.settings)) == (5, Pard2((1, -1), 0.5))
+    saved = jaxspec.save(loaded, tmp_path / "saved")
+    assert jaxspec.load(saved).settings == loaded.settings
+    manifest = json.loads((saved / MANIFEST).read_text())
+    older = {"pard_token": 5, "pard2": {"layers": [1, -1], "scale": 0.5}}
+    (saved / MANIFEST).write_text(json.dumps({name: manifest[name] for name in manifest.keys() - {"settings"}} | older))
+    assert jaxspec.load(saved).settings == {name: PARD_2[name] for name in PARD_2.keys() - {"pard2_target_dim"}}
+    with pytest.raises(InvalidConfig, match=r"settings of .* must be JSON to be saved"):
+        jaxspec.save(dataclasses.replace(loaded, settings={"pard_token": b"5"}), tmp_path / "bytes")
+    with pytest.raises(InvalidConfig, match="settings must be a mapping"):
+        dataclasses.replace(loaded, settings=5)
     assert main(["inspect", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pard2_target_layers"] == "1, -1"
-    target = dataclasses.replace(loaded, pard2=None)
+    target = dataclasses.replace(loaded, settings={"pard_token": 5})
+
+    def reading(*layers):
+        return dataclasses.replace(loaded, settings=PARD_2 | {"pard2_target_layers": list(layers)})
+
     assert build(loaded, target=target)[0] == Pard(loaded.lm, 5, loaded.lm.vocab)
     for source in (write_torch(tmp_path / "warp_model.bin", held), folder / "model.safetensors"):
         drafter, built = build(loaded, target=target, projection=str(source))
@@ -314,12 +330,12 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
     for draft, change, said in (
         (target, {}, "is no PARD-2 model, whose config.json has pard2_target_layers"),
         (
-            dataclasses.replace(loaded, pard2=Pard2((-1, -8))),
+            reading(-1, -8),
             {},
             r"reads the states \(-1, -8\) .* from 1 to 2, or -2 to -1",
         ),
-        (dataclasses.replace(loaded, pard2=Pard2((0,))), {}, "reads the states"),
-        (dataclasses.replace(loaded, pard2=Pard2((-1,))), {}, "makes 64 numbers of 128, expected 64 of 64"),
+        (reading(0), {}, "reads the states"),
+        (reading(-1), {}, "makes 64 numbers of 128, expected 64 of 64"),
         (loaded, {"target_proj.weight": held["target_proj.weight"][:4]}, "bias has the shape"),
         (loaded, {"target_proj.weight": None}, "holds no matrix target_proj.weight"),
     ):
@@ -335,8 +351,10 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
 def test_malformed_entries_of_pard_2_are_refused(change, tmp_path):
     config = tiny_config()
     folder = write_hf(tmp_path / "draft", config, random_params(config), settings=PARD_2 | change)
-    with pytest.raises(CheckpointError, match=f"config.json: {next(iter(change))} is"):
-        jaxspec.load(folder)
+    draft = jaxspec.load(folder)
+    with pytest.raises(CheckpointError, match=f"{draft.name}: {next(iter(change))} is"):
+        build(draft, target=draft, projection="warp_model.bin")
+    assert main(["inspect", str(folder), "--json"]) == 2
 
 
 def test_commands_draft_with_a_folder_of_pard(folders, capsys):

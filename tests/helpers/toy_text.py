@@ -52,7 +52,7 @@ LM = TableLM(V)
 TABLE = whole_characters(LM.init_params(jax.random.key(0))["table"])
 TOY = Model(LM, {"table": TABLE}, TOKENIZER, TEMPLATE, stop_ids=(EOS,), name="toy")
 NEAR = {"table": TABLE + jax.random.normal(jax.random.key(1), TABLE.shape)}
-DRAFT = Model(LM, NEAR, name="draft", pard_token=3)
+DRAFT = Model(LM, NEAR, name="draft", settings={"pard_token": 3})
 NO_TEMPLATE = Model(LM, TOY.params, TOKENIZER, name="plain")
 BARE = Model(LM, {"table": TABLE}, name="bare")
 TINY_LM = TransformerLM(tiny_config(vocab_size=V))

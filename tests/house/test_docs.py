@@ -129,7 +129,7 @@ def shelf(tmp_path_factory) -> pathlib.Path:
     for seed, name in enumerate(("TARGET", "DRAFT")):
         path = write_gguf(place / f"{name}.gguf", CONFIG, random_params(CONFIG, seed, 0.3), metadata=METADATA)
         jaxspec.save(jaxspec.load(path), place / name)
-    jaxspec.save(dataclasses.replace(jaxspec.load(place / "DRAFT"), pard_token=0), place / "PARD")
+    jaxspec.save(dataclasses.replace(jaxspec.load(place / "DRAFT"), settings={"pard_token": 0}), place / "PARD")
     sizes = jaxspec.HeadsConfig(CONFIG.hidden_size, len(BYTES), 4, projection="own")
     table = jaxspec.load(place / "TARGET").params["embed"]
     jaxspec.save_heads(jaxspec.DraftHeads(sizes, init_params(sizes, table), jaxspec.chain(2)), place / "HEADS")

@@ -19,7 +19,6 @@ from helpers.narrow import instance, not_none
 from jaxspec.cli import main
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, VocabMismatch
-from jaxspec.models.config import Pard2
 from jaxspec.train import evaluate, losses, pard
 from jaxspec.train import step as steps
 from jaxspec.train.batch import Batch, Frozen, draw_places, kept
@@ -311,7 +310,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(start, tmp_path):
     by_step = [record["loss"] for record in whole.log if "loss" in record]
     assert by_step[-1] < by_step[0]
     assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {"checkpoints"}
-    assert (whole.draft.pard_token, whole.draft.tokenizer is None) == (V - 2, False)
+    assert (whole.draft.settings["pard_token"], whole.draft.tokenizer is None) == (V - 2, False)
     with pytest.raises(InvalidConfig, match=r"a draft model, not heads; read `\.draft`"):
         _ = whole.heads
 
@@ -353,7 +352,7 @@ def test_the_command_writes_a_folder_as_the_one_it_started_from(prompts, start, 
         "README.md", "evaluation.json",
     }  # fmt: skip
     model = jaxspec.load(folder, kernels=False)
-    assert (model.pard_token, model.stop_ids) == (V - 1, (0,))
+    assert (model.settings["pard_token"], model.stop_ids) == (V - 1, (0,))
     assert f"sha256 of the parameters: `{fingerprint(model.params)}`" in (folder / "README.md").read_text()
     assert [tree["nodes"] for tree in json.loads((folder / "evaluation.json").read_text())["trees"]] == [1, 3]
     assert main(["fingerprint", "run"]) == 0
@@ -373,7 +372,7 @@ def test_an_exported_model_has_the_tensors_of_the_one_it_came_from(tmp_path):
     tokenizer = {"tokenizer_config.json": {"model_max_length": 7}, "merges.txt": "#version: 0.2\n"}
     settings = {"torch_dtype": "bfloat16", "rope_scaling": {"type": "linear", "factor": 2.0}}
     source = write_hf(tmp_path / "start", config, params, shards=2, settings=settings, files=tokenizer)
-    model = dataclasses.replace(jaxspec.load(source), pard_token=95)
+    model = dataclasses.replace(jaxspec.load(source), settings={"pard_token": 95})
     place = jaxspec.export_model(model, tmp_path / "draft", like=source)
     assert json.loads((place / "config.json").read_text()) == hf_config(config, **settings) | {
         "torch_dtype": "float32", "pard_token": 95, "spd_type": "pard",
@@ -383,7 +382,7 @@ def test_an_exported_model_has_the_tensors_of_the_one_it_came_from(tmp_path):
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     assert (place / "merges.txt").read_bytes() == (source / "merges.txt").read_bytes()
-    assert jaxspec.load(place).pard_token == 95
+    assert jaxspec.load(place).settings["pard_token"] == 95
     halves = jaxspec.load(source, dtype="bfloat16")
     again = jaxspec.load(jaxspec.export_model(halves, tmp_path / "halves", like=source), dtype="bfloat16")
     assert fingerprint(again.params) == fingerprint(halves.params)
@@ -408,6 +407,7 @@ def test_an_exported_model_has_the_tensors_of_the_one_it_came_from(tmp_path):
 
 
 def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_path, capsys):
+    second = {"pard2": True, "pard2_target_layers": [1]}
     longer = jaxspec.Model(toys.transformer(vocab_size=V + 1), {}, name="longer")
     for make, error, why in (
         (lambda: jaxspec.PardSettings(depth=0), InvalidConfig, "depth must be a whole number from 1, got 0"),
@@ -425,7 +425,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
         ),
         (lambda: SETTINGS.trainee(target(), longer), VocabMismatch, f"longer has {V + 1} tokens and tiny {V}"),
         (
-            lambda: SETTINGS.trainee(target(), dataclasses.replace(draft(), pard2=Pard2((1,)))),
+            lambda: SETTINGS.trainee(target(), dataclasses.replace(draft(), settings=second)),
             InvalidConfig,
             "is a PARD-2 model",
         ),
@@ -434,7 +434,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
         with pytest.raises(error, match=why):
             make()
     assert (SETTINGS.learning_rate, jaxspec.MedusaSettings().learning_rate) == (3e-5, 1e-3)
-    own = dataclasses.replace(draft(), pard_token=7)
+    own = dataclasses.replace(draft(), settings={"pard_token": 7})
     assert trainee(jaxspec.PardSettings(start="draft"), own).token == 7
     assert trainee(jaxspec.PardSettings(start="draft")).token == V - 1
     assert trainee(SETTINGS, own).token == V - 2

@@ -107,7 +107,7 @@ MEDUSA = jaxspec.HeadsConfig(SMALL.config.hidden_size, 16, 2, inputs="recurrent"
 EAGLE = jaxspec.EagleConfig(dataclasses.replace(SMALL.config, num_layers=1), fc_norm=True, norm_output=True)
 DSPARK = jaxspec.DFlashConfig(EAGLE.decoder, 5, 0, markov="vanilla", markov_rank=4)
 DRAFTS: dict[str, Any] = {
-    "pard": {"draft": jaxspec.Model(SMALL, noisy(WRITER.params, 3, 0.3), pard_token=9)},
+    "pard": {"draft": jaxspec.Model(SMALL, noisy(WRITER.params, 3, 0.3), settings={"pard_token": 9})},
     "dflash": {"heads": jaxspec.DraftHeads(DSPARK, init_params(DSPARK, key=jax.random.key(1)))},
     "medusa": {"heads": jaxspec.DraftHeads(MEDUSA, noisy(init_params(MEDUSA), 2, 0.3))},
     "eagle": {"heads": jaxspec.DraftHeads(EAGLE, init_params(EAGLE, key=jax.random.key(1)))},

@@ -318,7 +318,7 @@ def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
     target = jaxspec.Model(lm, toys.lively(lm.init_params(jax.random.key(0))))
     layer = dataclasses.replace(lm.config, num_layers=1)
     if drafter == "pard":
-        given: dict[str, Any] = {"draft": jaxspec.Model(lm, noisy(target.params, 1, 1.0), pard_token=3)}
+        given: dict[str, Any] = {"draft": jaxspec.Model(lm, noisy(target.params, 1, 1.0), settings={"pard_token": 3})}
     elif drafter == "eagle":
         config = jaxspec.EagleConfig(layer)
         given = {"heads": jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1)), chain(2))}
