@@ -178,7 +178,7 @@ def declared() -> set[str]:
     names = set()
     paths = [MODULES[f"jaxspec.core.{name}"] for name in ("networks", "drafter", "rule", "schedule")]
     for node in [node for path in paths for node in ast.parse(path.read_text()).body]:
-        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+        if isinstance(node, ast.ClassDef) and (node.name == "Needs" or "Protocol" in map(ast.unparse, node.bases)):
             for part in node.body:
                 names |= {part.name} if isinstance(part, ast.FunctionDef) else set()
                 names |= {ast.unparse(part.target)} if isinstance(part, ast.AnnAssign) else set()
