@@ -146,7 +146,7 @@ def _ids(text: Sequence[int] | AnyArray, vocab: int, limit: int) -> list[int]:
 
     Raises:
         InvalidConfig: they are not a sequence of whole numbers.
-        CapacityError: there are more than `most`.
+        CapacityError: there are more than `limit`.
         EmptyPrompt: the text is empty.
         TokenOutOfRange: an id is not in the vocabulary.
     """

@@ -58,8 +58,8 @@ def load(
     Args:
         source: name of a preset, path, or Hub repository `organization/name`; or an open `Checkpoint`.
         dtype: dtype of the matrices: "float32", "bfloat16" or "int8", or a type such as `jnp.bfloat16`. "int8"
-            quantizes the weights and uses bfloat16 caches: the result is a different model of a quarter of the size;
-            see `jaxspec.models.quantized`. "file" keeps the quantized blocks of a GGUF file for the CPU kernels; see
+            quantizes the weights and uses bfloat16 caches, which gives a different model of a quarter of the size; see
+            `jaxspec.models.quantized`. "file" keeps the quantized blocks of a GGUF file for the CPU kernels; see
             `jaxspec.models.blocks`.
         context: length of the longest text to decode, in tokens; None for the model's own context length. It selects
             the rotary frequencies of models with LongRoPE; see `jaxspec.checkpoints.source.open_source`.

@@ -55,7 +55,7 @@ def is_abandoned(place: pathlib.Path, lock: pathlib.Path | None = None, min_age:
     Args:
         place: the directory or file.
         lock: the file that a process locks while it uses `place`; it need not exist. None for `place` itself.
-        least: minimum age of an abandoned directory or file, in seconds.
+        min_age: minimum age of an abandoned directory or file, in seconds.
     """
     age = time.time() - place.stat().st_mtime
     if age < min_age:

@@ -116,11 +116,11 @@ PRE_TOKENIZERS = {
 MAX_TOKEN = 1024
 """Maximum length of a token in characters; the longest published tokens are runs of about 200 spaces."""
 MAX_PREFIXES_PER_TOKEN, MAX_PREFIXES = 16, 1 << 20
-"""Maximum number of prefixes that are tokens: for each token of a SentencePiece vocabulary, and in addition. Published
-vocabularies have 3 for each token."""
+"""Maximum number of prefixes that are tokens: so many for each token of a SentencePiece vocabulary, plus a constant.
+Published vocabularies have 3 for each token."""
 MAX_MERGED_PER_CHARACTER, MAX_MERGED = 4, 1 << 22
-"""Maximum number of characters of all merges: for each character of a SentencePiece vocabulary, and in addition.
-Published vocabularies have 2 for each character."""
+"""Maximum number of characters of all merges: so many for each character of a SentencePiece vocabulary, plus a
+constant. Published vocabularies have 2 for each character."""
 
 
 class GgufTokenizer(NamedTuple):
