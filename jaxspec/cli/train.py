@@ -211,8 +211,8 @@ def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse
     found = evaluate.ranks(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
 
     def write_card(trees: list) -> None:
-        measured = card.figures(found, trees, dtype) | calibration.best(trained.log)
-        card.write(folder, trained, result, args.prompts, measured)
+        measured = card.collect_figures(found, trees, dtype) | calibration.best_figures(trained.log)
+        card.write_card(folder, trained, result, args.prompts, measured)
 
     if changed or not args.fit_prompts or not (folder / card.CARD).exists():
         write_card([])

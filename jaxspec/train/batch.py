@@ -16,8 +16,8 @@ class Batch(NamedTuple):
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
         features: what the trainee's network gives; the first E entries are what the target's projection reads.
         key: of the noise and the draws of a step in training; None in evaluation.
-        places: the positions that blocks are guessed from (`jaxspec.train.trainee.Blocks`); None for all. A step may
-            guess from the first of them alone.
+        places: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all. A step
+            may guess from the first of them alone.
     """
 
     tokens: Int[Array, "B T"]
@@ -42,7 +42,7 @@ class Guess(NamedTuple):
     certainty: Float[Array, "B A"] | None = None
 
 
-class Frozen(NamedTuple):
+class FrozenTarget(NamedTuple):
     """The parts of the target that heads are trained against; they receive no gradient, and are empty if unused.
 
     Attributes:

@@ -98,7 +98,7 @@ def reliability(bins: np.ndarray) -> dict[str, Any]:
     }
 
 
-def best(log: Sequence[dict]) -> dict[str, Any]:
+def best_figures(log: Sequence[dict]) -> dict[str, Any]:
     """Returns what the held-out texts said of blocks at the best step of a log; empty if nothing."""
     held = [record["held_out"] for record in log if "held_out" in record]
     if not held:
@@ -107,7 +107,7 @@ def best(log: Sequence[dict]) -> dict[str, Any]:
     return {name: record[name] for name in ("acceptance", "tau", "confidence") if name in record}
 
 
-def table(measured: dict[str, Any]) -> list[str]:
+def format_figures(measured: dict[str, Any]) -> list[str]:
     """Returns the lines of a card about blocks; none without them."""
     if "tau" not in measured:
         return []
@@ -128,7 +128,7 @@ def table(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def draw(measured: dict[str, Any], path: pathlib.Path) -> bool:
+def draw_diagram(measured: dict[str, Any], path: pathlib.Path) -> bool:
     """Draws the reliability diagram: of each interval the acceptance above the mean confidence, and the tokens below.
 
     Returns:

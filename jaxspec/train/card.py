@@ -23,7 +23,7 @@ from jaxspec.version import __version__
 CARD, FIGURES = "README.md", "evaluation.json"
 
 
-def figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
+def collect_figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
     """Returns the measurements on the held-out texts; trees were measured with the target in `dtype`."""
     return {
         "positions": found.positions,
@@ -54,7 +54,7 @@ def tree_figures(trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
     }
 
 
-def write(
+def write_card(
     folder: pathlib.Path, trained: Trained, heads: DraftHeads | Model, prompts: Sequence[str], measured: dict[str, Any]
 ) -> None:
     """Writes the card and the figures.
@@ -98,8 +98,8 @@ def write(
         "",
         f"On {measured['positions']} positions.",
     ]
-    lines += calibration.table(measured)
-    if calibration.draw(measured, folder / calibration.DIAGRAM):
+    lines += calibration.format_figures(measured)
+    if calibration.draw_diagram(measured, folder / calibration.DIAGRAM):
         lines += ["", f"![The reliability diagram of this table]({calibration.DIAGRAM})"]
     lines += tree_table(measured)
     lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]

@@ -28,7 +28,7 @@ EXTRA = "-interrupted"
 """Ends the name of a checkpoint that the next one replaces."""
 
 
-class Checkpoint(NamedTuple):
+class TrainCheckpoint(NamedTuple):
     """Everything that a run is resumed from.
 
     Attributes:
@@ -61,7 +61,7 @@ class Checkpoints:
         """Returns the sha256 of the arrays of every checkpoint, by the name of its folder; raises as `load` does."""
         return {self._places()[step].name: self.about(step)["sha256"] for step in self.steps()}
 
-    def save(self, checkpoint: Checkpoint, extra: bool = False) -> None:
+    def save(self, checkpoint: TrainCheckpoint, extra: bool = False) -> None:
         """Saves a checkpoint, and removes those that are neither the newest nor the best.
 
         Args:
@@ -98,7 +98,7 @@ class Checkpoints:
         if not extra:
             self._prune(None if checkpoint.best is None else checkpoint.best[0])
 
-    def newest(self, like: Any) -> tuple[Checkpoint | None, list[str]]:
+    def newest(self, like: Any) -> tuple[TrainCheckpoint | None, list[str]]:
         """Returns the newest intact checkpoint, and a line for each damaged one after it, which is renamed.
 
         Args:
@@ -123,7 +123,7 @@ class Checkpoints:
             )
         return None, []
 
-    def load(self, step: int, like: Any) -> Checkpoint:
+    def load(self, step: int, like: Any) -> TrainCheckpoint:
         """Returns the checkpoint of a step.
 
         Args:
@@ -145,7 +145,7 @@ class Checkpoints:
             if fingerprint(found) != about["sha256"]:
                 raise ValueError("the arrays are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])
-            return Checkpoint(structure.unflatten([found[name] for name in wanted]), about["order"], best)
+            return TrainCheckpoint(structure.unflatten([found[name] for name in wanted]), about["order"], best)
         except (
             OSError,
             orbax.OrbaxError,

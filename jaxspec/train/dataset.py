@@ -36,7 +36,7 @@ class Data(NamedTuple):
     answered: list[packing.Text]
 
 
-def prepare(
+def prepare_data(
     target: Model,
     identity: TargetIdentity,
     conversations: Sequence[Conversation],
@@ -76,7 +76,7 @@ def prepare(
         watch.say(f"{len(bad)} of {len(bad) + count} rows left out")
     if not count:
         raise TrainingError(f"no row can be trained on; the first: {more[0].where}: {more[0].why}")
-    kept, apart = tokenized.split(count, settings.held_out)
+    kept, apart = tokenized.split_held_out(count, settings.held_out)
     if settings.distill:
         progress = functools.partial(watch.phase, "the target answers")
         texts = answers(target, identity, prompts, settings, drafted, folder / ANSWERS, progress, watch.say)

@@ -23,15 +23,15 @@ from jaxspec.heads.dflash_config import DFlashConfig, default_taps
 from jaxspec.heads.network import DraftHeads, check_target, module
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead, here
 from jaxspec.train.dflash_settings import DFlashSettings, DSparkSettings
 from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, with_ids
 from jaxspec.train.settings import check_start, parse_taps
-from jaxspec.train.trainee import Blocks
+from jaxspec.train.trainee import BlockTraining
 
 CHUNK = 64
 """Blocks of a row that are read at once in evaluation, which reads one at every position."""
-ANY = Blocks(anchors=1, gamma=1.0)
+ANY = BlockTraining(anchors=1, gamma=1.0)
 """The settings of heads that are only evaluated."""
 
 
@@ -42,7 +42,7 @@ class DFlashTrainee(HeadTrainee):
     config: DFlashConfig
 
     @classmethod
-    def of(cls, config: DFlashConfig, blocks: Blocks = ANY) -> Self:
+    def of(cls, config: DFlashConfig, blocks: BlockTraining = ANY) -> Self:
         """Returns the trainee of a head of these sizes.
 
         Args:
@@ -101,9 +101,9 @@ class DFlashTrainee(HeadTrainee):
             )
         check_target(config, target)
         with_taps(lm, config.taps or ())
-        return cls.of(config, Blocks(settings.anchors, settings.gamma, settings.confidence))
+        return cls.of(config, BlockTraining(settings.anchors, settings.gamma, settings.confidence))
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+    def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks. The backward pass computes attention again."""
         c = self.config
         params = with_ids(params, frozen.ids)
@@ -118,7 +118,7 @@ class DFlashTrainee(HeadTrainee):
                 logits = logits + head.correction(followed)
             yield Guess(logits, certainty=head.certainty(own, words) if c.confidence else None)
 
-    def _states(self, params: Params, frozen: Frozen, batch: Batch) -> Float[Array, "B A b E"]:
+    def _states(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of all blocks."""
         rows, size = batch.tokens.shape
         head, steps = module(self.config, params), jnp.broadcast_to(jnp.arange(size), (rows, size))
@@ -132,7 +132,7 @@ class DFlashTrainee(HeadTrainee):
         return found.swapaxes(0, 1).reshape(rows, padded.shape[1], *found.shape[3:])[:, :size]
 
     def _read(
-        self, params: Params, frozen: Frozen, batch: Batch, text: KV, places: Int[Array, "B A"]
+        self, params: Params, frozen: FrozenTarget, batch: Batch, text: KV, places: Int[Array, "B A"]
     ) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of blocks at some places.
 

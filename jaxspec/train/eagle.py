@@ -23,7 +23,7 @@ from jaxspec.heads.eagle_config import EagleConfig, default_taps
 from jaxspec.heads.network import DraftHeads, check_target, module
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
 from jaxspec.train.eagle_settings import Eagle1Settings, Eagle3Settings
 from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, taps_of, with_ids
 from jaxspec.train.settings import check_start, parse_taps
@@ -97,7 +97,7 @@ class EagleTrainee(HeadTrainee):
         with_taps(lm, config.taps or ())
         return cls.of(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+    def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each step. The backward pass computes the layers of each step again."""
         features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
         params = with_ids(params, frozen.ids)
@@ -113,7 +113,7 @@ class EagleTrainee(HeadTrainee):
     def _step(
         self,
         params: Params,
-        frozen: Frozen,
+        frozen: FrozenTarget,
         states: Float[Array, "B T E"],
         tokens: Int[Array, "B T"],
         kept: list[list[KV]],

@@ -122,13 +122,13 @@ def ranks(
     """
     rows, _ = pack(texts, row_tokens)
     trainee = trainee or trainee_of(drafts)
-    frozen, source = losses.Frozen.nothing(), sources.without_features(rows)
+    frozen, source = losses.FrozenTarget.nothing(), sources.without_features(rows)
     if trainee.reads_features:
         frozen = losses.freeze(trainee, target.lm, target.params, drafts.params.get("tokens"))
         source = sources.computed(Reader(trainee.network(target.lm), batch), target.params, rows)
 
     @jax.jit
-    def rank(frozen: losses.Frozen, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
+    def rank(frozen: losses.FrozenTarget, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         found = []
         for step, (logits, *_) in enumerate(trainee.unroll(params, frozen, part)):
             token = losses.ahead(part.tokens, 2 + step)

@@ -15,7 +15,7 @@ from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
 from jaxspec.train.manifest import FEATURES, HELD, Say, write_or_match_manifest
 from jaxspec.train.packing import Rows
-from jaxspec.train.step import read
+from jaxspec.train.step import read_features
 
 SHARD = 64
 """Rows of each file."""
@@ -48,7 +48,7 @@ class Reader:
 @functools.lru_cache(maxsize=8)
 def _compiled(lm: LanguageModel) -> Callable:
     keep_compilations()
-    return jax.jit(functools.partial(read, lm))
+    return jax.jit(functools.partial(read_features, lm))
 
 
 class Cached:

@@ -14,7 +14,7 @@ from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.core.networks import LanguageModel
 from jaxspec.errors import TrainingError
 from jaxspec.train import losses, packing, sources
-from jaxspec.train.checkpoints import Checkpoint, Checkpoints
+from jaxspec.train.checkpoints import Checkpoints, TrainCheckpoint
 from jaxspec.train.features import Reader
 from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
@@ -42,7 +42,7 @@ class Setup(NamedTuple):
     settings: TrainSettings
     trainee: Trainee
     network: LanguageModel
-    frozen: losses.Frozen
+    frozen: losses.FrozenTarget
     rows: sources.Source
     held: sources.Source | None
     reader: Reader
@@ -75,7 +75,7 @@ class Loop:
             watch.say(line)
         self._order = sources.make_order(len(setup.rows.rows.tokens), setup.settings)
         if found is None:
-            found = Checkpoint(begun, self._order.get_state(), None)
+            found = TrainCheckpoint(begun, self._order.get_state(), None)
         else:
             try:
                 self._order.set_state(found.order)
@@ -113,7 +113,7 @@ class Loop:
                 if regular or interrupts.wanted:
                     with interrupts.saving():
                         state = jax.device_get(self._state)
-                        self.store.save(Checkpoint(state, self._order.get_state(), self.best), extra=not regular)
+                        self.store.save(TrainCheckpoint(state, self._order.get_state(), self.best), extra=not regular)
                 if interrupts.wanted:
                     self._watch.say(f"interrupted after step {now}, which is saved in {self.store.folder}")
                     raise KeyboardInterrupt
@@ -200,7 +200,7 @@ def _compiled(settings: TrainSettings, trainee: Trainee, network: LanguageModel)
     step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)
 
     @jax.jit
-    def judge(frozen: losses.Frozen, params: Any, batch: losses.Batch) -> losses.Sums:
+    def judge(frozen: losses.FrozenTarget, params: Any, batch: losses.Batch) -> losses.Sums:
         return losses.sums(settings, trainee, params, frozen, batch)
 
     return step, judge

@@ -20,7 +20,7 @@ from jaxspec.core.records import Params
 from jaxspec.models.layers import matmul
 from jaxspec.train import calibration
 from jaxspec.train.batch import Batch as Batch
-from jaxspec.train.batch import Frozen as Frozen
+from jaxspec.train.batch import FrozenTarget as FrozenTarget
 from jaxspec.train.batch import ahead as ahead
 from jaxspec.train.batch import here, kept
 from jaxspec.train.batch import wanted as wanted
@@ -33,7 +33,7 @@ LEAST, MIX = 1e-5, 3.0
 
 def freeze(
     trainee: Trainee, lm: Any, params: Params, ids: Any = None, laws: bool = False, dtype: str = "float32"
-) -> Frozen:
+) -> FrozenTarget:
     """Returns the parts of a target that heads are trained against.
 
     Args:
@@ -50,7 +50,7 @@ def freeze(
     if ids is not None:
         ids = jnp.asarray(ids)
         index = jnp.full(trainee.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids)))
-    return Frozen(
+    return FrozenTarget(
         rows=(table if ids is None else table[ids]).astype(dtype),
         everything=table.astype(dtype) if laws and ids is not None else None,
         embed=lm.embedding(params) if trainee.reads_tokens else None,
@@ -144,7 +144,9 @@ def of_law(
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
 
-def counted(settings: TrainSettings, trainee: Trainee, frozen: Frozen, batch: Batch, step: int) -> Bool[Array, "B A"]:
+def counted_positions(
+    settings: TrainSettings, trainee: Trainee, frozen: FrozenTarget, batch: Batch, step: int
+) -> Bool[Array, "B A"]:
     """Returns the positions with a loss: cross-entropy alone needs a token that can be drafted."""
     batch = batch if trainee.blocks is None else kept(batch, trainee.blocks.shares, step)
     there = here(batch, wanted(batch, step, trainee.blocks is not None))
@@ -153,7 +155,7 @@ def counted(settings: TrainSettings, trainee: Trainee, frozen: Frozen, batch: Ba
     return there & (frozen.index[here(batch, ahead(batch.tokens, 2 + step))] >= 0)
 
 
-def target_law(frozen: Frozen, features: Float[Array, "B T F"]) -> Float[Array, "B T R"]:
+def target_law(frozen: FrozenTarget, features: Float[Array, "B T F"]) -> Float[Array, "B T R"]:
     """Computes the target's log-probabilities of the drafted tokens after every token of the rows."""
     features = features[..., : frozen.rows.shape[-1]].astype(jnp.float32)
     logits = matmul(features, frozen.rows, transposed=True)
@@ -163,7 +165,7 @@ def target_law(frozen: Frozen, features: Float[Array, "B T F"]) -> Float[Array, 
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
-def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: Frozen, batch: Batch) -> Sums:
+def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch) -> Sums:
     """Computes loss and accuracy of every drafted token on some rows."""
     # Features of padding may be anything, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
@@ -194,14 +196,14 @@ def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: Froz
         first = there & (row >= 0) & (rank < 1)
         reached = reached[:, : first.shape[1]] & first
         # Losses that are not counted may be NaN.
-        taken = counted(settings, trainee, frozen, whole, step)
+        taken = counted_positions(settings, trainee, frozen, whole, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
         found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
     return Sums(*(jnp.stack(column) for column in zip(*found)), blocks=shared)
 
 
-def own_loss(frozen: Frozen, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
+def own_loss(frozen: FrozenTarget, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
     """Sums the cross-entropy of the target's own predictions of the next token, which Medusa-2 adds to the loss."""
     there = (batch.segments > 0) & (ahead(batch.segments, 1) == batch.segments) & ahead(batch.mask, 1)
     law = jax.nn.log_softmax(matmul(features, frozen.rows, transposed=True), -1)

@@ -19,7 +19,7 @@ from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
 from jaxspec.train.head_trainee import HeadTrainee, reduced_vocab, with_ids
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import check_start
@@ -98,7 +98,7 @@ class MedusaTrainee(HeadTrainee):
         )
         return cls.of(config, joint)
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+    def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the logits of each head after every token t, for token t + 2 + head."""
         heads, words = module(self.config, with_ids(params, frozen.ids)), []
         if self.config.reads_words:

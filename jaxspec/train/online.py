@@ -16,7 +16,7 @@ from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.losses import freeze, needs_laws
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
-from jaxspec.train.step import Report, Trainable, TrainState, read, start, train_step
+from jaxspec.train.step import Report, Trainable, TrainState, init_state, read_features, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OnlineHeads:
     def init(self, policy: Model) -> TrainState:
         """Returns the state of new heads, which guess what the policy's own projection does."""
         params = jax.tree.map(jnp.copy, self.trainee.init_params(policy, None))  # some are the policy's own arrays
-        return start(self.settings, self.trainee, Trainable(params))
+        return init_state(self.settings, self.trainee, Trainable(params))
 
     def heads(self, state: TrainState) -> DraftHeads:
         """Returns the heads of a state, for `jaxspec.Drafting(..., heads=...)`; the state may be traced."""
@@ -67,7 +67,7 @@ class OnlineHeads:
         lm, params = policy.lm, policy.params
         places = jnp.arange(rollout.tokens.shape[1])
         segments = (places < rollout.length[:, None]).astype(jnp.int32)
-        features = read(self.trainee.network(lm), params, rollout.tokens, segments)
+        features = read_features(self.trainee.network(lm), params, rollout.tokens, segments)
         batch = Batch(rollout.tokens, segments, (places >= rollout.start[:, None]) & (segments > 0), features)
         laws = needs_laws(self.settings, self.trainee)
         frozen = freeze(self.trainee, lm, params, laws=laws, dtype=self.settings.precision)

@@ -24,13 +24,13 @@ from jaxspec.drafters.pard import Pard
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.train.batch import Batch, Frozen, Guess, ahead, here, kept, positions_of
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead, here, kept, positions_of
 from jaxspec.train.pard_settings import PardSettings
-from jaxspec.train.trainee import About, Blocks, Trainee
+from jaxspec.train.trainee import About, BlockTraining, Trainee
 
 CHUNK = 64
 """Blocks of a row that are read at once in evaluation, which reads one at every position."""
-EVERYWHERE = Blocks(anchors=None, gamma=float("inf"))
+EVERYWHERE = BlockTraining(anchors=None, gamma=float("inf"))
 """Blocks from all positions, whose tokens have one weight."""
 SERVED_BY = (
     "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems that draft "
@@ -52,7 +52,7 @@ class PardTrainee(Trainee):
 
     model: LanguageModel
     token: int
-    blocks: Blocks = EVERYWHERE
+    blocks: BlockTraining = EVERYWHERE
 
     @classmethod
     def make(cls, settings: PardSettings, target: Model, start: Any) -> Self:
@@ -84,7 +84,7 @@ class PardTrainee(Trainee):
             token=drafter.token,
         )
 
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+    def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks."""
         for states in self._states(params, batch):
             yield Guess(self.model.head(params, states)[..., : self.vocab_size])

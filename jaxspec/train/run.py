@@ -29,7 +29,7 @@ from jaxspec.text import conversations
 from jaxspec.text.conversations import BadRow, Conversation
 from jaxspec.train import losses, manifest, sources
 from jaxspec.train.checkpoints import Damaged
-from jaxspec.train.dataset import Data, prepare
+from jaxspec.train.dataset import Data, prepare_data
 from jaxspec.train.features import Reader
 from jaxspec.train.files import digest_of, fingerprint
 from jaxspec.train.head_trainee import HeadTrainee
@@ -38,7 +38,7 @@ from jaxspec.train.log import Watch
 from jaxspec.train.loop import Loop, Setup
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
-from jaxspec.train.step import Trainable, TrainState, start
+from jaxspec.train.step import Trainable, TrainState, init_state
 from jaxspec.train.trained import Trained as Trained
 from jaxspec.train.trained import begun_from
 from jaxspec.train.trainee import Trainee
@@ -161,7 +161,7 @@ def _prepare(
     }
     about |= manifest.of_run(run.settings) | describe_start(run.begun)
     manifest.match_run(run.folder, run.shelf, about, identity.of_encoding, lambda line: None)
-    used = prepare(answerer, identity, read, unread, run.shelf, run.settings, run.trainee.drafted, run.watch)
+    used = prepare_data(answerer, identity, read, unread, run.shelf, run.settings, run.trainee.drafted, run.watch)
     if run.begun is not None and "tokens" in run.begun.params:
         used = used._replace(ids=np.asarray(run.begun.params["tokens"]))
     texts = fingerprint((used.rows._asdict(), used.held._asdict()))
@@ -176,9 +176,9 @@ def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> Setup:
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
     laws, reads = losses.needs_laws(settings, trainee), losses.needs_features(settings, trainee)
-    frozen = (
-        losses.freeze(trainee, lm, params, used.ids, laws, settings.precision) if reads else losses.Frozen.nothing()
-    )
+    frozen = losses.FrozenTarget.nothing()
+    if reads:
+        frozen = losses.freeze(trainee, lm, params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     network = trainee.network(lm)
     reader = Reader(network, max(1, settings.batch // settings.accumulate))
@@ -204,7 +204,7 @@ def _begin(run: _Run, used: Data) -> TrainState:
         kept = {name: value for name, value in run.begun.params.items() if name != "tokens"}
         heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kept)
     trained = run.target.params if run.settings.trains_target else None
-    return start(run.settings, run.trainee, Trainable(heads, trained))
+    return init_state(run.settings, run.trainee, Trainable(heads, trained))
 
 
 def _conclude(run: _Run, used: Data, loop: Loop, state: TrainState) -> Trained:

@@ -119,8 +119,12 @@ class TrainSettings(abc.ABC):
                 f"a batch of {plural(self.batch, 'row')} cannot be read in {plural(self.accumulate, 'part')} over "
                 f"{plural(self.devices, 'device')}"
             )
-        if self.row_tokens < self.drafted + 3:
-            raise InvalidConfig(f"rows of {self.row_tokens} tokens have no place for {self.drafted} drafted tokens")
+        drafted = self.drafted
+        if self.row_tokens < drafted + 3:
+            raise InvalidConfig(
+                f"row_tokens must be at least {drafted + 3} for {plural(drafted, 'drafted token')}, got "
+                f"{self.row_tokens}"
+            )
         self.check()
         if self.start and self.draft_vocab:
             raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
 from jaxspec.train.batch import draw_places, positions_of
-from jaxspec.train.losses import Batch, Frozen, Sums, counted, freeze, head_weights, own_loss, sums
+from jaxspec.train.losses import Batch, FrozenTarget, Sums, counted_positions, freeze, head_weights, own_loss, sums
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
 
@@ -95,7 +95,7 @@ def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTra
     )
 
 
-def start(settings: TrainSettings, trainee: Trainee, params: Trainable) -> TrainState:
+def init_state(settings: TrainSettings, trainee: Trainee, params: Trainable) -> TrainState:
     """Returns the state before the first step."""
     count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
     nothing, running = Sums.zeros(settings, trainee), jnp.zeros(trainee.drafted)
@@ -103,7 +103,7 @@ def start(settings: TrainSettings, trainee: Trainee, params: Trainable) -> Train
     return TrainState(params, opt, count[0], running, nothing, *count[1:])
 
 
-def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
+def read_features(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
     """Computes the target's features after every token of packed rows; texts of a row do not attend to each other."""
     steps = jnp.arange(tokens.shape[1])
     mask = (segments[:, :, None] == segments[:, None, :]) & (steps[:, None] >= steps)
@@ -112,7 +112,7 @@ def read(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> F
 
 
 def train_step(
-    settings: TrainSettings, trainee: Trainee, lm: LanguageModel, frozen: Frozen, state: TrainState, batch: Batch
+    settings: TrainSettings, trainee: Trainee, lm: LanguageModel, frozen: FrozenTarget, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Report]:
     """Takes a step on the parts of a batch, `[A, B, ...]`.
 
@@ -135,7 +135,7 @@ def train_step(
         if joint is None:
             found = sums(settings, trainee, heads, frozen, part)
             return (weights * found.loss / positions).sum(), found
-        features = read(lm, params.target, part.tokens, part.segments)
+        features = read_features(lm, params.target, part.tokens, part.segments)
         tables = freeze(trainee, lm, params.target)
         own = own_loss(tables, part, features)
         found = sums(settings, trainee, heads, tables, part._replace(features=features))
@@ -148,7 +148,7 @@ def train_step(
 
     # The mean is over all parts together, whatever their shares.
     def count(part: Batch) -> Array:
-        every = (counted(settings, trainee, frozen, part, i) for i in range(trainee.drafted))
+        every = (counted_positions(settings, trainee, frozen, part, i) for i in range(trainee.drafted))
         return jnp.stack([each.sum(dtype=jnp.float32) for each in every])
 
     positions = jnp.maximum(jax.vmap(count)(batch).sum(0), 1)

@@ -143,7 +143,7 @@ def _encode_parts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]
     return added
 
 
-def split(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
+def split_held_out(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the indices of the texts to train on, and of those held out, which are evenly spread.
 
     Args:

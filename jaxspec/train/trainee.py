@@ -18,7 +18,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, Frozen, Guess
+from jaxspec.train.batch import Batch, FrozenTarget, Guess
 
 
 class About(NamedTuple):
@@ -49,7 +49,7 @@ class Joint(NamedTuple):
     rate: float
 
 
-class Blocks(NamedTuple):
+class BlockTraining(NamedTuple):
     """The settings of heads that guess the tokens after a position as one block.
 
     A step of training guesses from some positions of each row (`Batch.places`), and evaluation from all. A token of a
@@ -80,7 +80,7 @@ class Trainee(abc.ABC):
         vocab_size: V, the rows of the target's projection that are drafted from.
         reads_features: True if `unroll` reads features of the target. If False, only losses that need the target's
             distribution read them.
-        reads_tokens: True if `unroll` reads embeddings of tokens, so that `Frozen.embed` is needed.
+        reads_tokens: True if `unroll` reads embeddings of tokens, so that `FrozenTarget.embed` is needed.
         reads_context: True if logits depend on earlier positions of the text. If False, only supervised spans are kept.
         joint: the settings of the target's training; None if the target is frozen.
         blocks: the settings of blocks; None for heads that guess from every position, each token by itself.
@@ -94,14 +94,14 @@ class Trainee(abc.ABC):
     reads_tokens: bool = False
     reads_context: bool = True
     joint: Joint | None = None
-    blocks: Blocks | None = None
+    blocks: BlockTraining | None = None
 
     @abc.abstractmethod
-    def unroll(self, params: Params, frozen: Frozen, batch: Batch) -> Iterator[Guess]:
+    def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each step at every position, with the text's own tokens as the drafted tokens.
 
         Step i predicts token t + 2 + i from the position t: the target itself predicts token t + 1. If `batch.places`
-        is not None, only these positions have guesses, or the first of them (`Blocks.shares`).
+        is not None, only these positions have guesses, or the first of them (`BlockTraining.shares`).
         """
 
     @abc.abstractmethod

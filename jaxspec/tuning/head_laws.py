@@ -17,7 +17,7 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train import losses
 from jaxspec.train.evaluate import trainee_of
-from jaxspec.train.step import read
+from jaxspec.train.step import read_features
 from jaxspec.train.trainee import Trainee
 
 DRAFTED = 5
@@ -29,7 +29,7 @@ class HeadParams(NamedTuple):
 
     target: Params
     heads: Params
-    frozen: losses.Frozen
+    frozen: losses.FrozenTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _unroll(
     segments: Int[Array, "1 T"],
     start: Int[Array, ""],
 ) -> list[Float[Array, "size R"]]:
-    features = read(laws.network, params.target, tokens, segments)
+    features = read_features(laws.network, params.target, tokens, segments)
     batch = losses.Batch(tokens, segments, segments > 0, features)
     guesses = itertools.islice(laws.trainee.unroll(params.heads, params.frozen, batch), DRAFTED)
     return [lax.dynamic_slice_in_dim(guess.logits[0], start, size) for guess in guesses]

@@ -31,7 +31,7 @@ from jaxspec.train.eagle import EagleTrainee
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
-from jaxspec.train.step import Trainable, start, train_step
+from jaxspec.train.step import Trainable, init_state, train_step
 from jaxspec.train.trainee import Trainee
 
 TAPS = (2, 15, 27)
@@ -143,12 +143,12 @@ def torch_stepper(parameters: list, compute: Any, settings: TrainSettings):
 
 def jax_stepper(features, tokens, table, drafted: int, trainee: Trainee, params: Any, settings: TrainSettings):
     """Returns a function that takes a step in jaxspec and returns its loss."""
-    state = start(settings, trainee, Trainable(params))
+    state = init_state(settings, trainee, Trainable(params))
     ones = np.ones_like(tokens)
     batch = losses.Batch(*(jnp.asarray(a)[None] for a in (tokens, ones, ones.astype(bool), features)))
     index = jnp.arange(len(table))
     index = None if drafted == len(table) else jnp.where(index < drafted, index, -1)
-    frozen = losses.Frozen(jnp.asarray(table[:drafted]), None, jnp.asarray(table), index)
+    frozen = losses.FrozenTarget(jnp.asarray(table[:drafted]), None, jnp.asarray(table), index)
     network: Any = None  # only a target that is trained, too, is read in a step
     compiled = jax.jit(lambda frozen, state, batch: train_step(settings, trainee, network, frozen, state, batch))
 

@@ -21,7 +21,7 @@ from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import flatten, init_cache, module
 from jaxspec.train import losses
-from jaxspec.train.batch import Batch, Frozen
+from jaxspec.train.batch import Batch, FrozenTarget
 from jaxspec.train.eagle import EagleTrainee
 
 GOLDEN = json.loads((GOLDEN_DIR / "eagle_switches.json").read_text())["cases"]
@@ -74,7 +74,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     features, table, mask = supervision(name, case)
     ids = heads.params.get("tokens")
     index = None if ids is None else jnp.full(len(table), -1).at[ids].set(jnp.arange(len(ids)))
-    frozen = Frozen(jnp.asarray(table if ids is None else table[ids]), None, None, index, ids)
+    frozen = FrozenTarget(jnp.asarray(table if ids is None else table[ids]), None, None, index, ids)
     read = np.concatenate([features, np.pad(taps, ((0, 0), (0, 1), (0, 0)))], -1)
     batch = Batch(*map(jnp.asarray, (tokens, np.ones_like(tokens), mask, read)))
     trained = {key: leaf for key, leaf in heads.params.items() if key != "tokens"}

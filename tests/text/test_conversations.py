@@ -412,12 +412,12 @@ def test_tools_and_their_results_are_learnt_around():
 
 
 def test_a_share_is_held_out_evenly():
-    kept, held = tokenized.split(100, 0.05)
+    kept, held = tokenized.split_held_out(100, 0.05)
     assert held.tolist() == [19, 39, 59, 79, 99]
     assert sorted([*kept, *held]) == list(range(100))
-    assert tokenized.split(3, 0.0)[1].size == 0
+    assert tokenized.split_held_out(3, 0.0)[1].size == 0
     with pytest.raises(TrainingError, match=r"1 usable prompt is too few .* use at least 2$"):
-        tokenized.split(1, 0.5)
+        tokenized.split_held_out(1, 0.5)
 
 
 def test_too_few_prompts_name_what_would_be_enough():
@@ -426,12 +426,12 @@ def test_too_few_prompts_name_what_would_be_enough():
         share = 0.37 / count
         words = r"too few to hold out a fraction of .*: use at least (\d+) or set held_out .* at least ([\d.]+)$"
         with pytest.raises(TrainingError, match=words) as error:
-            tokenized.split(count, share)
+            tokenized.split_held_out(count, share)
         needed, least = not_none(re.search(words, str(error.value))).groups()
-        assert tokenized.split(int(needed), share)[1].size == 1
+        assert tokenized.split_held_out(int(needed), share)[1].size == 1
         with pytest.raises(TrainingError, match="too few"):
-            tokenized.split(int(needed) - 1, share)
-        assert tokenized.split(count, float(least))[1].size >= 1
+            tokenized.split_held_out(int(needed) - 1, share)
+        assert tokenized.split_held_out(count, float(least))[1].size >= 1
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"held_out": 1.0}, "held_out must be below 1"),
         ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 device"),
         ({"medusa2": True}, "its features cannot be cached"),
-        ({"row_tokens": 6}, "rows of 6 tokens have no place for 4 drafted tokens"),
+        ({"row_tokens": 6}, "row_tokens must be at least 7 for 4 drafted tokens, got 6"),
         ({"split": "word"}, "split must be one of line, blank, file"),
         ({"steps": "many"}, "steps must be a number"),
     ],

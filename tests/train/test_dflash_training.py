@@ -29,12 +29,12 @@ from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.rope import Rope
 from jaxspec.train import calibration, dflash, losses
 from jaxspec.train import step as steps
-from jaxspec.train.batch import Batch, Frozen, draw_places, wanted
+from jaxspec.train.batch import Batch, FrozenTarget, draw_places, wanted
 from jaxspec.train.dflash import DFlashTrainee
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.packing import Text, pack
-from jaxspec.train.trainee import Blocks
+from jaxspec.train.trainee import BlockTraining
 
 GOLDEN = json.loads((GOLDEN_DIR / "dflash_losses.json").read_text())["cases"]
 LM = trainees.LM
@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def trainee(name: str) -> DFlashTrainee:
-    return DFlashTrainee.of(CONFIGS[name], Blocks(5, 4.0, 1.0))
+    return DFlashTrainee.of(CONFIGS[name], BlockTraining(5, 4.0, 1.0))
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def batch(name: str) -> Batch:
 
 
 @functools.cache
-def inputs(name: str) -> tuple[dict, Frozen]:
+def inputs(name: str) -> tuple[dict, FrozenTarget]:
     """Parameters of which none is that of a beginning, and the target's tables."""
     ids, rng = IDS if CONFIGS[name].draft_vocab_size else None, np.random.default_rng(2)
     params = jax.tree.map(
@@ -98,8 +98,8 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     heads = jaxspec.load_heads(FILES[name].write(tmp_path))
     config = dataclasses.replace(heads.config, own_embedding=False, own_projection=False)
     params = {key: leaf for key, leaf in heads.params.items() if key not in ("embed", "head")}
-    frozen = Frozen(heads.params["head"], None, heads.params["embed"], None)
-    one = DFlashTrainee.of(config, Blocks(TRAINED[name]["anchors"], 4.0, weights["confidence"]))
+    frozen = FrozenTarget(heads.params["head"], None, heads.params["embed"], None)
+    one = DFlashTrainee.of(config, BlockTraining(TRAINED[name]["anchors"], 4.0, weights["confidence"]))
     tokens, mask, features = supervision(name)
     places = np.zeros((2, TRAINED[name]["anchors"]), np.int32)  # where nothing is wanted
     for row, anchors in zip(places, expected["anchors"]):
@@ -125,7 +125,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
         tolerance = 1e-5 * norm * float(np.linalg.norm(along[key]))
         assert (renamed[key] * along[key]).sum() == pytest.approx(product, abs=tolerance), key
     monkeypatch.setattr(steps, "draw_places", lambda part, count: jnp.asarray(places))
-    begun = steps.start(settings, one, steps.Trainable(params))
+    begun = steps.init_state(settings, one, steps.Trainable(params))
     _, report = steps.train_step(settings, one, LM, frozen, begun, jax.tree.map(lambda leaf: leaf[None], whole))
     assert report.loss == pytest.approx(expected["loss"], rel=1e-5)
     norms = [norm for norm, _ in expected["gradients"].values()]
@@ -136,7 +136,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def rounds(config: DFlashConfig, params, frozen: Frozen, text, features):
+def rounds(config: DFlashConfig, params, frozen: FrozenTarget, text, features):
     """The logits `[S, n, R]` of a block after every token of a text, one batch row each, by the drafter's cache."""
     size, head = len(text), module(config, params)
     here, rows = jnp.arange(size), jnp.arange(config.block_size)
@@ -160,7 +160,7 @@ def rounds(config: DFlashConfig, params, frozen: Frozen, text, features):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def unroll(name: str, replaced: tuple, params, frozen: Frozen, rows: Batch) -> jax.Array:
+def unroll(name: str, replaced: tuple, params, frozen: FrozenTarget, rows: Batch) -> jax.Array:
     """`replaced` is what tests replace, so that it is traced again."""
     return jnp.stack([guess.logits for guess in trainee(name).unroll(params, frozen, rows)])
 
@@ -319,8 +319,8 @@ def test_the_diagram_is_of_the_table(tmp_path, monkeypatch):
     bins[[2, 9]] = [[4, 1.0, 2.0], [10, 9.5, 9.0]]
     drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
-    assert not calibration.draw({}, tmp_path / "none.png")
-    assert calibration.draw({"confidence": calibration.reliability(bins)}, tmp_path / "diagram.png")
+    assert not calibration.draw_diagram({}, tmp_path / "none.png")
+    assert calibration.draw_diagram({"confidence": calibration.reliability(bins)}, tmp_path / "diagram.png")
     upper, lower = drawn[0].axes
     np.testing.assert_allclose(upper.lines[1].get_xydata(), [[0.25, 0.5], [0.95, 0.9]])
     assert [bar.get_height() for bar in lower.patches] == [0, 0, 4, 0, 0, 0, 0, 0, 0, 10]
@@ -364,7 +364,7 @@ def test_a_head_that_knows_its_texts_drafts_them(prompts, tmp_path):
     plain = jaxspec.generate(target(), asked, max_new_tokens=20, drafter="none")
     assert [row.tokens for row in drafted] == [row.tokens for row in plain]
     assert min(drafted.stats.conditional_acceptance) > 0.9
-    assert "| confidence | tokens |" in "\n".join(calibration.table(calibration.best(trained.log)))
+    assert "| confidence | tokens |" in "\n".join(calibration.format_figures(calibration.best_figures(trained.log)))
 
 
 @pytest.mark.slow

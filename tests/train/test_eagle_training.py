@@ -22,7 +22,7 @@ from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import DraftHeads, init_cache, init_params, module
 from jaxspec.models.rope import Rope
 from jaxspec.train import losses
-from jaxspec.train.batch import Batch, Frozen, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
 from jaxspec.train.eagle import EagleTrainee, attend_to_rows_and_chain
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
@@ -66,7 +66,7 @@ def batch(name: str) -> Batch:
 
 
 @functools.cache
-def inputs(name: str) -> tuple[dict, Frozen]:
+def inputs(name: str) -> tuple[dict, FrozenTarget]:
     """Parameters of which no norm or bias is that of a beginning, and the target's tables."""
     ids = IDS if CONFIGS[name].draft_vocab_size else None
     rng = np.random.default_rng(2)
@@ -77,11 +77,11 @@ def inputs(name: str) -> tuple[dict, Frozen]:
     return params, losses.freeze(trainee(name), LM, target().params, ids)
 
 
-def whole(params: dict, frozen: Frozen) -> dict:
+def whole(params: dict, frozen: FrozenTarget) -> dict:
     return params if frozen.ids is None else params | {"tokens": jnp.asarray(frozen.ids)}
 
 
-def logits_of(config: EagleConfig, head, frozen: Frozen, states):
+def logits_of(config: EagleConfig, head, frozen: FrozenTarget, states):
     if config.own_projection:
         return head.logits(states)
     return jnp.matmul(head.projected(states), frozen.rows.T, precision="highest")
@@ -144,7 +144,7 @@ def test_attention_in_bfloat16_is_that_in_float32(steps):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def chains(config: EagleConfig, params, frozen: Frozen, text, features):
+def chains(config: EagleConfig, params, frozen: FrozenTarget, text, features):
     """The logits `[S, T, R]` of a chain from every row of a text [T], one batch row each, by the drafter's cache."""
     size, head = len(text), module(config, params)
     tokens = jnp.append(text[1:], jnp.zeros(STEPS + 1, text.dtype))

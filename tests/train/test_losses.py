@@ -16,7 +16,7 @@ from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.packing import Text, pack, pack_supervised_spans
 from jaxspec.train.settings import LOSSES
-from jaxspec.train.step import Trainable, start, train_step
+from jaxspec.train.step import Trainable, init_state, train_step
 from jaxspec.train.tokenized import frequent
 
 LM, E = trainees.LM, 64
@@ -187,7 +187,7 @@ def test_labels_are_those_two_and_more_ahead():
             after = np.roll(np.eye(size), 5 * (2 + head), axis=1)
             params[f"blocks.{head}.0.kernel"] = jnp.asarray(40 * after - 20 * (1 - after))
         batch = losses.Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), features)
-        frozen = losses.Frozen(jnp.eye(size), None, None, None)
+        frozen = losses.FrozenTarget(jnp.eye(size), None, None, None)
         found = losses.sums(CE, MedusaTrainee.of(config), unflatten(params), frozen, batch)
         assert (found.top1 / found.seen).tolist() == ([1.0] * 3 if shift == 0 else [0.0] * 3)
         assert found.seen.tolist() == [28, 27, 26]
@@ -197,7 +197,9 @@ def test_labels_are_those_two_and_more_ahead():
 def test_a_step_in_parts_is_the_step_in_one():
     """Gradients of two parts of unlike shares add up to those of the whole."""
     config, named = heads("hidden", False)
-    state = functools.partial(lambda: start(MedusaSettings(), MedusaTrainee.of(config), Trainable(unflatten(named))))
+    state = functools.partial(
+        lambda: init_state(MedusaSettings(), MedusaTrainee.of(config), Trainable(unflatten(named)))
+    )
     frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     ends = []
     for parts in (1, 2):

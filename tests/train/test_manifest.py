@@ -14,6 +14,7 @@ from jaxspec.errors import TrainingError
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.execution import Execution
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.registry import TRAINEES, find
@@ -25,8 +26,8 @@ from jaxspec.train.settings import TrainSettings, own_fields
 
 LM = toys.transformer(vocab_size=16, num_layers=2)
 LM = dataclasses.replace(LM, config=dataclasses.replace(LM.config, window=4, window_rope=Rope(theta=100.0)))
-MAY_CHANGE = {"kernels", "attention", "shards"}
-"""The fields of a network that decide how it is placed and computed, and change the rounding of sums alone."""
+MAY_CHANGE = {"execution"}
+"""The field of a network that decides how it is placed and computed, and changes the rounding of sums alone."""
 ANOTHER: dict[str, Any] = {
     "num_kv_heads": 1,
     "windowed": (True, False),
@@ -39,8 +40,7 @@ ANOTHER: dict[str, Any] = {
     "layers": 1,
     "known": 9,
     "taps": (1,),
-    "shards": 2,
-    "attention": "pallas",
+    "execution": Execution(attention="pallas", platform="gpu"),
 }
 """Other values of fields whose type alone does not tell one."""
 
@@ -144,7 +144,7 @@ def test_every_setting_binds_a_run_or_is_listed_as_free(name, kind, begun):
 
 
 def test_there_are_many_fields():
-    assert len(NETWORKS) >= 35
+    assert len(NETWORKS) >= 33
     assert len(SETTINGS) >= 60
     assert {"config.rope.theta", "config.norm_eps", "config.window_rope.theta", "dtype", "taps"} <= NETWORKS.keys()
     assert set(manifest.FREE) <= {name for name, _ in SETTINGS}

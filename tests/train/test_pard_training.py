@@ -21,7 +21,7 @@ from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, VocabMismatch
 from jaxspec.train import evaluate, losses, pard
 from jaxspec.train import step as steps
-from jaxspec.train.batch import Batch, Frozen, draw_places, kept
+from jaxspec.train.batch import Batch, FrozenTarget, draw_places, kept
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.packing import Text, pack
@@ -149,10 +149,12 @@ def test_losses_and_gradients_are_those_of_one_dense_mask():
         return totals[0].sum() / totals[1].sum(), totals
 
     step = jax.jit(functools.partial(steps.train_step, CE, one, LM))
-    begun = steps.start(CE, one, steps.Trainable(draft().params))
+    begun = steps.init_state(CE, one, steps.Trainable(draft().params))
     with jax.default_matmul_precision("highest"):
         (value, each), gradient = jax.jit(jax.value_and_grad(expected, has_aux=True))(draft().params)
-        state, report = step(Frozen.nothing(), begun, jax.tree.map(lambda leaf: leaf[None], rows._replace(key=None)))
+        state, report = step(
+            FrozenTarget.nothing(), begun, jax.tree.map(lambda leaf: leaf[None], rows._replace(key=None))
+        )
     counts = np.asarray(each[1])
     assert counts[0] == sum(n - max(n // 4, 2) for n in LENGTHS)
     assert (counts[1:] > 0).all()
@@ -187,7 +189,7 @@ def rounds(drafter: Pard, params, text):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unroll(one: PardTrainee, chunk: int, params, rows: Batch) -> list[jax.Array]:
     """The logits of training. `chunk` is what tests replace, so that it is traced again."""
-    return [guess.logits for guess in one.unroll(params, Frozen.nothing(), rows)]
+    return [guess.logits for guess in one.unroll(params, FrozenTarget.nothing(), rows)]
 
 
 def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
@@ -249,7 +251,7 @@ def test_the_law_of_the_target_is_computed_only_for_a_loss_that_needs_it():
 
     @jax.jit
     def sums(params, rows):
-        features, frozen = steps.read(lm, params, rows.tokens, rows.segments), losses.freeze(one, lm, params)
+        features, frozen = steps.read_features(lm, params, rows.tokens, rows.segments), losses.freeze(one, lm, params)
         return losses.sums(kl, one, params, frozen, rows._replace(features=features))
 
     found = sums(draft().params, rows)

@@ -26,12 +26,12 @@ from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
 from jaxspec.train import dataset, evaluate, monitor
 from jaxspec.train import run as running
-from jaxspec.train.checkpoints import Checkpoint, Checkpoints
+from jaxspec.train.checkpoints import Checkpoints, TrainCheckpoint
 from jaxspec.train.features import Cached
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import LOG, Watch
 from jaxspec.train.medusa import MedusaTrainee
-from jaxspec.train.step import Trainable, start
+from jaxspec.train.step import Trainable, init_state
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_nothing_of_the_target_has_a_gradient_or_a_moment(run):
     """Every array of the optimizer's state is a scalar or shaped like a head's."""
     trained = run[0]
     heads = trained.heads
-    state = start(jaxspec.MedusaSettings(), MedusaTrainee.of(heads.config), Trainable(heads.params))
+    state = init_state(jaxspec.MedusaSettings(), MedusaTrainee.of(heads.config), Trainable(heads.params))
     shapes = set(heads.config.param_shapes().values())
     moments = [leaf.shape for leaf in jax.tree.leaves(state.opt)]
     assert {shape for shape in moments if shape} <= shapes
@@ -212,7 +212,7 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
     # Greedy answers depend on no seed, and nothing on how often it is saved: what is there is taken.
     again = train(trainees.target(), prompts, whole, steps=60, save_every=7, bad_rows="refuse")
     assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
-    monkeypatch.setattr(running, "start", reach)
+    monkeypatch.setattr(running, "init_state", reach)
     with pytest.raises(Reached):
         train(trainees.target(), prompts, other, data=whole, seed=7)
 
@@ -409,7 +409,7 @@ def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):
     like = Trainable(init_params(HeadsConfig(64, given.lm.vocab, 3)), given.params)
     store = Checkpoints(tmp_path / "checkpoints")
     assert store.steps() == [3, 4]
-    newest = store.load(4, start(trained.settings, trained.trainee, like)).state.params
+    newest = store.load(4, init_state(trained.settings, trained.trainee, like)).state.params
     assert fingerprint(newest.target) == fingerprint(trained.target.params)
     found = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
     assert found.top1 == pytest.approx(trained.log[-1]["held_out"]["top1"], abs=1e-6)
@@ -426,16 +426,16 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     """No file may grow past two kilobytes: the cause in one line, and what was saved is whole."""
     config = HeadsConfig(64, 61, 2)
-    begun = start(jaxspec.MedusaSettings(), MedusaTrainee.of(config), Trainable(init_params(config)))
+    begun = init_state(jaxspec.MedusaSettings(), MedusaTrainee.of(config), Trainable(init_params(config)))
     store = Checkpoints(tmp_path)
-    store.save(Checkpoint(begun, {"next_index": 0}, None))
+    store.save(TrainCheckpoint(begun, {"next_index": 0}, None))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
     try:
         with pytest.raises(
             StorageError, match=r"step-00000001 cannot be written: .*; earlier checkpoints are intact"
         ) as error:
-            store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
+            store.save(TrainCheckpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(error.value)
@@ -443,7 +443,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     found, wrong = store.newest(begun)
     assert not wrong
     assert fingerprint(not_none(found).state.params) == fingerprint(begun.params)
-    store.save(Checkpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
+    store.save(TrainCheckpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))
     assert store.steps() == [0, 1]
     assert not list(tmp_path.glob(".part-*"))
 

@@ -16,7 +16,7 @@ from helpers.damage import damaged
 from helpers.narrow import not_none
 from jaxspec.checkpoints import orbax
 from jaxspec.errors import TrainingError
-from jaxspec.train.checkpoints import SUMS, Checkpoint, Checkpoints, Damaged
+from jaxspec.train.checkpoints import SUMS, Checkpoints, Damaged, TrainCheckpoint
 from jaxspec.train.files import fingerprint
 from jaxspec.train.log import SPEED, UNDONE, Log
 from jaxspec.train.losses import Sums
@@ -32,8 +32,8 @@ def state(step: int) -> TrainState:
     )
 
 
-def checkpoint(step: int, best=None) -> Checkpoint:
-    return Checkpoint(state(step), {"next_index": step, "of": [1, 2]}, best)
+def checkpoint(step: int, best=None) -> TrainCheckpoint:
+    return TrainCheckpoint(state(step), {"next_index": step, "of": [1, 2]}, best)
 
 
 def saved(folder: pathlib.Path, *steps: int) -> Checkpoints:
@@ -43,7 +43,7 @@ def saved(folder: pathlib.Path, *steps: int) -> Checkpoints:
     return store
 
 
-def assert_is(found: Checkpoint | None, step: int) -> None:
+def assert_is(found: TrainCheckpoint | None, step: int) -> None:
     assert found is not None
     assert fingerprint(found.state) == fingerprint(state(step))
     assert (found.order, found.best) == ({"next_index": step, "of": [1, 2]}, (3, 1.4000000000000001))
