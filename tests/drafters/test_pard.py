@@ -354,7 +354,7 @@ def test_malformed_entries_of_pard_2_are_refused(change, tmp_path):
     draft = jaxspec.load(folder)
     with pytest.raises(CheckpointError, match=f"{draft.name}: {next(iter(change))} is"):
         build(draft, target=draft, projection="warp_model.bin")
-    assert main(["inspect", str(folder), "--json"]) == 2
+    assert main(["inspect", str(folder), "--json"]) != 0
 
 
 def test_commands_draft_with_a_folder_of_pard(folders, capsys):
