@@ -113,7 +113,7 @@ def with_embedding(model: Any) -> Any:
 
 
 def packed(model: Any) -> list[np.ndarray]:
-    fast = with_kernels(model)
+    fast: Any = with_kernels(model)
     assert fast.lm.with_execution(platform=None) == model.lm.with_execution(shards=1, kernels=True, platform=None)
     return leaves(unpack(fast.params))
 
