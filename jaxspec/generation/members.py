@@ -31,10 +31,7 @@ def make_rule(rule: str | Rule) -> Rule:
     Raises:
         JaxspecError: there is no rule of this name, or it is not a rule.
     """
-    if isinstance(rule, str):
-        return find("rule", rule)()
-    check_member("rule", rule, Rule)
-    return rule
+    return _make("rule", rule, Rule)
 
 
 def make_schedule(schedule: str | Schedule) -> Schedule:
@@ -43,10 +40,15 @@ def make_schedule(schedule: str | Schedule) -> Schedule:
     Raises:
         JaxspecError: there is no schedule of this name, or it is not a schedule.
     """
-    if isinstance(schedule, str):
-        return find("schedule", schedule)()
-    check_member("schedule", schedule, Schedule)
-    return schedule
+    return _make("schedule", schedule, Schedule)
+
+
+def _make(kind: str, member: Any, protocol: type) -> Any:
+    """Returns the registered member of a name with its default settings, or the member itself after a check."""
+    if isinstance(member, str):
+        return find(kind, member)()
+    check_member(kind, member, protocol)
+    return member
 
 
 def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
