@@ -1,7 +1,7 @@
 """Speculative decoding in JAX, compiled to one XLA program.
 
-`load` a model and `generate` text: the same key gives the same text with any drafter, or none. The public names are
-imported on first use, so that `import jaxspec` is fast.
+`load` a model and `generate` text: the same key gives the same text with any drafter, or without one. The public names
+are imported on first use, so that `import jaxspec` is fast.
 """
 
 import importlib

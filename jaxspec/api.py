@@ -1,4 +1,4 @@
-"""The functions that generate text: `generate`, and `stream` for chunks as they are emitted."""
+"""The functions that generate text: `generate` for whole texts, and `stream` for chunks as they are emitted."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def generate(target: Model, prompts: Prompt | Iterable[Prompt], options: Generat
 
 @accepts(GenerateOptions)
 def stream(target: Model, prompts: Prompt | Iterable[Prompt], options: GenerateOptions) -> Stream:
-    """Starts generating text as `generate` does: iterate over its chunks, then read `.output`.
+    """Starts generating text as `generate` does. Iterate over the chunks of the result, then read its `.output`.
 
     Returns:
         A `Stream`, which decodes as it is iterated over.

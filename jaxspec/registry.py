@@ -20,7 +20,7 @@ class Members(MutableMapping[str, str]):
     """
 
     def __init__(self, group: str, own: dict[str, str]):
-        """Makes a registry of jaxspec's own members and those of the entry-point group."""
+        """Makes a registry of jaxspec's own members and the members of the entry-point group."""
         self._group, self._own = group, own
 
     def _all(self) -> dict[str, str]:
@@ -123,7 +123,7 @@ def find(kind: str, name: str) -> Any:
 
     Args:
         kind: "drafter", "rule", "schedule" or "kind of heads".
-        name: name of the member.
+        name: the name of the member.
 
     Raises:
         UnknownName: there is no such member; the message suggests a similar name.

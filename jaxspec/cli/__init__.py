@@ -1,7 +1,7 @@
 """The command line: `jaxspec COMMAND ...`, one module per command.
 
-A command's module has `add_options(parser)` and `run(args) -> int`, the exit status. Heavy imports
-are inside `run`, so that help and usage errors come at once.
+A command's module has `add_options(parser)` and `run(args) -> int`, the exit status. Heavy imports are inside `run`, so
+that help and usage errors appear at once.
 """
 
 import argparse
@@ -38,10 +38,11 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT a
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    0: done. 1: it failed, for a reason given in one line. 2: the command line is wrong. 130: interrupted.
+    0: done. 1: the command failed, for a reason that is printed in one line. 2: the command line is wrong. 130:
+    interrupted.
 
     Args:
-        argv: the words after the program's name; None for the process's own.
+        argv: the words after the program's name; None for the arguments of the process.
     """
     try:
         with repeated():
@@ -65,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_process() -> NoReturn:
     """Runs the command of this process, and ends the process with its exit status.
 
-    After Ctrl-C, the process ends without leaving the interpreter in order. XLA may still be computing in threads of
-    its own: Python's shutdown would wait for them, and at times crash in them, with the status of that crash.
+    After Ctrl-C, the process ends without an orderly shutdown of the interpreter. XLA may still be computing in threads
+    of its own: Python's shutdown would wait for these threads, and would sometimes crash in them, which would change
+    the exit status.
     """
     status = main()
     if status == INTERRUPTED:

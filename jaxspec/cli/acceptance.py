@@ -1,12 +1,13 @@
 """Computes the acceptance of the rules from the distributions of a target and a draft, and an upper bound.
 
 The target writes a text per prompt. Then both models read it, and their distributions are compared after every token.
-Heads and PARD models have a distribution for each drafted token: these are compared one by one, where all tokens before
-are the text's own. The optimum is an upper bound for any lossless rule with the same candidates. For "rejection" the
-candidates are sampled without replacement from the draft's distribution after top-k, top-p and min-p, for "coupled"
-from its distribution at the given temperature alone; for "deterministic" they are the draft's likeliest tokens. At
-one position "block" and "traversal" accept as "rejection" does. Over a whole draft they accept more, which
-`jaxspec.analysis.text_chain_lengths` computes. Lossy rules have no such figure.
+Heads and PARD models have a distribution for each drafted token. These distributions are compared one by one, where all
+tokens before the drafted token are tokens of the text. The optimum is an upper bound for any lossless rule with the
+same candidates. For "rejection" the candidates are sampled without replacement from the draft's distribution after
+top-k, top-p and min-p. For "coupled" they are sampled from its distribution at the given temperature alone, and for
+"deterministic" they are the draft's most likely tokens. At one position, "block" and "traversal" accept as "rejection"
+does. Over a whole draft they accept more, which `jaxspec.analysis.text_chain_lengths` computes. Lossy rules have no
+such figure.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     samplings = [read_sampling(args, temperature) for temperature in args.temperature]
     target, drafting = models.load(sources, drafting, args.max_new_tokens, args.chat)
     for sampling in samplings:
-        sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
+        sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     model, params = acceptance.drafting_model(target, drafting)
     said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     said += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]
@@ -146,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
 def counted(positions: Iterable["Positions"]) -> str:
     """Returns how many positions of how many texts were compared.
 
-    With heads, later drafted tokens are compared on fewer positions; those of the first are counted.
+    With heads, later drafted tokens are compared at fewer positions. The positions of the first drafted token are
+    counted.
     """
     first = [one for one in positions if one.token == 1]
     return f"{plural(sum(one.count for one in first), 'position')} of {plural(len(first), 'text')}"

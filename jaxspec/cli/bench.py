@@ -1,4 +1,4 @@
-"""Measures drafters and plain decoding alternately on every prompt, and compares all texts with plain decoding's.
+"""Measures drafters and plain decoding alternately on every prompt, and compares all texts with plain decoding.
 
 The exit status is 1 if a text differs and no certificate attributes the difference to rounding.
 """
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         if drafter not in names:
             raise UsageError(f"--heads {source}: these are heads for {drafter}, which is not in --drafters")
     for sampling in samplings:
-        sampling.rows(1, target.lm.vocab)  # the last, too, is refused before the first is measured
+        sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     if methods is None:
         methods = buildable(target, draft, heads)
     else:
@@ -203,7 +203,7 @@ def parse_drafters(text: str) -> list["Method"]:
     from jaxspec.generation.drafting import Drafting
 
     methods = []
-    for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may have commas, too
+    for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may also have commas
         drafter, at, schedule = spec.partition("@")
         name, colon, tree = drafter.partition(":")
         if name not in DRAFTERS:
@@ -221,7 +221,7 @@ def completed(
 ) -> "Method":
     """Adds to a method the models and options that its drafter takes; its own options take precedence.
 
-    A drafter that takes heads and is not among `heads` has those of the target's preset.
+    A drafter that takes heads and is not among `heads` has the heads of the target's preset.
     """
     own = method.drafting
     given = heads.get(str(own.drafter))
@@ -236,7 +236,7 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
         The methods, None for all, and the sources of models and heads.
 
     Raises:
-        UsageError: options exclude or require one another, or a directory does not exist.
+        UsageError: options cannot be combined, an option requires another one, or a directory does not exist.
     """
     check_output("--json", args.json)
     check_output("--plots", args.plots, folder=True)
@@ -273,7 +273,7 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
 
 
 def _peers(args: argparse.Namespace, sources: Sources, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
-    """Starts other systems; returns those that run, and the reasons for those that do not."""
+    """Starts other systems. Returns the systems that run, and for each of the others the reason why it does not run."""
     from jaxspec.bench.worker import Models, start
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show

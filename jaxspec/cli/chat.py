@@ -147,7 +147,7 @@ class Chat:
     Attributes:
         messages: the conversation so far, as the chat template takes it.
         ids: the tokens of the decoder's state.
-        length: the most tokens of a conversation.
+        length: the maximum number of tokens of a conversation.
         timing: the timing of the last answer.
     """
 
@@ -156,7 +156,7 @@ class Chat:
 
         Args:
             target: the target.
-            options: how answers are generated; their maximum number of tokens is that of one answer.
+            options: how answers are generated; their `max_new_tokens` is the maximum number of tokens of one answer.
             system: the system message; None for no system message.
             length: maximum number of tokens of the conversation; None for the default.
 
@@ -205,7 +205,7 @@ class Chat:
             interrupted: called before every step; the answer ends once it returns True.
 
         Raises:
-            CapacityError: no room is left for an answer; the conversation is as it was.
+            CapacityError: no room is left for an answer; the conversation is unchanged.
         """
         from jaxspec.api import start_stream
         from jaxspec.cli import show

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a command, also where Python drops its KeyboardInterrupt or makes another exception of it."""
+"""Ctrl-C at any moment of a command, even where Python drops the KeyboardInterrupt or raises another exception."""
 
 import _thread
 import contextlib
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 PAUSE = 0.05
-"""Seconds until a Ctrl-C that was dropped comes again."""
+"""Seconds until a Ctrl-C that was dropped is repeated."""
 
 
 def is_interrupt(error: BaseException | None) -> bool:
     """Returns whether an exception comes from Ctrl-C.
 
-    Python 3.11 makes a RuntimeError of what `__set_name__` raises, so of Ctrl-C while a module is imported.
+    Python 3.11 turns exceptions that `__set_name__` raises into a RuntimeError. This can happen to a Ctrl-C while a
+    module is imported.
     """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
@@ -23,7 +24,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def repeated() -> Iterator[None]:
-    """Repeats a Ctrl-C that came in a callback of the garbage collector, as JAX has one: Python drops its exception."""
+    """Repeats a Ctrl-C that arrived in a callback of the garbage collector, such as JAX's, where Python drops it."""
     timers: list[threading.Timer] = []
 
     def again(dropped: Any) -> None:

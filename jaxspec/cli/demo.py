@@ -23,11 +23,11 @@ QUICK = "prompt-lookup"
 LENGTHS = {"model": 3}
 DRAFT_DTYPE = "int8"
 LONGEST = 96
-"""Tokens of the answer that is shown."""
+"""The number of tokens of the answer that is shown."""
 SHORT = 16
-"""The most tokens of a text with `--short`."""
+"""The maximum number of tokens of a text with `--short`."""
 TURNS = 2
-"""Runs of each drafter. The fastest counts, since other programs can only slow a run down."""
+"""The number of runs of each drafter. The fastest run counts, because other programs can only slow a run down."""
 NOTES = {
     "prompt-lookup": "guesses what followed the same words earlier in the text.",
     "medusa": "heads trained for this model guess the tokens after the next one.",
@@ -125,7 +125,7 @@ class Bench:
         }
 
     def stream(self, prompt: str, count: int) -> None:
-        """Prints a text as it comes."""
+        """Prints a text as it is generated."""
         import jaxspec
         from jaxspec.cli import show
 

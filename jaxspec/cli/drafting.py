@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jaxspec.generation.drafting import Drafting
 
 VOCAB = 256
-"""A vocabulary for rules that are tried before the target's is known; no rule depends on its size."""
+"""The size of the vocabulary with which rules are tried before the target's vocabulary is known. No rule depends on
+it."""
 
 
 def add_drafter_options(add: Callable) -> None:
@@ -60,7 +61,7 @@ def add_rule(parser: Parser) -> None:
 
 
 def add_drafting(parser: Parser) -> None:
-    """Adds the options of drafter, tree and rule, which `check_drafting` checks."""
+    """Adds the options of drafter, tree and rule, which `read_drafting` reads and checks."""
     add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
     drafters = "|".join(DRAFTERS)
     add(
@@ -93,10 +94,10 @@ def read_drafting(args: argparse.Namespace) -> tuple["Drafting", Sources]:
     """Reads the options of drafting and of models, and checks them together before anything is loaded.
 
     Returns:
-        The drafting, without models and heads, and the sources of these.
+        The drafting, without models and heads, and the sources of the models and heads.
 
     Raises:
-        UsageError: options exclude one another, or an option needs another that is missing.
+        UsageError: options cannot be combined, or an option needs another one that is missing.
         TuningError: the file of `--tuned` is malformed.
     """
     written = ""
@@ -150,7 +151,7 @@ def check_drafter_options(drafter: str, options: Iterable[str]) -> None:
 
 
 def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | None", written: str) -> None:
-    """Checks rule, tree and drafter against one another, as far as that needs no model.
+    """Checks that rule, tree and drafter fit together, as far as this is possible without a model.
 
     Args:
         drafter: the drafter's name.
@@ -180,7 +181,7 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
     if topology is None:
         try:
             made.check(built.shape)
-        except InvalidConfig:  # a rule of chains gets a chain
+        except InvalidConfig:  # a rule for chains gets a chain
             built = member(tree=chain(built.shape.depth))
     with UsageError.instead(f"--rule {rule} with {written or f'--drafter {drafter}'}: "):
         made.check(built.shape)

@@ -1,4 +1,4 @@
-"""Prints the sha256 of every tree of arrays of a training run: two runs that print the same are the same to the bit."""
+"""Prints the sha256 of every tree of arrays of a training run: runs with the same output are bit-identical."""
 
 import argparse
 import hashlib

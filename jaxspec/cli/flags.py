@@ -11,7 +11,7 @@ PHRASES = (
     (r"(?:jaxspec\.)?load\(\.\.\., (\w+)=(\w+)\)", r"\1=\2"),
     (r"key=jax\.random\.key\(\w+\)", "--seed"),
 )
-"""Calls of the Python API in messages, as patterns, and what the command line has in their place."""
+"""Calls of the Python API in messages, as patterns, and their replacements on the command line."""
 OTHER_NAMES = {"draft": "draft_model", "drafter_options": "drafter_option"}
 """Arguments of the Python API whose options have other names."""
 
@@ -20,7 +20,7 @@ def as_flags(message: str, parser: argparse.ArgumentParser) -> str:
     """Returns a message of the Python API with the names of this parser's options.
 
     An argument is replaced where it cannot be a word of the sentence: before an equals sign (`batch=`, `chat=False`),
-    and if its name has an underscore. What the parser has no option for remains.
+    and if its name has an underscore. Arguments for which the parser has no option remain as they are.
     """
     for pattern, instead in PHRASES:
         message = re.sub(pattern, instead, message)

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         with show.busy("reading the prompt"):
             running = start_stream(target, prompts, selected)
-            first = list(itertools.islice(running, 1))  # the first step compiles, too
+            first = list(itertools.islice(running, 1))  # the first step also compiles
         chunks = itertools.chain(first, running)
         if args.json:
             _count(chunks, len(prompts) * args.samples * args.max_new_tokens)
@@ -126,7 +126,7 @@ def _count(chunks: Iterable["Chunk"], total: int) -> None:
 
 
 def _headers(prompts: int, samples: int) -> list[str]:
-    """Returns the header of each row; an empty one for a single row."""
+    """Returns the header of each row; an empty header for a single row."""
     if prompts * samples == 1:
         return [""]
     rows = itertools.product(range(1, prompts + 1), range(1, samples + 1))
@@ -155,7 +155,7 @@ def _standard_input() -> str:
 
 
 def as_records(output: "Output", prompts: list[str], seed: int) -> list[dict]:
-    """Returns a record for JSON per text; `timing` is that of all `rows`, which were decoded together."""
+    """Returns a record for JSON per text; `timing` is the time of all `rows`, which were decoded together."""
     timing = output.timing.as_dict() | {"rows": len(output)}
     return [
         {

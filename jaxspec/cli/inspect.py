@@ -2,8 +2,8 @@
 
 With --draft-model it also shows what the vocabularies of a target and a draft model have in common.
 
-Of draft heads it shows the layout, the sizes, and what is odd; with --target also whether they fit, and, by decoding a
-few prompts with them, whether they work.
+Of draft heads it shows the layout, the sizes, and anything unusual. With --target it also shows whether the heads fit
+the target and, by decoding a few prompts with them, whether they work.
 """
 
 import argparse

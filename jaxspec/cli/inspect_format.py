@@ -27,7 +27,7 @@ def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
 
 
 def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
-    """Returns types and shapes by name; layers are grouped under one name, with N for their number."""
+    """Returns types and shapes by name; layers are grouped under one name, in which N stands for their number."""
     kinds = collections.Counter(
         (re.sub(r"(^|\.)\d+(?=\.)", r"\1N", name), t.type, t.shape) for name, t in stored.items()
     )
@@ -47,7 +47,7 @@ def shortened(value: Any) -> Any:
 
 
 def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yields the lines of the report: entries are wrapped to `width`, and those of sections are indented."""
+    """Yields the lines of the report: entries are wrapped to `width`, and the entries of sections are indented."""
     for key, value in report.items():
         if isinstance(value, Mapping):
             label = _printable if key in AS_THEY_ARE else _label

@@ -17,7 +17,8 @@ PROMPTS = (
 )
 TOKENS = 32
 FLOOR = 0.1
-"""The least acceptance rate of a first head that works; those of trained heads are at least three times as high."""
+"""The lowest acceptance rate of the first drafted token for heads that work. The rates of trained heads are at least
+three times as high."""
 
 
 def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
@@ -61,8 +62,8 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
 def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[str, Any]:
     """Decodes prompts greedily with a chain, and returns the acceptance rate of each drafted token.
 
-    Heads whose drafter has the option `rope_theta` are also tried with the target's base of rotary positions, if theirs
-    is another.
+    Heads whose drafter has the option `rope_theta` are also tried with the target's base of rotary positions, if their
+    own base differs from it.
     """
     import jaxspec
     from jaxspec import registry
@@ -97,7 +98,7 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
 
 
 def _sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sizes as a flat mapping; those of the layers of a head are among its own."""
+    """Returns sizes as a flat mapping, which includes the sizes of the layers of a head."""
     found: dict[str, Any] = {}
     for name, value in sizes.items():
         if isinstance(value, ModelConfig):

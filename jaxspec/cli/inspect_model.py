@@ -61,7 +61,7 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
 
 
 def model_section(config: "ModelConfig") -> dict[str, Any]:
-    """Returns the fields of the config without a default or not at it, and the number of parameters."""
+    """Returns the fields of the config that have no default or differ from it, and the number of parameters."""
     changed, plain = {}, dataclasses.asdict(config)
     for field in dataclasses.fields(config):
         value, factory = getattr(config, field.name), field.default_factory
@@ -161,7 +161,7 @@ def memory_section(
         dtype: dtype of the matrices.
         batch: number of rows.
         length: length of the texts in tokens.
-        stored: the tensors of the file, if they are kept as they are.
+        stored: the tensors of the file, for the dtype that keeps them as they are.
     """
     from jaxspec.checkpoints.base import DTYPES, FILE, activation_dtype
     from jaxspec.checkpoints.gguf_blocks import native_bytes

@@ -29,7 +29,7 @@ class Sources:
         heads: sources of heads, at most one for each drafter.
         dtype: dtype of the target's weights, and of heads.
         draft_dtype: dtype of the draft model's weights.
-        context: the longest text of the target; None for the longest that the target was made for.
+        context: the maximum length of the target's texts; None for the maximum that the target was made for.
         allow_pickle: whether heads may be read from `.pt` files.
     """
 
@@ -67,7 +67,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
         drafters: names of the drafters that the command uses; None for all that the models support.
 
     Raises:
-        UsageError: no drafter takes what an option names, or a drafter needs an option that is missing.
+        UsageError: no drafter takes the model or the heads of an option, or a drafter needs an option that is missing.
     """
     draft, heads = args.draft_model, [args.heads] if isinstance(args.heads, str) else args.heads
     if drafters is not None:
@@ -96,7 +96,7 @@ def _takers(field: str) -> str:
 def _missing(drafter: str, target: str, draft: str | None, heads: list[str] | None) -> str | None:
     """Returns the option that a drafter of jaxspec's own needs and that is missing, such as `--heads`; or None.
 
-    Heads may also come with jaxspec. Drafters of other packages report themselves what they miss.
+    Heads may also come with jaxspec. Drafters of other packages report missing inputs themselves.
     """
     takes = find("drafter", drafter).takes if DRAFTERS.own(drafter) else ()
     if "draft" in takes and draft is None:
@@ -143,9 +143,9 @@ def load_models(
 
     Args:
         sources: the sources of models and heads.
-        drafting: the drafting of the command; None for a command with several.
+        drafting: the drafting of the command; None for a command with several draftings.
         new_tokens: number of new tokens of each text; None for a conversation, which fits its answers into the context.
-        chat: whether a chat template is needed; None if it is used where there is one.
+        chat: whether a chat template is needed; None if a template is used only when there is one.
 
     Raises:
         JaxspecError: a source does not exist or is malformed.
@@ -186,8 +186,8 @@ def _check_heads(source: str, allow_pickle: bool, drafting: "Drafting | None") -
     """Checks the headers of heads; reads no weight.
 
     Raises:
-        UsageError: they are for another drafter, or cannot draft the tree.
-        JaxspecError: there are none, or they are malformed.
+        UsageError: the heads are for another drafter, or cannot draft the tree.
+        JaxspecError: there are no heads, or they are malformed.
     """
     from jaxspec.cli import show
     from jaxspec.core.topology import as_topology
@@ -209,7 +209,7 @@ def load_heads(sources: Sources, target: "Model") -> dict[str, "DraftHeads"]:
     """Loads all heads, prints their notes, and returns them by drafter.
 
     Raises:
-        UsageError: two of them are for the same drafter.
+        UsageError: two sources have heads for the same drafter.
     """
     from jaxspec.checkpoints.base import activation_dtype
     from jaxspec.cli import show

@@ -36,7 +36,7 @@ class UsageError(Exception):
     """The command line is wrong: exit status 2.
 
     Attributes:
-        of_python: whether the message is that of a function of the Python API, and names its arguments.
+        of_python: whether the message comes from a function of the Python API, and names the function's arguments.
     """
 
     of_python = False
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _ordered(self, words: list[str]) -> list[str]:
-        """Moves a word that is no number from behind an option with an optional number to before it."""
+        """Moves a word that is not a number from behind an option with an optional number to before the option."""
         optional = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
         found: list[str] = []
         for word in words:
@@ -151,7 +151,7 @@ def filled(what: str) -> Callable[[str], str]:
 
 
 def path(text: str) -> pathlib.Path:
-    """Parses an option's value: a path, which `pathlib` would take for the working directory if it were empty."""
+    """Parses an option's value as a path. An empty path is refused: `pathlib` takes it for the working directory."""
     return pathlib.Path(filled("path")(text))
 
 
@@ -159,12 +159,13 @@ def check_output(option: str, path: str | pathlib.Path | None, folder: bool = Fa
     """Refuses an output that cannot be written, before anything takes time; None is no output.
 
     Args:
-        option: the option that names it.
+        option: the option that names the output.
         path: the file, or the folder, which need not exist.
-        folder: whether it is a folder.
+        folder: whether the output is a folder.
 
     Raises:
-        UsageError: the folder that it is to be in does not exist, it is of another kind, or may not be written to.
+        UsageError: the folder of the output does not exist, or the output is of the other kind or may not be written
+            to.
     """
     if path is None:
         return
@@ -199,7 +200,8 @@ def add_option(add: Callable, name: str, note: str = "", **words: Any) -> None:
     Args:
         add: the `add_argument` of a parser or a group.
         name: the name of the option.
-        note: what follows the description in parentheses; the default if it is empty and the default is a value.
+        note: a text that follows the description in parentheses; if it is empty, the default follows, if that is a
+            number.
         **words: further arguments of `add`, which say how the value is written.
     """
     field = next(fields[name] for kind in DESCRIBED if name in (fields := read_fields(*kind)))

@@ -119,14 +119,14 @@ def busy(what: str, quiet: bool = False) -> Iterator[None]:
 PARTS = 4
 """The number of lines that report progress without a terminal."""
 PAUSE = 30.0
-"""Seconds after which progress is reported without a terminal, however little it is."""
+"""Seconds after which progress is reported without a terminal, however small it is."""
 
 
 class Bar:
     """Shows progress: call it with `(done, total)`.
 
-    Without a terminal it prints a line at the beginning, `parts` more lines on the way, and one after every `PAUSE`
-    seconds in which it printed none.
+    Without a terminal it prints a line at the beginning, `parts` more lines on the way, and another line after every
+    `PAUSE` seconds without a line.
     """
 
     def __init__(self, what: str, parts: int = 0):
@@ -165,7 +165,7 @@ class Bar:
 
 
 def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None) -> "Model":
-    """Loads a model, with a bar; arguments as those of `jaxspec.load`."""
+    """Loads a model and shows a progress bar; see `jaxspec.load` for the arguments."""
     from jaxspec.checkpoints.load import load as read
 
     name = source if isinstance(source, str) else source.source
@@ -175,7 +175,7 @@ def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None) ->
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:
-    """Returns the speed of decoding and its statistics, in one line; of texts that were there, their tokens alone."""
+    """Returns the speed and the statistics of decoding in one line; if nothing was decoded, the number of tokens."""
     tokens = plural(stats.committed, "token")
     if not timing.decode_s:
         return f"{tokens}, nothing decoded by this command"

@@ -1,4 +1,4 @@
-"""Explains the figures of the demo: where drafting pays, by how much, and why it does not elsewhere."""
+"""Explains the figures of the demo: where drafting pays, by how much, and why it does not pay elsewhere."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ class Speed:
 
 
 Speeds = Mapping[str, Speed]
-"""The speeds by drafter; that of plain decoding is under `PLAIN`."""
+"""The speeds by drafter; the speed of plain decoding has the key `PLAIN`."""
 
 
 def best(speeds: Speeds) -> str:

@@ -37,7 +37,7 @@ TREE_LINES = 12
 
 
 def add_options(parser: Parser) -> None:
-    """Adds all options but --debug, which every command has."""
+    """Adds all options except --quiet and --debug, which every command has."""
     from jaxspec.train.settings import TrainSettings, own_fields
 
     names = "|".join(TRAINEES)
@@ -113,7 +113,7 @@ def _add_setting(add: Callable, field: dataclasses.Field) -> argparse.Action:
 
 
 def _about(field: dataclasses.Field, description: str, kind: str | None) -> str:
-    """Returns the help of a setting, with its default for a kind; None stands for no kind in particular."""
+    """Returns the help of a setting, with its default for a kind; None means no kind in particular."""
     default: Any = field.default
     if kind is None and any(getattr(find(KIND, name), field.name) != default for name in TRAINEES):
         default = "that of the kind"
@@ -184,7 +184,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_files(args: argparse.Namespace, settings: "TrainSettings") -> None:
-    """Reads what is small before the target, whose weights may take minutes: prompts, and what training starts from."""
+    """Reads small inputs before the target, whose weights may take minutes.
+
+    The small inputs are the prompts, and the headers of the heads or the draft model from which training starts.
+    """
     from jaxspec.checkpoints.source import open_source
     from jaxspec.heads.headers import open_heads
     from jaxspec.train.log import Watch
@@ -285,10 +288,12 @@ def _write_model(model: "Model", folder: pathlib.Path, start: str) -> None:
 
 @contextlib.contextmanager
 def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary folder to write to, which then replaces `folder`: what an earlier call wrote stays till then.
+    """Yields a temporary folder to write to, which then replaces `folder`.
+
+    The files of an earlier call stay until then.
 
     Raises:
-        StorageError: the temporary folder cannot take the place.
+        StorageError: the temporary folder cannot replace `folder`.
     """
     part, old = (folder.with_name(f".{folder.name}.{name}") for name in ("part", "old"))
     try:

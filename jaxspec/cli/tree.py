@@ -23,7 +23,7 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
     """Parses the value of `--tree`; see `TREE_GRAMMAR`.
 
     Raises:
-        UsageError: if it does not follow the grammar, or the tree is too large.
+        UsageError: the value does not follow the grammar, or the tree is too large.
     """
     from jaxspec.core.topology import branching, dynamic, from_paths
     from jaxspec.core.tree_spec import NAMES, named_tree

@@ -15,7 +15,7 @@ from jaxspec.cli.tree import TREE_GRAMMAR
 from jaxspec.registry import DRAFTERS
 
 ENOUGH = 10
-"""Timed rounds of a depth from which its median is worth relying on."""
+"""The number of timed rounds of a depth from which on their median is reliable."""
 
 
 def add_options(parser: Parser) -> None:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(measured: dict, nodes: int | None = None) -> list[str]:
-    """Returns the lines of a table with a row per depth; `nodes` are those of a tree, None for a chain."""
+    """Returns the lines of a table with a row per depth; `nodes` is the number of nodes of a tree; None for a chain."""
     from jaxspec.tuning.tune import by_depth
 
     timed = {int(depth): [seconds] for depth, seconds in measured["round_s"].items()}

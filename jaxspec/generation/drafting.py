@@ -38,7 +38,8 @@ from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.storage.reading import check_path, read_json
 
 COPIED_WIDTHS = (4, 8)
-"""Widths of target calls of other drafts that are copied, besides those of plain decoding and of the whole tree."""
+"""Widths of target calls for copying drafters that do not choose widths themselves, in addition to the widths of plain
+decoding and of the whole tree."""
 VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 _ADAPTIVE_BEFORE_3 = {
@@ -58,13 +59,14 @@ class DraftingOptions:
     Attributes:
         drafter: name of a registered drafter, or a drafter object, which brings its own tree.
         rule: name of a registered rule, or a rule object.
-        tree: topology of the draft tree, or `jaxspec.dynamic()` for one that is chosen in every round; a number is the
-            length of a chain. None for the drafter's default.
+        tree: topology of the draft tree, or `jaxspec.dynamic()` for a tree that is chosen in every round; a number is
+            the length of a chain. None for the drafter's default.
         schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
             the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
             drafting pays.
-        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for that of the target's preset.
-        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for those of
+        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the draft model of the
+            target's preset.
+        heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for the heads of
             the target's preset, if any.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         draft_params: parameters of a drafter object.
@@ -223,7 +225,7 @@ class Drafting(DraftingOptions):
         """Reads a file.
 
         Raises:
-            TuningError: it is malformed or of an unsupported version; the message names the file.
+            TuningError: the file is malformed or of an unsupported version; the message names the file.
         """
         record = read_json(check_path(path, "the file of jaxspec tune"), TuningError)
         try:
@@ -278,11 +280,11 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
 
 
 def default_schedule(drafter: Drafter, target: Params) -> Schedule:
-    """Returns the schedule of a drafter for which none is given, before a target with these parameters.
+    """Returns the default schedule of a drafter, for a target with these parameters.
 
-    A drafter that draws drafts its whole tree, and one that chooses how much it drafts is left to choose. Others copy:
-    they draft a few tokens first, and a whole window after accepted ones; the loss budget allows at least two rejected
-    whole windows.
+    A drafter that draws its tokens always drafts its whole tree, and a drafter that chooses its own widths keeps this
+    choice. All other drafters copy tokens: they draft a few tokens at first, and a whole window after accepted tokens.
+    Their loss budget allows at least two rejected whole windows.
     """
     nodes = drafter.shape.nodes
     if nodes == 1 or drafter.draws or drafter.needs.widths:

@@ -1,7 +1,7 @@
 """Descriptions of jobs as JSON: two jobs with equal descriptions generate the same texts.
 
-The layout of matrices, the kind of device and the batch size are not part of a description. With the coupled rule the
-drafter is not either, since the text does not depend on it.
+The layout of matrices, the kind of device and the batch size are not part of a description. With the coupled rule, the
+drafter is not part of it either, because the text does not depend on the drafter.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _EARLIER_NAMES = {
     "jaxspec.core.topology.Topology": "jaxspec.core.tree.Topology",
     "jaxspec.heads.medusa_config.HeadsConfig": "jaxspec.heads.config.HeadsConfig",
 }
-"""Classes that were moved to another module. Results files that were begun before keep their descriptions."""
+"""Classes that were moved to another module. Results files that were begun before the move keep their descriptions."""
 
 
 def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
@@ -121,12 +121,12 @@ def _describe_transformer(lm: TransformerLM, depth: int) -> dict[str, Any]:
     """Describes what a network computes, without its `Execution`. `known` of None means the whole vocabulary."""
     fields = {f.name: getattr(lm, f.name) for f in dataclasses.fields(lm) if f.name != "execution"}
     described = {name: static(value, depth + 1) for name, value in (fields | {"known": lm.vocab}).items()}
-    # Constants: files of results and manifests of training have held these two since the first version.
+    # These two are constants: results files and training manifests have contained them since the first version.
     return {"kind": _name(TransformerLM), "kernels": False, "shards": 1} | described
 
 
 def _name(value: Any) -> str:
-    """Returns the full name of a class or function, under which results files know it."""
+    """Returns the full name of a class or function as it is written in results files."""
     name = f"{value.__module__}.{value.__qualname__}"
     return _EARLIER_NAMES.get(name, name)
 
@@ -156,8 +156,8 @@ def _tokens(tokenizer: Tokenizer) -> str:
 def weights(params: Any) -> list[list]:
     """Returns the name, shape, dtype and checksum of every array of a pytree.
 
-    Packed floats count as unpacked. Packed int8 values and blocks do not: products with them also round the rows
-    of the other factor, which makes another model.
+    Packed floats are described as unpacked floats. Packed int8 values and blocks are described as they are: products
+    with them also round the rows of the other factor, which makes a different model.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):
@@ -175,8 +175,8 @@ def weights(params: Any) -> list[list]:
 def _checksum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes two sums modulo 2^32 of each number's bits mixed with its index.
 
-    Integer sums are exact in any order, hence the same on every device and mesh, and cost one pass over the weights on
-    the device.
+    Integer sums are exact in any order, so they are the same on every device and mesh. They cost one pass over the
+    weights on the device.
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)

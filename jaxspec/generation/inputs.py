@@ -33,7 +33,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     """Converts one prompt, or any iterable of prompts, to a list of prompts.
 
     Raises:
-        InvalidConfig: `prompts` is neither.
+        InvalidConfig: `prompts` is neither a prompt nor an iterable of prompts.
         EmptyPrompt: there is no prompt.
     """
     if isinstance(prompts, Mapping) and "messages" in prompts:
@@ -77,7 +77,8 @@ def read_turns(
     Args:
         target: the model, with its tokenizer and chat template.
         prompts: one prompt, or any iterable of prompts.
-        chat: whether to wrap text in the chat template, as a message of the user; None for yes if there is a template.
+        chat: whether to wrap text in the chat template, as a message of the user; None to wrap it if there is a
+            template.
         tools: JSON schemas of the tools, for prompts without their own tools.
         template_variables: further variables of the chat template.
         records: the records of a session's rows, the same number for each prompt; None outside a session.
@@ -88,8 +89,8 @@ def read_turns(
     Raises:
         EmptyPrompt: a prompt has no token.
         TokenOutOfRange: a token id is not in the vocabulary.
-        InvalidConfig: a prompt is of the wrong type, or no prompt is rendered by the chat template that tools or
-            variables are for. All messages name the prompt.
+        InvalidConfig: a prompt is of the wrong type, or there are tools or variables for a chat template, but no prompt
+            is rendered by one. All messages name the prompt.
     """
     chat = target.chat_template is not None if chat is None else flag("chat", chat)
     prompts, tools = as_prompts(prompts), check_tools(tools)
@@ -123,7 +124,10 @@ def read_turns(
 
 
 def _render_turns(target: Model, turns: list[Turn]) -> list[Turn]:
-    """Renders and encodes the conversations among the turns; those with the same tools and variables together."""
+    """Renders and encodes the conversations among the turns.
+
+    Adjacent conversations with the same tools and variables are rendered together.
+    """
     rendered, first = list(turns), 0
     for (chats, tools, variables), group in itertools.groupby(
         turns, lambda turn: (bool(turn.messages), turn.tools, turn.variables)
@@ -164,7 +168,7 @@ def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, An
 
     Raises:
         EmptyPrompt: the prompt is an empty text.
-        InvalidConfig: it is a dict with other keys than "messages" and "tools".
+        InvalidConfig: the prompt is a dict with keys other than "messages" and "tools".
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -181,7 +185,7 @@ def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, An
 
 
 def _encode(target: Model, prompt: Any, where: str, begins: bool) -> list[int]:
-    """Returns the ids of raw text, which may continue a session's, or of token ids of any type."""
+    """Returns the ids of a prompt that is raw text, which may continue a session's text, or token ids of any type."""
     if isinstance(prompt, str):
         return target.encode(prompt, begins)
     try:
@@ -197,8 +201,8 @@ def _check_ids(target: Model, ids: list[int], where: str) -> None:
     """Checks the ids of a prompt.
 
     Raises:
-        EmptyPrompt: there are none.
-        TokenOutOfRange: one is not in the vocabulary.
+        EmptyPrompt: there are no ids.
+        TokenOutOfRange: an id is not in the vocabulary.
     """
     if not ids:
         raise EmptyPrompt(f"{where} has no token; give at least one to continue")
@@ -215,7 +219,7 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
     with one key per row.
 
     Raises:
-        InvalidConfig: it is not a random key or has the wrong shape, or it is None and a row is not greedy.
+        InvalidConfig: `key` is not a random key or has the wrong shape, or `key` is None and a row is not greedy.
     """
     if key is None:
         if np.any(np.asarray(sampling.temperature) >= GREEDY):
@@ -242,7 +246,7 @@ def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:
-    """Checks the settings of all rows, without allocating a bias over the vocabulary for each.
+    """Checks the settings of all rows, without allocating a bias over the vocabulary for each row.
 
     Raises:
         InvalidConfig, TokenOutOfRange: see `Sampling.check`.

@@ -56,7 +56,7 @@ class Job:
     Attributes:
         target: the target model.
         decoder: the decoder.
-        weights: parameters of target and drafter.
+        weights: the parameters of the target and the drafter.
         prompts: the prompts, as passed by the user.
         turns: what each row's prompt appends to its text, `[rows]`.
         keys: random key of each row, `[rows]`.
@@ -66,7 +66,8 @@ class Job:
         stop_ids: stop ids of all rows, `[1, M]`.
         logprobs: number of alternatives for each token besides its log-probabilities; None for no log-probabilities.
         mesh: the devices; None for the default device.
-        spelled: every prompt in the drafter's own tokens, see `PromptReader`; None if it reads the target's.
+        spelled: every prompt in the drafter's own tokens, see `PromptReader`; None if the drafter reads the target's
+            tokens.
     """
 
     target: Model
@@ -90,7 +91,7 @@ class Job:
 
     @property
     def ids(self) -> list[list[int]]:
-        """The token ids of every prompt; in a session, of its first row."""
+        """The token ids of every prompt; in a session, of the first row of every prompt."""
         return [turn.ids for turn in self.turns[:: self.samples]]
 
     def prompt(self, row: int) -> list[int]:
@@ -106,7 +107,7 @@ class Job:
         return weights._replace(draft=draft if self.mesh is None else replicate(draft, self.mesh))
 
     def request(self, rows: Sequence[int | None], size: int) -> Request:
-        """Makes a request of these rows, their prompts padded to `size`; None is an empty row, which does not run."""
+        """Makes a request of these rows, with prompts padded to `size`; None is an empty row, which does not run."""
         at = np.asarray([0 if row is None else row for row in rows], int)
 
         def select(name: str) -> Any:
@@ -136,13 +137,13 @@ class Job:
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(self.keys))
 
     def batches(self, batch: int | None, capacity: int | None, rows: Sequence[int]) -> list[RowBatch]:
-        """Divides rows into batches: all rows at once, or up to `batch` at a time of those with caches of one size.
+        """Divides rows into batches: all rows at once, or up to `batch` rows at a time with caches of one size.
 
-        Batch sizes are rounded up to those of `sizes.rows` in each group of devices, but never above `batch`. Empty
+        Batch sizes are rounded up to the sizes of `sizes.rows` in each group of devices, but never above `batch`. Empty
         positions of a batch do not run.
 
-        With a queue, the longest prompts come first: what needs most memory fails early if at all, and adjacent rows
-        have similar lengths, which matters because a step costs what the longest text's length costs.
+        With a queue, the longest prompts come first. A row that needs too much memory therefore fails early. Adjacent
+        rows also have similar lengths, which matters because the longest text determines the cost of a step.
 
         Args:
             batch: maximum number of rows decoded at once; None for all.
@@ -174,7 +175,7 @@ class Job:
         return [one if one.queue else one._replace(rows=sorted(one.rows)) for one in found]
 
     def memory(self, batch: RowBatch) -> int:
-        """Returns the memory of a batch's caches in bytes; with a queue, of one more row in every group of devices."""
+        """Returns the memory of a batch's caches in bytes; a queue needs one more row in every group of devices."""
         rows = batch.batch_size + groups(self.mesh) * (bool(batch.queue))
         return memory.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
@@ -228,7 +229,7 @@ def _records(session: Session, rows: int) -> list[RowRecord]:
     """Returns what a session knows about its rows.
 
     Raises:
-        InvalidConfig: the session has another number of rows, or `generate` did not make it.
+        InvalidConfig: the session has another number of rows, or was not made by `generate`.
     """
     if not session.records:
         raise InvalidConfig("session must be the session of an earlier output; this one holds no output's rows")

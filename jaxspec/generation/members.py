@@ -29,7 +29,7 @@ def make_rule(rule: str | Rule) -> Rule:
     """Returns the rule of this name, or the rule itself.
 
     Raises:
-        JaxspecError: there is no rule of this name, or it is not a rule.
+        JaxspecError: there is no rule of this name, or `rule` is not a rule.
     """
     return _make("rule", rule, Rule)
 
@@ -38,7 +38,7 @@ def make_schedule(schedule: str | Schedule) -> Schedule:
     """Returns the schedule of this name, or the schedule itself.
 
     Raises:
-        JaxspecError: there is no schedule of this name, or it is not a schedule.
+        JaxspecError: there is no schedule of this name, or `schedule` is not a schedule.
     """
     return _make("schedule", schedule, Schedule)
 
@@ -52,7 +52,9 @@ def _make(kind: str, member: Any, protocol: type) -> Any:
 
 
 def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
-    """Checks that a rule takes the drafts of a drafter, whose shape of tree it takes: tokens with or without a law.
+    """Checks that a rule supports the drafts of a drafter, which are tokens with or without a law.
+
+    The shape of the drafter's tree must be one that the rule supports.
 
     The rule is traced as the loop calls it, and nothing is compiled.
 
@@ -65,7 +67,7 @@ def check_together(rule: Rule, drafter: Drafter, vocab: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _trace_rule(rule: Rule, shape: TreeShape, law: bool, vocab: int) -> None:
-    """Traces verification of one row by a rule, for a tree that is known when the program runs.
+    """Traces verification of one row by a rule, for a tree that is known only when the program runs.
 
     Args:
         rule: the rule.

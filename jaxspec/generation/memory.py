@@ -21,7 +21,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
 
     Args:
         decoder: the decoder.
-        weights: parameters of target and drafter.
+        weights: the parameters of the target and the drafter.
         longest: length of the longest text, prompt included, in tokens.
         batch: number of rows.
         capacity: requested slots, rounded up to whole blocks; None to choose, in powers of two so that similar lengths
@@ -80,7 +80,7 @@ def _memory(decoder: Decoder, weights: Weights, batch: int, slots: int) -> str:
 
 
 def _longer(lm: LanguageModel, longest: int) -> str:
-    """Returns how a model whose rotary positions are scaled can be loaded for longer texts; empty for others."""
+    """Returns how a model with scaled rotary positions can be loaded for longer texts; empty for other models."""
     rope = lm.config.rope if isinstance(lm, TransformerLM) else None
     if rope is None or rope.scale == 1 or len(set(rope.divisors)) < 2:
         return ""

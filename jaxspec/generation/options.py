@@ -1,9 +1,9 @@
-"""The options of `generate`, `stream` and `precompile`: the type, the default and the meaning of each, once.
+"""The options of `generate`, `stream` and `precompile`: the type, the default and the meaning of each, in one place.
 
 An option is a field of a dataclass and a line of its docstring. `accepts` turns a function of these options into one
-that takes them as keywords: type checkers see the constructor of the dataclass, and `help` and `inspect.signature` what
-`accepts` makes of the fields. The command line has its defaults and help from the same place, and an option that
-`precompile` does not take is a field of `GenerateOptions` and not of `CompileOptions`.
+that takes them as keywords: type checkers see the constructor of the dataclass, and `help` and `inspect.signature` see
+the parameters that `accepts` makes from the fields. The command line takes its defaults and help from the same place.
+An option that `precompile` does not take is a field of `GenerateOptions` and not of `CompileOptions`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxspec.registry import DRAFTER
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CompileOptions(DraftingOptions):
-    """The options of `precompile`: all that decide which programs are compiled, and the batches that they decode.
+    """The options of `precompile`: all options that determine the compiled programs, and the batches that they decode.
 
     Attributes:
         drafting: a `Drafting`, or the path of a file that `jaxspec tune` wrote, instead of `drafter`,
@@ -39,13 +39,13 @@ class CompileOptions(DraftingOptions):
         sampling: sampling settings, for all rows or per row.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
         samples: rows per prompt, each with its own random numbers.
-        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None for yes if
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None to wrap them if
             there is a template. False continues raw text. Token ids and chat messages are not affected.
         tools: JSON schemas of the functions that the model may call in chats, one dict each, as the chat template takes
-            them; None for no tools, or in a session for those of its last turn. A prompt
+            them; None for no tools, or in a session for the tools of its last turn. A prompt
             `{"messages": [...], "tools": [...]}` has tools of its own.
-        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for
-            none, or in a session for those of its last turn.
+        template_variables: further variables of the chat template, such as `{"enable_thinking": False}`; None for no
+            variables, or in a session for the variables of its last turn.
         stop: stop strings: the text is cut before the first of them, and the token that completes it is kept. They do
             not affect compilation.
         stop_ids: ids of stop tokens, in addition to the model's own.
@@ -85,9 +85,9 @@ class CompileOptions(DraftingOptions):
     verbose: bool = True
 
     def resolve_drafting(self) -> Drafting:
-        """Returns the option `drafting`, or one that is made of the options of drafting.
+        """Returns the option `drafting`, or a `Drafting` that is made from the separate options of drafting.
 
-        The options `rule`, `draft` and `heads` have precedence over those of `drafting`.
+        The options `rule`, `draft` and `heads` have precedence over the same fields of `drafting`.
 
         Raises:
             InvalidConfig: `drafting` is of another type, or combined with options that it replaces.
@@ -162,10 +162,10 @@ class TextFunction(Protocol[P, Result_co]):
 def accepts(
     options: Callable[P, Options],
 ) -> Callable[[Callable[[Model, Prompt | Iterable[Prompt], Options], Result]], TextFunction[P, Result]]:
-    """Returns a decorator: a function of (target, prompts, options) takes the options as keywords.
+    """Returns a decorator that makes a function of (target, prompts, options) take the options as keywords.
 
-    The signature of the decorated function has every option with its type and default, its docstring a section `Args:`
-    with every description, and unknown keywords are refused with the nearest name.
+    The signature of the decorated function has every option with its type and default, and its docstring has a section
+    `Args:` with every description. Unknown keywords are refused, and the error suggests the nearest name.
 
     Args:
         options: the dataclass of the options.

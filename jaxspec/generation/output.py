@@ -23,7 +23,7 @@ class Generation:
         prompt_tokens: token ids of the prompt.
         tokens: ids of the emitted tokens, including the stop token.
         text: text that the emitted tokens add to the text of the prompt, without special tokens, cut before a stop
-            string: a space at its beginning is kept. None without a tokenizer.
+            string. A space at its beginning is kept. None without a tokenizer.
         finish_reason: "stop" (stop token or stop string), "length" (`max_new_tokens` reached), "callback" (ended by
             `on_token`) or "error" (non-finite logits of the target, from which nothing is emitted); None while the row
             is running.
@@ -106,7 +106,7 @@ class Chunk:
         text: the text that the tokens complete; empty without a tokenizer.
         tokens: ids of the tokens.
         finish_reason: see `Generation`; None while the row is running.
-        drafted: for each token, whether the drafter proposed it; the others were drawn from the target.
+        drafted: for each token, whether the drafter proposed it; the other tokens were drawn from the target.
     """
 
     row: int

@@ -16,7 +16,7 @@ from jaxspec.models.model import Model
 def precompile(target: Model, prompts: Prompt | Iterable[Prompt], options: CompileOptions) -> float:
     """Compiles the programs that `generate` needs for these arguments, without generating text.
 
-    A later call with the same arguments and caches of the same sizes starts immediately, also in another process:
+    A later call with the same arguments and caches of the same sizes starts immediately, even in another process:
     programs that take at least a second to compile are kept in the cache directory, unless JAX's compilation cache is
     configured otherwise. Only the number of prompts and their approximate lengths matter, and not their content.
 

@@ -34,7 +34,7 @@ class ResultsFile:
     Each line is written when its text is finished and contains a whole `Generation`: the `index` of the prompt and of
     the `sample`, the `prompt` as passed by the user (text, messages or token ids), `text`, `tokens`, `finish_reason`,
     `stats`, log-probabilities (null unless requested), and a `checksum` over the line and the job. All lines have the
-    same keys. After the last text, the lines are sorted by prompt, atomically.
+    same keys. After the last text, the lines are sorted by prompt in one atomic step.
 
     The same job resumes from the two files: it keeps every complete line, and drops a truncated last line of a killed
     process. If `OUT.job.json` is missing or damaged, it is written again, provided that the lines belong to this job. A
@@ -138,7 +138,7 @@ class ResultsFile:
         return None, f"{self._job_path.name} is damaged"
 
     def _read_lines(self, damage: str) -> int:
-        """Reads every line; returns the size of the file up to the end of the last complete one."""
+        """Reads every line; returns the size of the file up to the end of the last complete line."""
         size = 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):

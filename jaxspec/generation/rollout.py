@@ -1,7 +1,7 @@
 """Rollouts: texts drawn inside a training program, with their log-probabilities; `rollout` and `log_probs`.
 
-Everything is traced but the number and the lengths of the texts, and the drafting. The parameters of target and drafter
-may be the values of an outer program, so one compilation serves every step of a training.
+Everything is traced except the number and the lengths of the texts, and the drafting. The parameters of target and
+drafter may be the values of an outer program, so one compilation serves every step of a training.
 """
 
 import functools
@@ -35,9 +35,10 @@ from jaxspec.models.transformer import TransformerLM
 
 
 class Rollout(NamedTuple):
-    """Texts that a policy has drawn: R rows, those of a prompt adjacent; T tokens at most, N of them new.
+    """Texts that a policy has drawn: R rows of at most T tokens, of which at most N are new.
 
-    Row r's prompt is `tokens[r, :start[r]]`, and its new text `tokens[r, start[r]:length[r]]`, a stop token included.
+    The rows of a prompt are adjacent. The prompt of row r is `tokens[r, :start[r]]`, and its new text is
+    `tokens[r, start[r]:length[r]]`, including a stop token.
     """
 
     tokens: Int[Array, "R T"]  # prompt and new text, then zeros
@@ -77,12 +78,12 @@ def rollout(
 ) -> Rollout:
     """Draws texts by speculative decoding inside a program of your own; see docs/rollouts.md.
 
-    A pure function of arrays, under `jax.jit`, `jax.lax.scan` and `jax.lax.cond`. With the default rule texts are those
-    of `drafting=Drafting("none")`, and of `generate` with the same key, up to ties. Each prompt is read once, whatever
-    the number of its samples.
+    This is a pure function of arrays, which also works under `jax.jit`, `jax.lax.scan` and `jax.lax.cond`. With the
+    default rule, the texts are the same as with `drafting=Drafting("none")`, and the same as the texts of `generate`
+    with the same key, up to ties. Each prompt is read once, whatever the number of its samples.
 
     Args:
-        target: the policy: `Model(lm, params)`, or `dataclasses.replace(model, params=params)`. With a mesh its
+        target: the policy: `Model(lm, params)`, or `dataclasses.replace(model, params=params)`. With a mesh, its
             parameters are laid out as by `jaxspec.shard`, or in any other way over the axis "data".
         tokens: prompts, padded on the right with any id.
         count: the number of tokens of each prompt, from 1.
@@ -128,9 +129,9 @@ def rollout(
 def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logprobs:
     """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
 
-    With the parameters that drew the texts they are `rollout.logprobs`, up to rounding. With others, a token that
-    truncation would drop counts as kept, and so do all more likely tokens: every log-probability is finite, as long as
-    no bias bans a token.
+    With the parameters that drew the texts, the results are `rollout.logprobs`, up to rounding. With other parameters,
+    a token that truncation would drop counts as kept, and all more likely tokens also count as kept. Every
+    log-probability is therefore finite, as long as no bias bans a token.
 
     Args:
         target: the model, such as the policy after an update, or a reference.
@@ -204,7 +205,7 @@ def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
 
 
 def _aligned(values: Array, start: Int[Array, "R"], size: int) -> Array:
-    """Returns `size` entries of each row `[R, T, ...]` from its start on; those past its end repeat the last."""
+    """Returns `size` entries of each row `[R, T, ...]` from its start on; entries past its end repeat the last one."""
     index = jnp.minimum(start[:, None] + jnp.arange(size), values.shape[1] - 1)
     return jnp.take_along_axis(values, index.reshape(*index.shape, *[1] * (values.ndim - 2)), axis=1)
 
@@ -214,7 +215,7 @@ def _masked(values: Array, within: Bool[Array, "R N"]) -> Array:
 
 
 def _row_keys(key: Array, prompts: int, samples: int) -> Array:
-    """Returns one key for each row: that of `jaxspec.generation.inputs.row_keys`, traced."""
+    """Returns one key for each row, traced: the key that `jaxspec.generation.inputs.row_keys` returns."""
     if key.shape:
         return key
 
@@ -228,7 +229,7 @@ def _check_prompts(tokens: Any, count: Any, vocab: int) -> tuple[Array, Array]:
     """Returns prompts `[B, P]` and their lengths `[B]` as int32. Values that are traced are not checked.
 
     Raises:
-        InvalidConfig: they are not arrays of integers of these shapes, or a length is not from 1 to P.
+        InvalidConfig: `tokens` or `count` is not an array of integers of its shape, or a length is not from 1 to P.
         TokenOutOfRange: a token is not in the vocabulary.
     """
     for name, value, rank in (("tokens", tokens, 2), ("count", count, 1)):
@@ -257,7 +258,7 @@ def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
     """Refuses a mesh that the model is not laid out for.
 
     Raises:
-        InvalidConfig: not a mesh of `make_mesh`, or the model is split over another number of devices.
+        InvalidConfig: the mesh was not made by `make_mesh`, or the model is split over another number of devices.
     """
     if mesh is not None:
         check(mesh)

@@ -222,7 +222,7 @@ class _Row:
 
         Args:
             tokens: the new tokens.
-            drafted: for each, whether the drafter proposed it.
+            drafted: for each token, whether the drafter proposed it.
             reason: the finish reason if the device ended the row; None otherwise.
         """
         text, taken = "", []

@@ -1,7 +1,8 @@
 """Turns: what a prompt appends to a row's text, and how the conversation of a session continues.
 
-A chat template renders a whole conversation. What it writes once, such as a system prompt, and what it writes between
-an answer and the next message therefore depend on all messages so far, which `RowRecord` keeps for a row of a session.
+A chat template renders a whole conversation. The text that it writes once, such as a system prompt, and the text
+between an answer and the next message therefore depend on all messages so far, which `RowRecord` keeps for a row of a
+session.
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ class RowRecord:
     def join(self, new: Sequence[Message], where: str) -> list[Message]:
         """Returns the conversation with further messages, which may also be the whole conversation.
 
-        Messages are the whole conversation if they begin with what was asked, and an answer of the assistant follows.
+        Messages are the whole conversation if they begin with the earlier messages, and an answer of the assistant
+        follows.
 
         Raises:
             InvalidConfig: the row is not a conversation.
@@ -78,11 +80,12 @@ class RowRecord:
 
 
 def continue_turn(target: Model, record: RowRecord, turn: Turn) -> Turn:
-    """Returns the turn of a session's row, given the turn of its whole conversation; raw text and ids stay as they are.
+    """Returns the turn of a session's row, given the turn of its whole conversation.
 
-    The text that was read stays in the cache if the template's text continues it, and no token crosses its end; the
-    answer then keeps its own tokens. Otherwise the row is cut where its tokens and the tokens of the template's text
-    first differ, which happens with templates that drop or reformat earlier messages, such as earlier reasoning.
+    Turns of raw text and ids are returned unchanged. The text that was read stays in the cache if the template's text
+    continues it, and no token crosses its end. The answer then keeps its own tokens. Otherwise the row is cut where its
+    tokens and the tokens of the template's text first differ, which happens with templates that drop or reformat
+    earlier messages, such as earlier reasoning.
     """
     if turn.messages is None:
         return turn

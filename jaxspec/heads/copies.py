@@ -12,14 +12,15 @@ from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.layers import look_up
 
 _ROWS, _SAME = 8192, 2**-8
-"""Rows that are compared at once, and the largest difference of a copy, relative to the largest value: bfloat16's."""
+"""The number of rows that are compared at once, and the largest difference between a copy and the target's table,
+relative to the largest value of these rows. It is the rounding error of bfloat16."""
 
 
 def share_tables(config: HeadSizes, named: Mapping[str, Array], target: Any) -> tuple[Any, dict[str, Array]]:
-    """Returns sizes and parameters without the tables that are copies of the target's; see `HeadSizes.copies`.
+    """Returns sizes and parameters without the tables that are copies of the target's tables; see `HeadSizes.copies`.
 
     Args:
-        config: sizes of the heads.
+        config: the sizes of the heads.
         named: the parameters by name.
         target: the model that the heads draft for (`jaxspec.models.model.Model`).
     """
@@ -35,7 +36,7 @@ def share_tables(config: HeadSizes, named: Mapping[str, Array], target: Any) -> 
 
 
 def _is_copy(own: Array, table: Any, ids: Array | None) -> bool:
-    """Returns whether a table is a copy of the target's, or of its rows of these ids."""
+    """Returns whether a table is a copy of the target's table, or of the rows of the target's table with these ids."""
     if own.shape != (table.shape if ids is None else (len(ids), table.shape[1])):
         return False
     for start in range(0, len(own), _ROWS):

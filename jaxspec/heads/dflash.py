@@ -1,8 +1,9 @@
 """DFlash heads in Flax NNX: a few layers that guess all tokens of a block in one call.
 
 DFlash (2026, arXiv:2602.06036): the taps of the target at every token of the text are fused into one state, the
-context. A block is the last token of the text, which is the root, and masks after it. In every layer, a row of the
-block attends to the rows of the block, and to keys and values that the layer computes from the context before the root.
+context. A block consists of the last token of the text, which is the root, and masks after it. In every layer, a row of
+the block attends to the rows of the block, and to keys and values that the layer computes from the context before the
+root.
 
 DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head corrects the logits of a row by a product of rank
 r that depends on the token before the row, so the tokens of a block depend on each other at little cost. The confidence
@@ -35,8 +36,9 @@ from jaxspec.models.transformer_block import Block, project
 class Convolutions(nnx.Module):
     """The convolutions of a layer of DFlash 2: two around its attention, and two around its MLP.
 
-    A row is mixed with the rows before it, channel by channel. The kernel is the sum of a static kernel and of a kernel
-    that a linear map computes from the input, which is the same for all channels of a group.
+    A row is mixed with the rows before it, channel by channel. The kernel is the sum of a static kernel and a dynamic
+    kernel. A linear map computes the dynamic kernel from the input, and all channels of a group have the same dynamic
+    kernel.
     """
 
     def __init__(self, config: DFlashConfig, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -107,7 +109,7 @@ class DFlashHead(HeadNetwork):
         """Returns the context, which the layers read: a state for each token of the text.
 
         Args:
-            features: features of the target, with the head's taps.
+            features: the features of the target at each token, followed by the head's taps.
         """
         assert self.fc is not None
         return self._norm(project(features[..., self.config.feature_size :], self.fc, None), self.hidden_norm)
@@ -124,12 +126,12 @@ class DFlashHead(HeadNetwork):
     def __call__(
         self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache
     ) -> Float[Array, "B b E"]:
-        """Returns the states of the rows of a block, which `logits` reads; the cache is not written.
+        """Returns the states of the rows of a block, from which `logits` computes logits. The cache is not written.
 
         Args:
-            embeddings: of the root and the masks, unscaled.
-            positions: of the rows; the root's is first.
-            cache: keys and values of the context before the root.
+            embeddings: the embeddings of the root and the masks, unscaled.
+            positions: the positions of the rows, beginning with the position of the root.
+            cache: the keys and values of the context before the root.
         """
         batch, size = positions.shape
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
@@ -160,7 +162,7 @@ class DFlashHead(HeadNetwork):
         return self._norm(x, self.norm)
 
     def logits(self, states: Float[Array, "B n E"]) -> Float[Array, "B n R"]:
-        """Returns the logits by the head's own projection."""
+        """Returns the logits that the head's own projection computes."""
         assert self.head is not None
         return matmul(states, self.head[...], transposed=True)
 
@@ -198,7 +200,9 @@ class DFlashHead(HeadNetwork):
     def select(
         self, tokens: Int[Array, "B n"], states: Float[Array, "B 1 E"], logits: Float[Array, "B 1 V"]
     ) -> Float[Array, "B n V"]:
-        """Returns the logits of a row after each of some tokens; minus infinity except for its most likely tokens.
+        """Returns the logits of a row for each token that may stand before the row.
+
+        All tokens of the vocabulary except the most likely tokens of the row have the logit minus infinity.
 
         Args:
             tokens: the tokens that may stand before the row.
@@ -218,7 +222,7 @@ class DFlashHead(HeadNetwork):
     def certainty(
         self, states: Float[Array, "B n E"], words: Float[Array, "B n r"] | None = None
     ) -> Float[Array, "B n"]:
-        """Returns the logits of the confidence head: its estimates of the overlap of distributions with the target's.
+        """Returns the confidence head's logits, which estimate the overlap of a row's and the target's distribution.
 
         `words` are required if the confidence head reads them.
         """

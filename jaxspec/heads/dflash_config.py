@@ -16,7 +16,7 @@ MARKOV = ("vanilla", "gated", "rnn")
 
 
 def default_taps(depth: int, count: int) -> tuple[int, ...]:
-    """Returns the `count` taps that DFlash heads read by default of a target of `depth` layers.
+    """Returns the `count` taps that DFlash heads read by default from a target of `depth` layers.
 
     The taps are evenly spaced from the state after layer 2 to the state after layer `depth - 2`. A single tap is in the
     middle.
@@ -30,10 +30,12 @@ def default_taps(depth: int, count: int) -> tuple[int, ...]:
 class DFlashConfig(TappedSizes):
     """The sizes of a DFlash head; static and hashable.
 
-    A Markov head or a confidence head makes it a DSpark head, convolutions or a selector make it a DFlash 2 head.
+    A head with a Markov head or a confidence head is a DSpark head. A head with convolutions or a selector is a DFlash
+    2 head.
 
     Attributes:
-        decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
+        decoder: the sizes and constants of the head's own layers. `hidden_size` is E, and `vocab_size` is the target's
+            V.
         block_size: the number of rows of a whole block: the last token of the text, and masks after it.
         mask_token: the token whose embedding the masks have.
         from_anchor: if True, a row guesses the token after its own position, so the first row, which has the last token
@@ -42,14 +44,15 @@ class DFlashConfig(TappedSizes):
         causal: for each layer, whether a row of the block sees only itself and the rows before it; empty if all layers
             see all rows.
         target_size: the width of the target's features; None for `hidden_size`.
-        taps: the taps of the target that the head reads (`jaxspec.core.networks.TappedTarget`); None for
-            `default_taps` of the target, as many as the head has layers.
-        markov: the kind of Markov head, which corrects the logits of a row after the tokens before it. A "vanilla" head
-            reads the token before the row, a "gated" head also the state of the row, and a "rnn" head all tokens of the
-            block before the row. None for no Markov head.
+        taps: the taps of the target that the head reads (`jaxspec.core.networks.TappedTarget`); None for the
+            `default_taps` of the target, one for each layer of the head.
+        markov: the kind of Markov head, which corrects the logits of a row depending on the tokens before the row. A
+            "vanilla" head reads the token before the row, a "gated" head also reads the state of the row, and a "rnn"
+            head reads all tokens of the block before the row. None for no Markov head.
         markov_rank: r, the width of the Markov head; 0 without a Markov head.
         confidence: whether a confidence head estimates the overlap of a row's distribution with the target's.
-        confidence_reads_token: whether the confidence head reads the Markov head's embedding of the token before.
+        confidence_reads_token: whether the confidence head reads the Markov head's embedding of the token before the
+            row.
         draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
             tokens of the vocabulary.
         own_embedding: whether the head has its own embedding instead of the target's.
@@ -172,9 +175,9 @@ class DFlashConfig(TappedSizes):
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.
 
-        The tables `markov_in`, `selector_in` and `selector_out` have a row per token of the vocabulary, `markov_out`
-        a row per drafted token. The static kernels of a layer are `[2, conv_size, E]`: one convolution before the
-        sublayer, and one after it.
+        The tables `markov_in`, `selector_in` and `selector_out` have a row for each token of the vocabulary, and
+        `markov_out` has a row for each token that can be guessed. The static kernels of a layer are `[2, conv_size,
+        E]`: one convolution before the sublayer, and one after it.
         """
         e, r = self.hidden_size, self.markov_rank
         shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}

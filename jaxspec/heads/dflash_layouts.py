@@ -1,7 +1,8 @@
-"""DFlash and DSpark heads in files: the layouts of other systems, and how files in them are read. Without JAX.
+"""DFlash and DSpark heads in files: the layouts of other systems, and how files in them are read.
 
-All layouts have tensors of the same names, those of a Qwen3 model without the prefix `model.`; linear maps are
-[out, in]. The contents of config.json differ, and tell the layouts apart.
+The tensors have the same names in all layouts, which are the names of a Qwen3 model without the prefix `model.`. Linear
+maps are [out, in]. The layouts differ in the contents of config.json, by which they are recognised. Nothing here
+imports JAX.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ TENSOR_NAMES = layer_names(_LAYERS) | {
     "selector_in": ("candidate_selector.predecessor_codebook",),
     "selector_out": ("candidate_selector.successor_codebook",),
 }
-"""The tensors of each kind of parameter, as in `Family.all_names`, without those of `mix_names`."""
+"""The tensors of each kind of parameter, as in `Family.all_names`, except the tensors that `mix_names` returns."""
 
 
 def mix_names(markov: str) -> dict[str, tuple[str, ...]]:
@@ -60,7 +61,7 @@ def second_settings(config: DFlashConfig) -> dict[str, int]:
 
 
 SPECULATORS_KINDS = {"dflash": False, "dspark": True}
-"""The kinds of heads of speculators that can be read, and whether the first row of their blocks names a token."""
+"""The kinds of heads of speculators that can be read, and whether the first row of their blocks guesses a token."""
 NEUTRAL_ENTRIES: dict[str, Any] = {
     "output_multiplier": 1.0,
     "input_embedding_scale": 1.0,
@@ -155,7 +156,7 @@ class DFlashReader(LayerReader):
         return value
 
     def _causal(self, windowed: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Returns whether each layer is causal inside a block; as vLLM does, by the first statement of config.json."""
+        """Returns whether each layer is causal inside a block; as in vLLM, the first key of config.json decides."""
         if self._layout.nested:
             both_ways = self._flag("sliding_window_non_causal")
             return tuple(window and not both_ways for window in windowed)

@@ -2,7 +2,7 @@
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077, section 4.1) reads the target's last feature; EAGLE-2 (arXiv:2406.16858) is
 the same head on a dynamic tree. EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1) reads the residual stream
-before three layers of the target. EAGLE-3.1 (arXiv:2605.09992) norms each of these inputs, and the state that it
+before three layers of the target. EAGLE-3.1 (arXiv:2605.09992) norms each of these inputs, and the state that the head
 returns.
 
 A row is a pair of a state and the token after it. The head returns a new state for the row, which predicts the token
@@ -58,7 +58,7 @@ class EagleHead(HeadNetwork):
         """Returns the states with which rows of committed text start.
 
         Args:
-            features: features of the target, with the head's taps.
+            features: the features of the target at each token, followed by the head's taps.
         """
         c, width = self.config, self.config.feature_size
         if c.version == 1:
@@ -82,11 +82,12 @@ class EagleHead(HeadNetwork):
         """Reads a window of rows, without writing to the cache.
 
         Args:
-            states: the state before each token: `fuse` of the target's features, or the state of the row before.
-            embeddings: embeddings of the tokens, unscaled.
+            states: the state before each token: the result of `fuse` for the target's features, or the state of the row
+                before.
+            embeddings: the embeddings of the tokens, unscaled.
             window: the tokens, and the positions of their rows; the tokens themselves are not read.
-            cache: keys and values of the rows before.
-            past: keys and values of earlier rows of the same window.
+            cache: the keys and values of the rows before the window.
+            past: the keys and values of earlier rows of the same window.
 
         Returns:
             The rows' states, and their keys and values, for the caller to commit or to drop.
@@ -112,7 +113,7 @@ class EagleHead(HeadNetwork):
 
         Args:
             states: the state before each token.
-            embeddings: of the tokens, unscaled.
+            embeddings: the embeddings of the tokens, unscaled.
             attention: a function from the number of a layer and its normed input to the output of its attention.
         """
         first = 0
@@ -129,7 +130,7 @@ class EagleHead(HeadNetwork):
     def start(
         self, states: Float[Array, "B T E"], embeddings: Float[Array, "B T E"]
     ) -> tuple[Float[Array, "B T 2*E"], Float[Array, "B T E"]]:
-        """Returns what the attention of an EAGLE-3 head's first layer reads, and the residual stream before it."""
+        """Returns the input of the attention in an EAGLE-3 head's first layer, and the residual stream before it."""
         words = self._norm(embeddings, self.layers[0].attn_norm)
         normed = self._norm(states, self.hidden_norm)
         return jnp.concatenate([words, normed], axis=-1), normed if self.config.norm_before_residual else states
@@ -139,11 +140,11 @@ class EagleHead(HeadNetwork):
         return self._norm(x, self.norm) if self.config.norm_output else x
 
     def projected(self, states: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns what the projection to logits reads of states."""
+        """Returns the input of the projection to logits for these states."""
         return states if self.config.norm_output else self._norm(states, self.norm)
 
     def logits(self, states: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-        """Returns the logits by the head's own projection."""
+        """Returns the logits that the head's own projection computes."""
         assert self.head is not None
         return matmul(self.projected(states), self.head[...], transposed=True)
 

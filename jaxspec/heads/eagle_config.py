@@ -11,7 +11,7 @@ from jaxspec.models.config import ModelConfig
 
 
 def default_taps(depth: int) -> tuple[int, int, int]:
-    """Returns the taps that EAGLE-3 heads read by default of a target of `depth` layers: 2, depth / 2, depth - 3."""
+    """Returns the taps that EAGLE-3 heads read by default from a target of `depth` layers: 2, depth / 2, depth - 3."""
     low, middle, high = sorted(min(max(tap, 1), depth) for tap in (2, depth // 2, depth - 3))
     return low, middle, high
 
@@ -21,10 +21,11 @@ class EagleConfig(TappedSizes):
     """The sizes of an EAGLE head; static and hashable.
 
     Attributes:
-        decoder: sizes and constants of the head's own layers; `hidden_size` is E, `vocab_size` the target's V.
+        decoder: the sizes and constants of the head's own layers. `hidden_size` is E, and `vocab_size` is the target's
+            V.
         version: 1 for EAGLE-1 and EAGLE-2, which differ only in their trees; 3 for EAGLE-3 and EAGLE-3.1.
         target_size: the width of the target's features; None for `hidden_size`.
-        taps: the taps of the target that an EAGLE-3 head reads (`jaxspec.core.networks.TappedTarget`); None for
+        taps: the taps of the target that an EAGLE-3 head reads (`jaxspec.core.networks.TappedTarget`); None for the
             `default_taps` of the target.
         draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
             tokens of the vocabulary.
@@ -100,7 +101,7 @@ class EagleConfig(TappedSizes):
         return default_taps(depth) if self.taps is None else self.taps
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of a layer's parameters, as `ModelConfig.block_shapes`; only the first layer differs."""
+        """Returns the shapes of a layer's parameters: `ModelConfig.block_shapes`, except in the first layer."""
         shapes = self.decoder.block_shapes()
         if layer == 0 and self.version == 1:
             del shapes["attn_norm"]

@@ -38,7 +38,7 @@ class EagleLayout(LayerLayout):
     """A layout in which another system stores EAGLE heads.
 
     Attributes:
-        version: of `EagleConfig`.
+        version: the `version` of `EagleConfig` that the heads have.
         counts_outputs: True if `LAYER_IDS` may count the outputs of layers instead of their inputs.
     """
 

@@ -1,4 +1,4 @@
-"""Writes draft heads for other systems. `jaxspec.heads.layouts` has the layouts and the systems that read them."""
+"""Writes draft heads for other systems. `jaxspec.heads.layouts` lists the layouts and the systems that read them."""
 
 import os
 import pathlib
@@ -29,15 +29,17 @@ def export_heads(
 ) -> pathlib.Path:
     """Writes heads, in their dtype, in a layout that other systems read; `load_heads` also reads it.
 
-    No layout has a place for Medusa heads that read tokens (inputs "path" or "recurrent"); `save_heads` saves them. If
-    a layout holds projections and the heads share the target's projection, a copy of it is written. Medusa's own code
-    has one block per head, whatever number config.json states, so only other systems read further blocks.
+    No layout can hold Medusa heads that read tokens (inputs "path" or "recurrent"); save them with `save_heads`. If a
+    layout holds projections and the heads share the target's projection, a copy of the target's projection is written.
+    Medusa's own code has one block per head, whatever number config.json states, so only other systems read further
+    blocks.
 
     Args:
         heads: the heads to write.
         directory: where the files are written; it must not hold heads yet.
         layout: "v0.1", "legacy" or "vllm" for Medusa heads, "eagle3", "speculators" or "eagle1" for EAGLE heads,
-            "dflash" or "dflash-speculators" for DFlash and DSpark heads; None for the first that can hold them.
+            "dflash" or "dflash-speculators" for DFlash and DSpark heads; None for the first layout that can hold the
+            heads.
         target: the model that the heads draft for; required if its projection must be copied.
         base: the name that other systems have for the target; None: the name of `target`.
 
@@ -98,7 +100,7 @@ def projection_of(target: Any, ids: Int[Array | np.ndarray, "R"] | None) -> Any:
     """Returns the target's projection, or its rows of these ids.
 
     Raises:
-        InvalidConfig: the target has none to copy.
+        InvalidConfig: the target has no projection to copy.
     """
     need_members(target.lm, ["unembedding"], "for a copy of its projection the target needs")
     rows = target.lm.unembedding(target.params)

@@ -1,7 +1,7 @@
 """Loads and saves draft heads, in jaxspec's own layout or in those of other systems (`jaxspec.heads.layouts`).
 
-A directory in jaxspec's layout holds `heads.json` (sizes, tree) and `heads.safetensors`. In other layouts the sizes are
-those of the tensors; if config.json states others, a note says so.
+A directory in jaxspec's layout holds `heads.json` (sizes, tree) and `heads.safetensors`. In other layouts the shapes of
+the tensors determine the sizes. If config.json states other sizes, a note says so.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def load_heads(
     dtype: DTypeLike | None = "float32",
     allow_pickle: bool = False,
 ) -> DraftHeads:
-    """Loads draft heads in jaxspec's own layout, or heads of other systems in theirs (`jaxspec.heads.layouts`).
+    """Loads draft heads in jaxspec's own layout, or in a layout of another system (`jaxspec.heads.layouts`).
 
     A missing tensor is an error, and so is a tensor that the layout does not have. Each block of Medusa heads has its
     own parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. If `target`
@@ -88,7 +88,7 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
 
 
 def set_tree(directory: str | os.PathLike, tree: Topology | None) -> None:
-    """Replaces the tree of heads in jaxspec's own layout, atomically; their parameters stay as they are.
+    """Replaces the tree of heads in jaxspec's own layout atomically, without changing their parameters.
 
     Raises:
         CheckpointError: the directory holds no such heads.

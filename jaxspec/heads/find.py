@@ -15,7 +15,7 @@ from jaxspec.heads.layouts import FILES, LAYOUTS, TORCH, recognise
 OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 """The name and the two files of jaxspec's own layout."""
 PICKLE = "pickle"
-"""The result of `find_layout` for a file of torch, which it does not open."""
+"""The result of `find_layout` for a pickle file that `torch.save` wrote. Such a file is not opened."""
 SHIPPED = pathlib.Path(__file__).parent / "shipped"
 """The heads that come with this package, in directories PRESET/DRAFTER."""
 
@@ -32,10 +32,10 @@ def every_shipped() -> list[str]:
 
 
 def named_heads(source: Any) -> pathlib.Path | None:
-    """Returns the directory of heads that come with this package, given their name PRESET/DRAFTER; None of other names.
+    """Returns the directory of heads that come with this package, by their name PRESET/DRAFTER; None for other names.
 
     Raises:
-        CheckpointError: the name is one of a preset, and no such heads come with this package.
+        CheckpointError: the name begins with a preset, and no such heads come with this package.
     """
     preset, slash, drafter = source.partition("/") if isinstance(source, str) else ("", "", "")
     if not slash or preset not in PRESETS or os.path.exists(source):
@@ -53,7 +53,7 @@ def find_heads(
     Args:
         source: the name of heads that come with this package, PRESET/DRAFTER, or of a preset for its Medusa heads; a
             path, or a Hub repository.
-        allow_pickle: whether files of torch are also downloaded.
+        allow_pickle: whether pickle files that `torch.save` wrote are also downloaded.
         report: called with one line of text per step of a download.
 
     Raises:
@@ -83,8 +83,8 @@ def _none_come(name: str) -> CheckpointError:
 def find_layout(path: pathlib.Path) -> str | None:
     """Returns the name of the layout of the heads in a directory or a file.
 
-    The name is `OURS` for jaxspec's own layout, and `PICKLE` for a file of torch, which is not opened. It is None if
-    there are no heads, or if the file cannot be read.
+    The name is `OURS` for jaxspec's own layout, and `PICKLE` for a pickle file that `torch.save` wrote, which is not
+    opened. It is None if there are no heads, or if the file cannot be read.
     """
     if path.is_dir():
         if os.path.exists(path / MANIFEST):
@@ -105,6 +105,6 @@ def find_layout(path: pathlib.Path) -> str | None:
 
 
 def hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
-    """Returns the names of files with heads that are fetched from a repository of the Hub, besides those of a model."""
+    """Returns the names of files with heads that are fetched from a Hub repository, besides the files of a model."""
     names = (*FILES, TORCH)
     return (MANIFEST, TENSORS, *(name for name in names if allow_pickle or pathlib.Path(name).suffix not in PICKLES))

@@ -38,11 +38,11 @@ class HeadFile:
         layout: the name of the layout; "jaxspec" for jaxspec's own.
         kind: the kind of heads.
         sizes: the fields of the sizes (`kind.sizes`), without `vocab_size` if the files do not state it.
-        readers: a function for each name of `param_shapes` of the sizes, which reads that parameter in the dtype of the
+        readers: for each name of `param_shapes` of the sizes, a function that reads this parameter in the dtype of the
             file.
         stored: the tensors of the heads, by their names in the file.
         settings: the content of config.json, or of heads.json.
-        tree: the topology that the heads draft best on, if it is known.
+        tree: the topology with which the heads draft best, if it is known.
         notes: what users should know about the heads, one sentence each.
     """
 
@@ -92,7 +92,7 @@ class HeadFile:
 def open_heads(
     source: str | os.PathLike, *, allow_pickle: bool = False, report: Callable[[str], object] | None = None
 ) -> HeadFile:
-    """Finds heads and checks their headers; arguments and errors are those of `load_heads`."""
+    """Finds heads and checks their headers, with the arguments and errors of `load_heads`."""
     path = check_path(find_heads(source, allow_pickle=allow_pickle, report=report))
     if (path / MANIFEST).exists():
         return _open_ours(path)

@@ -1,8 +1,8 @@
 """The kinds of draft heads: one row of `jaxspec.registry.HEADS` each. Nothing here imports JAX.
 
-A kind is all that the rest of the package knows about its heads: the class of their sizes, their network, the layouts
-in which other systems store them, and how files in these layouts are read and written. Kinds with transformer layers
-of their own share most of it; see `jaxspec.heads.layered`.
+A kind holds all that the rest of the package knows about its heads: the class of their sizes, their network, the
+layouts in which other systems store them, and how files in these layouts are read and written. Kinds with transformer
+layers of their own share most of this code; see `jaxspec.heads.layered`.
 """
 
 import abc
@@ -34,7 +34,7 @@ class Layout:
         mark: a regular expression for the names, without the prefix, of the tensors that identify the layout.
         prefix: the beginning of every tensor's name.
         other_prefixes: prefixes that files may have instead.
-        in_model: True if the tensors are among those of the target, which was trained with the heads.
+        in_model: True if the tensors are among the tensors of the target, which was trained with the heads.
         exported: True if `export_heads` writes the layout.
     """
 
@@ -56,7 +56,7 @@ class ForeignHeads(NamedTuple):
     Attributes:
         layout: the layout of the file.
         sizes: the fields of the sizes; `vocab_size` is missing if the file does not state it.
-        readers: a function for each parameter, which reads it in the dtype of the file.
+        readers: for each parameter, a function that reads the parameter in the dtype of the file.
         notes: what users should know about the file, one sentence each.
     """
 
@@ -72,9 +72,9 @@ class HeadKind(abc.ABC):
 
     Attributes:
         title: the name of such heads in messages, in the plural.
-        sizes: the class of their sizes.
+        sizes: the class of the sizes of such heads.
         network: the class of their network (`jaxspec.heads.network.HeadNetwork`), as "module:Class".
-        layouts: the layouts in which other systems store them.
+        layouts: the layouts in which other systems store such heads.
     """
 
     title: str
@@ -103,7 +103,10 @@ class HeadKind(abc.ABC):
         """Returns the reason why a layout of this kind cannot hold heads of these sizes; None if it can."""
 
     def sizes_in(self, config: Any, layout: Any) -> Any:
-        """Returns the sizes that heads have in a layout, which may hold a projection where the heads share one."""
+        """Returns the sizes that heads have in a layout.
+
+        A layout may hold a projection where the heads share the target's projection.
+        """
         return config
 
     @abc.abstractmethod
@@ -131,7 +134,7 @@ class HeadKind(abc.ABC):
         """
 
     def advice(self, config: Any) -> str | None:
-        """Returns what to do with heads of sizes that no layout can hold, as a sentence; None for nothing."""
+        """Returns a sentence of advice for heads of sizes that no layout can hold; None if there is no advice."""
         return None
 
 

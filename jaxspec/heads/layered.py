@@ -1,6 +1,7 @@
-"""What kinds of heads with transformer layers of their own share about files of other systems. Without JAX.
+"""Files of other systems with heads that have transformer layers of their own: the code that such kinds share.
 
-The tensors are named as those of a Llama model without the prefix `model.`; linear maps are [out, in].
+The tensors have the names of a Llama model without the prefix `model.`. Linear maps are [out, in]. Nothing here imports
+JAX.
 """
 
 import abc
@@ -32,7 +33,7 @@ class LayerLayout(Layout):
         names: the tensors of each kind of parameter, as in `Family.all_names`.
         layers: the prefix of a layer's tensors, with `{}` for its number; without `{}`, there is one layer.
         taps_key: the key of config.json that states the taps.
-        first_tap: what to add to these numbers for the numbers of `jaxspec.core.networks.TappedTarget`.
+        first_tap: the number to add to the taps in config.json to get the taps of `jaxspec.core.networks.TappedTarget`.
         nested: True if config.json describes the layers in an entry of their own, as speculators does.
         has_ids: True if the file may have the ids of a reduced vocabulary.
         requires_ids: True if the file has ids even if the vocabulary is not reduced.
@@ -55,7 +56,7 @@ class LayerReader(abc.ABC):
     Attributes:
         entry: the key of an entry of config.json about this kind of heads.
         ignored: the names of tensors that are not read: rotary frequencies, which follow from rope_theta.
-        known: the names of all tensors of such heads; None for those of the layout alone.
+        known: the names of all tensors that such heads may have; None if only the layout lists the names.
         notes: what users should know about the file, one sentence each.
     """
 
@@ -71,7 +72,7 @@ class LayerReader(abc.ABC):
         Args:
             where: the file, for messages.
             layout: the layout of the file.
-            shapes: the shapes of the tensors, without those of a reduced vocabulary; names have no prefix.
+            shapes: the shapes of the tensors, without the tensors of a reduced vocabulary. The names have no prefix.
             settings: the content of config.json.
         """
         self._where, self._layout, self._shapes = where, layout, shapes
@@ -122,7 +123,7 @@ class LayerReader(abc.ABC):
         """Returns the sizes of the layers.
 
         Args:
-            hidden: E.
+            hidden: E, the width of the head's states.
             vocab: the size of the vocabulary, if tensors say it.
             drafted: the number of tokens that are drafted; None for all.
             more: further fields of `ModelConfig`.
@@ -180,7 +181,7 @@ class LayerReader(abc.ABC):
         return None if target == hidden else target
 
     def _taps(self, count: int, default: int | None) -> tuple[int, ...] | None:
-        """Returns the taps that config.json states, None for the default ones.
+        """Returns the taps that config.json states, or None for the default taps.
 
         Args:
             count: the number of taps that the head reads.
@@ -358,7 +359,7 @@ def file_tensors(config: Any, params: Mapping[str, Any], names: Mapping[str, tup
 
 
 def layer_names(layers: str) -> dict[str, tuple[str, ...]]:
-    """Returns the tensors of each kind of parameter, as in `Family.all_names`; `layers` is the prefix of a layer's."""
+    """Returns the tensors of each kind of parameter, as in `Family.all_names`; `layers` is the prefix of a layer."""
     return {
         kind: tuple(name.replace(_BLOCKS, layers).removeprefix("model.") for name in names)
         for kind, names in _LLAMA.items()
@@ -396,7 +397,7 @@ def speculators_settings(name: str, layer: Mapping[str, Any], tokens: int, base:
     """Returns the entries of config.json that speculators and vLLM require.
 
     Args:
-        name: the kind of heads as in the names of classes: "Eagle3", "DFlash" or "DSpark".
+        name: the kind of heads as it appears in the names of classes: "Eagle3", "DFlash" or "DSpark".
         layer: the entries about the layers.
         tokens: the number of tokens to draft.
         base: the target's name, or None.

@@ -1,7 +1,7 @@
 """The layouts of all kinds of heads, by name, and the layout of a file. Nothing here imports JAX.
 
-A layout is a row of its kind (`jaxspec.heads.kinds`): recognition, reading, export, inspection, the choices of
-`jaxspec export` and the files to fetch from the Hub depend on these rows alone. So a new layout is a new row.
+A layout is a row of its kind (`jaxspec.heads.kinds`): recognition, reading, export, inspection, the choices of `jaxspec
+export` and the files to fetch from the Hub depend on these rows alone. A new layout therefore needs only a new row.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxspec.heads.kinds import Layout, head_kind
 from jaxspec.registry import HEADS
 
 TORCH = "pytorch_model.bin"
-"""The name of such a file with a model or an EAGLE head; it is opened where there is no other file."""
+"""The name of a pickle file with a model or an EAGLE head. It is opened only if there is no other file."""
 LAYOUTS: dict[str, Layout] = {layout.name: layout for name in HEADS for layout in head_kind(name).layouts}
 """The layouts by name. If several match a file, the first is its layout."""
 EXPORTED = tuple(name for name, layout in LAYOUTS.items() if layout.exported)

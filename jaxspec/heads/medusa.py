@@ -90,8 +90,8 @@ class Heads(HeadNetwork):
     def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the input of the projection of recurrent heads after one more token.
 
-        `state` is the result for the token before, and the target's feature at first; `word` is the token's normed
-        embedding.
+        `state` is the result for the token before, or the target's feature if there is none. `word` is the token's
+        normed embedding.
         """
         x, read = state, jnp.concatenate([state, word], axis=-1)
         for layer, block in enumerate(self.network):
@@ -101,7 +101,7 @@ class Heads(HeadNetwork):
     def every(
         self, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]]
     ) -> Iterator[Float[Array, "B T E"]]:
-        """Yields the input of each head's projection. `words` are those that the last head reads."""
+        """Yields the input of each head's projection. `words` are the embeddings that the last head reads."""
         state = hidden
         for head in range(self.config.num_heads):
             if self.config.inputs == "recurrent":
@@ -109,7 +109,7 @@ class Heads(HeadNetwork):
             yield state if self.config.inputs == "recurrent" else self.features(head, hidden, words[: head + 1])
 
     def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
-        """Returns the logits of a head by its own projection, or by the single one."""
+        """Returns the logits of a head, computed by its own projection or by the single projection of all heads."""
         which = min(head, self.config.num_projections - 1)
         return matmul(features, self.projections[which][...], transposed=True)
 

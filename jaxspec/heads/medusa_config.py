@@ -21,7 +21,8 @@ class HeadsConfig(HeadSizes):
         hidden_size: E, the width of the target's features.
         vocab_size: V, the size of the target's vocabulary.
         num_heads: the number of tokens that are guessed in training; `max_depth` limits drafting.
-        num_layers: residual blocks of each head, or of the one network of recurrent heads; 0: only the projection.
+        num_layers: the number of residual blocks of each head, or of the one network of recurrent heads; 0 for only the
+            projection.
         inputs: the input of a head: "hidden", the target's feature (Medusa); "path", also the embeddings of the tokens
             between the feature and the guess (Hydra); or "recurrent", the output of the previous head and the embedding
             of the last such token (ReDrafter). Recurrent heads are one network, which runs once for each head.
@@ -95,7 +96,8 @@ class HeadsConfig(HeadSizes):
     def block_inputs(self, head: int, layer: int) -> int:
         """Returns the width of a block's input.
 
-        The first block of a head also reads embeddings: of head + 1 tokens, or of the last token if recurrent.
+        The first block of a head also reads embeddings: the embeddings of head + 1 tokens, or of the last token if the
+        heads are recurrent.
         """
         words = {"hidden": 0, "path": 1 + head, "recurrent": 1}[self.inputs]
         return self.hidden_size * (1 + words if layer == 0 else 1)

@@ -50,12 +50,13 @@ class MedusaLayout(Layout):
             `HeadsConfig.num_layers`.
         settings: the attribute of `HeadsConfig` that each key of config.json states.
         projections: the kinds of projection (`HeadsConfig.projection`) that the layout holds; heads with another kind
-            are exported with the first.
+            are exported with the first of these kinds.
         single: the name of the projection that all heads share.
         requires_bias: True if every block must have a bias.
         num_layers: the number of blocks of every head; None: any number.
-        aliases: a key of `settings` by a regular expression for the keys that mean the same.
-        constants: further entries of config.json, written but not read.
+        aliases: for each regular expression, the key of `settings` that means the same as the keys of config.json that
+            match.
+        constants: further entries of config.json, which are written but not read.
     """
 
     drafter: str = HeadsConfig.drafter
@@ -70,7 +71,7 @@ class MedusaLayout(Layout):
 
     @property
     def tokens(self) -> str | None:
-        """The name of the tensor with the ids of a reduced vocabulary; None if the layout has no place for one."""
+        """The name of the tensor with the ids of a reduced vocabulary; None if the layout cannot hold one."""
         return self.prefix + self.names["tokens"] if "tokens" in self.names else None
 
     def tensor(self, config: HeadsConfig, parameter: str) -> str:
@@ -116,7 +117,8 @@ class Rows(NamedTuple):
     Attributes:
         stored: the number of rows in the file.
         selected: the rows that are read, in this order; None: all.
-        tokens: the ids of the reduced vocabulary, ascending, one for each row that is read; None: it is not reduced.
+        tokens: the ids of the reduced vocabulary, ascending, one for each row that is read; None: the vocabulary is not
+            reduced.
     """
 
     stored: int

@@ -29,10 +29,10 @@ class DraftHeads:
     """Loaded or trained heads, for the drafters "medusa", "eagle" and "dflash".
 
     Attributes:
-        config: sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle", a `DFlashConfig` for
+        config: the sizes of the heads: a `HeadsConfig` for "medusa", an `EagleConfig` for "eagle", a `DFlashConfig` for
             "dflash", or another `jaxspec.heads.sizes.HeadSizes`.
         params: nested arrays; their paths are the names of `param_shapes` of the sizes.
-        tree: the topology that the heads draft best on, if it is known.
+        tree: the topology with which the heads draft best, if it is known.
         name: the name of the heads in tables.
         notes: what users should know about the heads, one sentence each.
     """
@@ -82,7 +82,7 @@ def module(config: HeadSizes, params: Params, execution: Execution = Execution()
 
 
 def init_cache(config: TappedSizes, batch: int, capacity: int, dtype: DTypeLike, platform: str | None = None) -> Cache:
-    """Returns an empty cache of the keys and values of the head's layers; a slot holds what a row writes."""
+    """Returns an empty cache for the keys and values of the head's layers; each slot is for one row of the head."""
     c = config.decoder
     return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, platform=platform)
 
@@ -101,7 +101,7 @@ def init_params(
     Args:
         config: sizes of the heads.
         projection: the target's projection, with which the heads' own projections start. Required for Medusa heads with
-            projections of their own; if other heads have none given, theirs are random.
+            projections of their own. Without it, the projections of other heads are random.
         tokens: the ids of a reduced vocabulary, ascending; required if there is one.
         key: the key of random matrices; None for `jax.random.key(0)`.
 
@@ -124,7 +124,7 @@ def init_params(
 
 
 def as_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
-    """Returns the ids of a reduced vocabulary as they are among the parameters; None if it is not reduced.
+    """Returns the ids of a reduced vocabulary as the array among the parameters; None if the vocabulary is not reduced.
 
     Raises:
         InvalidConfig: the ids are missing, or do not fit the sizes.
@@ -181,7 +181,7 @@ def check_target(config: HeadSizes, target: Any) -> None:
     """Refuses a target (`jaxspec.models.model.Model`) that heads of these sizes cannot draft for.
 
     Raises:
-        ShapeMismatch: its features or its vocabulary have another size.
+        ShapeMismatch: the target's features or its vocabulary have another size.
         InvalidConfig: the target lacks an embedding or a projection that the heads read.
     """
     lm = target.lm

@@ -17,7 +17,8 @@ def check_layout(config: HeadSizes, layout: Layout) -> None:
     """Refuses a layout that cannot hold heads of these sizes.
 
     Raises:
-        InvalidConfig: the layout cannot; the message names the layouts that can, or the heads that can be exported.
+        InvalidConfig: the layout cannot hold the heads; the message names the layouts that can, or the heads that can
+            be exported.
     """
     if (reason := obstacle(config, layout)) is None:
         return
@@ -31,7 +32,7 @@ def served_by(config: HeadSizes, own_target: bool = False) -> str:
     """Returns a sentence that says which systems can serve heads of these sizes.
 
     Args:
-        config: sizes of the heads.
+        config: the sizes of the heads.
         own_target: True if the target was trained with the heads (Medusa-2), and is saved in jaxspec's own format.
     """
     names = [_with_readers(name) for name in layouts_for(config)]

@@ -1,4 +1,4 @@
-"""What the sizes of all kinds of draft heads share, and the checks of their fields. Nothing here imports JAX."""
+"""The base classes of the sizes of all kinds of draft heads, with checks of their fields. Nothing here imports JAX."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from jaxspec.models.config import ModelConfig
 class HeadSizes:
     """The base of the frozen dataclasses that hold the sizes of one kind of heads; static and hashable.
 
-    The types and ranges of fields are declared with `jaxspec.core.settings.setting`; `_check` of a subclass checks the
-    rest.
+    The types and ranges of fields are declared with `jaxspec.core.settings.setting`. The method `_check` of a subclass
+    checks everything else.
 
     Attributes:
         drafter: the name of the kind in `jaxspec.registry.HEADS`, and of the drafter that uses the heads.
-        copies: for each parameter that may be a copy of a table of the target: the field that says whether the heads
+        copies: for each parameter that may be a copy of a table of the target, the field that says whether the heads
             have a table of their own, and the target's method that returns its table.
     """
 
@@ -37,7 +37,7 @@ class HeadSizes:
             whole("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
 
     def _check(self) -> None:
-        """Checks fields of other types, and values that cannot be used together.
+        """Checks the fields of other types, and checks for values that cannot be used together.
 
         Raises:
             InvalidConfig: the values cannot be used together.
@@ -85,7 +85,7 @@ class HeadSizes:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of the parameters that are projections of the width E to logits, `[R, E]`, as the target's is."""
+        """The names of the parameters, `[R, E]` like the target's projection, that project states to logits."""
         return ()
 
     @property
@@ -100,7 +100,7 @@ class HeadSizes:
 
     @property
     def usual_depth(self) -> int:
-        """The number of tokens that heads of these sizes are tried with, in a chain."""
+        """The number of tokens in the chain with which heads of these sizes are tried."""
         return int(self.max_depth)
 
     @property
@@ -146,7 +146,7 @@ class TappedSizes(HeadSizes):
             )
 
     def _check_combinations(self) -> None:
-        """Checks the fields of the kind that exclude one another.
+        """Checks for fields of this kind of heads that cannot be used together.
 
         Raises:
             InvalidConfig: the values cannot be used together.

@@ -12,8 +12,8 @@ from jaxspec.errors import CheckpointError
 ID_TYPES = ("I64", "I32")
 """The types that token ids are stored in."""
 OFFSETS, MEMBERS = "d2t", "t2d"
-"""Tensors of a reduced vocabulary: for each row of the projection, its token minus the number of the row; and for each
-token of the vocabulary, whether it has a row."""
+"""The names of the tensors of a reduced vocabulary. The first holds for each row of the projection its token minus the
+number of the row. The second holds for each token of the vocabulary whether it has a row."""
 
 
 def finite_reader(name: str, held: LazyTensor) -> Callable[[], np.ndarray]:
@@ -48,7 +48,7 @@ def read_ids(
 
     Args:
         where: the file, for messages.
-        tensors: those of the file.
+        tensors: the tensors of the file.
         vocab: the size of the vocabulary, if config.json or another tensor states it.
         rows: the number of rows of the projection, if there is one.
 

@@ -1,4 +1,4 @@
-"""Attention of a window's tokens to cache and window, in one softmax over blocks of the prefix and the window."""
+"""Attention of a window's tokens to the cache and the window, in one softmax over blocks of prefix and window."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def attend(
     first_seen: Int[Array, "B T"] | None = None,
     execution: Execution = Execution(),
 ) -> Float[Array, "B H G T K"]:
-    """Computes softmax attention of each query to the row's cached tokens and to the window's tokens that it sees.
+    """Computes softmax attention of each query to the row's cached tokens and to the window tokens that the query sees.
 
     Use it in a `LanguageModel` of your own; see docs/own-model.md. Shapes: B rows, H key/value heads, G query heads per
     key/value head, T new tokens, W = P + T tokens of the window (the P earlier ones first), head width K, and paths of
@@ -35,26 +35,26 @@ def attend(
     The prefix is read in blocks of fixed size up to the length of the longest row, with a running maximum and sum
     (Milakov and Gimelshein 2018, arXiv:1805.02867). The cost therefore depends on the text's length and not on the
     cache's capacity, and a block past a row's length adds exactly zero. Accumulation is in float32. A cache without
-    slots is not read; there is then no loop, and the function is differentiable in reverse mode (`paths` needs slots).
+    slots is not read. The function then has no loop and is differentiable in reverse mode (`paths` needs slots).
 
     Without `paths`, sums over the prefix and over the window are added, which rounds differently as tokens move from
-    the window to the cache. With `paths`, the last D + 1 tokens of each query's text are summed apart from the rest, so
-    that the bits of the result do not depend on which of them are cached, at the cost of one gather per query. On a
-    GPU, and without `paths`, blocks are larger, and of a cache of moderate size all slots are read at once.
+    the window to the cache. With `paths`, the last D + 1 tokens of each query's text are summed separately. The bits of
+    the result then do not depend on which of these tokens are cached, at the cost of one gather per query. On a GPU and
+    without `paths`, blocks are larger, and all slots of a cache of moderate size are read at once.
 
     Args:
-        queries: queries of the T new tokens, with position embeddings applied.
+        queries: the queries of the T new tokens, with position embeddings applied.
         prefix: `cache.kv`, of all layers.
-        layer: index of the layer to read.
+        layer: the index of the layer to read.
         length: `cache.length`; slots at or past it are not read.
-        window: keys and values of the window in this layer: those of `past[layer]`, if there is a `past`, then those
-            of the new tokens.
+        window: the keys and values of the window in this layer: first the entries of `past[layer]`, if there is a
+            `past`, then the keys and values of the new tokens.
         mask: `window.mask`: which of the W tokens each of the T tokens sees, including itself.
         paths: `window.paths`, or None.
-        scale: factor of the scores, `K ** -0.5` in most models.
+        scale: the factor by which scores are multiplied, `K ** -0.5` in most models.
         first_seen: for sliding-window attention, the first position that each query sees; None for all. Blocks that no
-            query sees are not read. The caller applies it to `mask`.
-        execution: how to compute it. Kernels need a cache with slots, and `paths` has no effect with them. The CPU
+            query sees are not read. The caller must also apply this limit to `mask`.
+        execution: how to compute the attention. Kernels need a cache with slots, and they ignore `paths`. The CPU
             kernel sums in the order of positions, so that the bits do not depend on which tokens are cached.
 
     Returns:
@@ -90,7 +90,7 @@ def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "
 
     Args:
         window: the tokens to read.
-        size: tokens that each token sees, including itself; None for all.
+        size: the number of tokens that each token sees, including itself; None for all.
 
     Returns:
         The mask, and the first position that each token sees; None for all.
@@ -195,11 +195,11 @@ def _near(
     paths: Int[Array, "B T D1"],
     groups: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """Gathers the last D + 1 tokens of each query's text, which ends with the query, from cache and window.
+    """Gathers the last D + 1 tokens of each query's text, which ends with the query, from the cache and the window.
 
     Returns:
-        Their keys and their values `[B, H, G T, D1, K]`, which of them exist `[B, 1, G T, D1]`, and the length of the
-        text before them `[B, 1, G T, 1]`.
+        The keys and the values of these tokens `[B, H, G T, D1, K]`, whether each token exists `[B, 1, G T, D1]`, and
+        the length of the text before these tokens `[B, 1, G T, 1]`.
     """
     batch, _, height = paths.shape
     height -= 1

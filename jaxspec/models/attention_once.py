@@ -10,11 +10,11 @@ from jaxspec.core.records import KV
 from jaxspec.core.sizes import BLOCK
 
 MAX_ELEMENTS = 2**25
-"""Largest number of elements of a layer's keys that are read at once. An H100 reads them in 20 us, which is the time to
-launch ten kernels."""
+"""The largest number of elements of a layer's keys that are read at once. An H100 reads them in 20 us, which is the
+time to launch ten kernels."""
 
 MAX_SUMMED_TOKENS = 16
-"""Largest number of tokens of a window whose scores are sums of products."""
+"""The largest number of tokens in a window whose scores are computed as sums of products."""
 
 
 def block_size(prefix: KV) -> int:
@@ -41,10 +41,11 @@ def attend_once(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The mixture of the window's values is a sum of products. So are the window's scores if the window has few tokens:
-    XLA would merge two matrix products that share an operand, and copy the cache's and the window's arrays next to each
-    other. With many tokens, the scores are a matrix product with operands of their own. The last barrier stops XLA from
-    fusing the scores into the concatenation, where one thread would compute each score and redo its rotary embedding.
+    The window's values are mixed by a sum of products, and not by a matrix product. The window's scores are also sums
+    of products if the window has few tokens: XLA would merge two matrix products that share an operand, and would copy
+    the cache's and the window's arrays next to each other. If the window has many tokens, its scores are a matrix
+    product with operands of their own. The last barrier stops XLA from fusing the scores into the concatenation, where
+    one thread would compute each score and redo its rotary embedding.
     """
     batch, heads, groups, tokens, width = queries.shape
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None

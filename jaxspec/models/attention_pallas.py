@@ -26,14 +26,16 @@ from jaxspec.core.sizes import BLOCK
 from jaxspec.errors import InvalidConfig
 
 GROUP = 32
-"""The part that is summed token by token begins at a multiple of so many slots. Also the tokens of a window in one
-product."""
+"""The part of a text that is summed token by token begins at a multiple of this number of slots. One product also reads
+this number of tokens of the window."""
 ROWS = {"tpu": 64, "gpu": 16}
-"""Number of queries in one product. A TPU reads the cache once for all queries; a GPU runs the products in parallel."""
+"""The number of queries in one product. A TPU reads the cache once for all queries; a GPU runs the products in
+parallel."""
 SLOTS = {"tpu": BLOCK, "gpu": 64}
-"""Number of slots in one product."""
+"""The number of slots in one product."""
 MAX_MASK_ELEMENTS = 2**18
-"""Largest number of queries of a head times tokens of the window: a TPU holds the mask in its memory on the chip."""
+"""The largest product of the number of queries of a head and the number of tokens in the window. The limit exists
+because a TPU holds the mask in its on-chip memory."""
 LOWEST = -1e30  # finite, because -inf - -inf is not a number
 
 Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
@@ -56,12 +58,12 @@ def attend_pallas(
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
-    The tokens of the window that a query sees must be the last ones of its text, in order.
+    The tokens of the window that a query sees must be the last tokens of its text, in order.
 
     Args:
         queries, prefix, layer, length, window, mask, scale, first_seen: see `attend`.
         platform: "tpu" or "gpu".
-        interpret: run the kernel as plain operations, on any device.
+        interpret: whether to run the kernel as plain operations, on any device.
 
     Raises:
         InvalidConfig: there is no kernel for this platform, type or width of heads.
@@ -80,7 +82,7 @@ def attend_pallas(
     spans = jnp.stack([begin, end, length, jnp.maximum(length // GROUP - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = jnp.concatenate([_padded(part, GROUP, 2) for part in window], 2)  # one array, of one launch on a GPU
+    own = jnp.concatenate([_padded(part, GROUP, 2) for part in window], 2)  # one array, which takes one launch on a GPU
     seen = _padded(_padded(seen, rows, 1), GROUP, 2)
     arrays = _padded(flat, rows, 2), *prefix, own, own, seen, _padded(limits, rows, 1)
     out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
@@ -105,7 +107,7 @@ def _padded(values: Array, multiple: int, axis: int) -> Array:
 
 
 def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) -> Array:
-    """Runs a step for each row, head and block of the text; the cache's blocks are fetched one ahead."""
+    """Runs a step for each row, head and block of the text; the cache's blocks are fetched one step ahead."""
     flat, keys, values, *others = arrays
     batch, heads, rows, width = flat.shape
     slots, window = keys.shape[3], others[0].shape[2] // 2
@@ -179,7 +181,7 @@ def _tpu_kernel(
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
-        # In float32, of which a single row can be read.
+        # In float32, because a single row of a float32 array can be read.
         pool[...] = jnp.concatenate([as_values(part[...]).astype(jnp.float32) for part in (v0, v1, own_v)])
 
         def finish(rows: Any) -> None:
@@ -253,7 +255,11 @@ def _nothing(rows: int, width: int) -> Sums:
 
 
 def _cached(limits: Any, rows: Any, start: Array, count: int, length: Array, before: bool) -> Array:
-    """Returns which of the slots from `start` each query sees: those before its near part, or those of that part."""
+    """Returns which of the `count` slots from `start` on each query sees.
+
+    A query sees slots before its near part if `before` is True, and slots in its near part otherwise. The near part
+    consists of the last tokens, which are added one after the other.
+    """
     first, near = (limits[rows, i : i + 1] for i in (0, 1))
     slots = start + lax.broadcasted_iota(jnp.int32, (first.shape[0], count), 1)
     part = slots < near if before else slots >= near
@@ -277,7 +283,7 @@ def _join(sums: Sums, queries: Array, keys: Array, values: Array, seen: Array) -
 
 
 def _own_scores(queries: Array, keys: Array, values: Array) -> Array:
-    """Returns the scores of the window's tokens: of one whose value is not finite no number, as 0 x inf is none."""
+    """Returns the scores of the window's tokens; NaN for tokens whose value is not finite, because 0 x inf is NaN."""
     return _dot(queries, keys, transposed=True) + _dot(jnp.zeros_like(queries), values, transposed=True)
 
 
@@ -295,7 +301,7 @@ def _finish(sums: Sums, parts: Sequence[TokenGroup]) -> Array:
         def add(i: Array, sums: tuple[Array, Array], weights=weights, columns=columns, value=value):
             weight = jnp.where(columns == i, weights, 0.0).sum(-1, keepdims=True)
             entry = value(i).astype(jnp.float32)
-            entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for those that do not see it
+            entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for queries that do not see the token
             return sums[0] + weight, sums[1] + weight * entry
 
         total, mixed = lax.fori_loop(0, GROUP, add, (total, mixed))

@@ -1,4 +1,4 @@
-"""The types of blocks of a GGUF file, without JAX; see `jaxspec.models.blocks` for what they mean."""
+"""The types of blocks in a GGUF file; see `jaxspec.models.blocks` for their meaning. Nothing here imports JAX."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ class Kind:
     """A type of blocks.
 
     Attributes:
-        bits: of a code.
-        offset: subtracted from codes.
-        unit: inputs that share float16 numbers.
-        part: inputs that share a scale.
+        bits: the number of bits of a code.
+        offset: the number that is subtracted from codes.
+        unit: the number of inputs that share float16 numbers.
+        part: the number of inputs that share a scale.
         minimum: whether blocks have a minimum.
-        factor: dtype of the whole numbers by which scales are multiplied, if `unit` is 256.
+        factor: the dtype of the whole numbers by which scales are multiplied, if `unit` is 256.
     """
 
     bits: int
@@ -29,7 +29,7 @@ class Kind:
 
     @property
     def factors(self) -> int:
-        """Number of whole numbers of scales, or of minimums, in a unit."""
+        """The number of whole numbers that a unit has for its scales, and again for its minimums."""
         return self.unit // self.part if self.unit > BLOCK else 0
 
     def bytes(self, outputs: int, inputs: int) -> int:
@@ -52,12 +52,13 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The numbers of a matrix in blocks, apart.
+    """The numbers of a matrix in blocks, as separate arrays.
 
     Attributes:
-        codes: uint8 `[O, I]`.
-        halves: float16 `[O, I / unit]`: scales and, if there are any, minimums.
-        whole: uint8 or int8 `[O, I / part]`, by which they are multiplied; none if the unit is a block.
+        codes: the codes, uint8 `[O, I]`.
+        halves: the scales and, if there are any, the minimums, float16 `[O, I / unit]`.
+        whole: the whole numbers by which `halves` are multiplied, uint8 or int8 `[O, I / part]`; empty if the unit is a
+            block.
     """
 
     codes: np.ndarray

@@ -1,16 +1,19 @@
 """Weight matrices in the blocks of a GGUF file, packed for the CPU kernels.
 
-A weight is `scale * (code - offset) + minimum`: its code has 4 to 8 bits, and a block of 32 inputs (in Q6_K a part of
-16) shares scale and minimum. These are float16; in the types whose name ends with K, a float16 number for 256 inputs
-times a whole number for each block. All of them are kept, so the weights are exactly those of the file.
+A weight is `scale * (code - offset) + minimum`: its code has 4 to 8 bits, and the inputs of a block of 32 (in Q6_K, of
+a part of 16) share the scale and the minimum. Scale and minimum are float16 numbers. In the types whose names end with
+K, they are products of a float16 number for 256 inputs and a whole number for each block. All of these numbers are
+kept, so the weights are exactly the weights of the file.
 
 A matrix `[O, I]` is stored as `[O / 16, I / u, bytes]`, in units of 16 outputs by u inputs that share float16 numbers,
-32 or 256. A unit holds, for each of its 16 outputs: float16 scale; float16 minimum; whole numbers of the scales of its
-blocks; those of the minimums; then block after block the codes, where inputs 4 k to 4 k + 3 form group k of 8. Codes of
-8 bits are stored one group after another, others as nibbles, group k low and group k + 4 high, followed by the bits
-above the nibble in planes: one of the 8 groups' fifth bits, or two of 4 groups' fifth and sixth bits.
+where u is 32 or 256. A unit holds these fields in this order, each for all of its 16 outputs: the float16 scale, the
+float16 minimum, the whole numbers for the scales of its blocks, the whole numbers for their minimums, and the codes of
+block after block, where inputs 4 k to 4 k + 3 form group k of 8. Codes of 8 bits are stored one group after another.
+Shorter codes are stored as nibbles, with group k in the low and group k + 4 in the high nibbles. Planes with the bits
+above the nibble follow: one plane with the fifth bits of 8 groups, or two planes with the fifth and sixth bits of 4
+groups each.
 
-The kernels round the rows of a product to int8, with one scale for each 32 values.
+The kernels round the rows of the other factor of a product to int8, with one scale for each 32 values.
 """
 
 import dataclasses
@@ -36,10 +39,10 @@ class Blocks:
     """A packed weight matrix `[O, I]`, or several one below the other, of different types.
 
     Attributes:
-        parts: uint8 `[O / 16, I / unit, bytes]` of each matrix.
-        kinds: the type of each, a key of `KINDS`.
-        outputs: O of each.
-        inputs: I.
+        parts: the units of each matrix, uint8 `[O / 16, I / unit, bytes]`.
+        kinds: the type of each matrix, a key of `KINDS`.
+        outputs: O of each matrix.
+        inputs: I of all matrices.
     """
 
     parts: tuple[Any, ...]
@@ -55,7 +58,7 @@ class Blocks:
 
     @classmethod
     def stack(cls, matrices: Sequence["Blocks"]) -> "Blocks":
-        """Puts matrices with equally many inputs one below the other."""
+        """Stacks matrices with the same number of inputs, one below the other."""
         parts, kinds, outputs = [], [], []
         for one in matrices:
             for part, kind, number in zip(one.parts, one.kinds, one.outputs):
@@ -103,7 +106,7 @@ class Blocks:
         return self.unpack().astype(dtype)
 
     def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
-        """Returns `x @ matrix.T`; see the module for how its rows are rounded."""
+        """Returns `x @ matrix.T`; the docstring of the module says how the rows of `x` are rounded."""
         return product(x, self, fused)
 
     def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
@@ -140,7 +143,7 @@ def _pack(kind: Kind, split: Split) -> np.ndarray:
 
 
 def _fields(kind: Kind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b n c L w"]]:
-    """Returns the fields of units `[*b, n, bytes]`: of all 16 outputs, or of one of each, given `[*b]`."""
+    """Returns the fields of units `[*b, n, bytes]`: of all 16 outputs, or of the output number `lane` `[*b]`."""
     numbers = 1 + kind.minimum
     sizes = [(1, 2)] * numbers + [(kind.factors, 1)] * (numbers if kind.factors else 0)
     found, at = [], 0
@@ -155,7 +158,7 @@ def _fields(kind: Kind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b 
 
 
 def _decode(kind: Kind, units: Any, lane: Any = None) -> Float[Array, "*b I"]:
-    """Decodes units `[*b, I / u, bytes]` to float32: all outputs `[*b, 16, I]`, or one of each, `[*b, I]`."""
+    """Decodes units `[*b, I / u, bytes]` to float32: all outputs `[*b, 16, I]`, or the outputs `lane`, `[*b, I]`."""
     *numbers, codes = _fields(kind, units, lane)
     halves = [lax.bitcast_convert_type(field, jnp.float16).astype(jnp.float32) for field in numbers[: 1 + kind.minimum]]
     if kind.factors:

@@ -1,8 +1,9 @@
 """The columns of fused matrices: in the order of the file, or grouped by device.
 
-`qkv` holds the projections of queries, keys and values side by side, `gate_up` those of gates and units. A model that
-is split over devices has the columns of each device together (`jaxspec.models.sharding`). Whatever reads parameters as
-those of a file (saving, exports, checksums, other placements) reads them through `file_order`.
+`qkv` holds the projections of queries, keys and values side by side, and `gate_up` holds the gate and up projections. A
+model that is split over devices has the columns of each device together (`jaxspec.models.sharding`). All code that
+needs the parameters in the order of the file (saving, exports, checksums, other placements) reads them through
+`file_order`.
 """
 
 import functools
@@ -48,7 +49,7 @@ def file_order(lm: Any, params: Params) -> Params:
 
     Args:
         lm: the network; only a `TransformerLM` that is split over devices has parameters in another order.
-        params: its parameters.
+        params: the parameters of the network.
     """
     if not isinstance(lm, TransformerLM) or lm.execution.shards == 1:
         return params
@@ -62,7 +63,7 @@ def file_order(lm: Any, params: Params) -> Params:
 
 
 def gather(lm: Any, params: Params) -> tuple[Any, Params]:
-    """Returns a network that is split over devices, and its parameters, as those of the default device.
+    """Returns a network that is split over devices, and its parameters, as a network on the default device.
 
     A network that is not split is returned unchanged.
     """
@@ -73,7 +74,7 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
 
 
 def _widths(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the widths of a fused parameter's projections, in units that a device has whole."""
+    """Returns the widths of a fused parameter's projections, in units that are not split between devices."""
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     return heads if name.startswith("qkv") else (1, 1)
 

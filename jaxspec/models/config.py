@@ -11,27 +11,28 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of one model; hashable, so that it can be a static argument.
+    """Sizes and constants of one model. It is hashable, so that it can be a static argument.
 
     Attributes:
-        vocab_size: V, rows of the embedding and of the output head.
-        hidden_size: E, width of the residual stream and of the features.
-        intermediate_size: F, width of the gated MLP.
-        num_layers: L, transformer blocks.
-        num_heads: query heads; a multiple of `num_kv_heads`.
-        num_kv_heads: H, key/value heads.
-        head_dim: K, width of a head; even, for rotary embeddings.
-        norm_eps: epsilon of every RMSNorm.
+        vocab_size: V, the number of rows of the embedding and of the output head.
+        hidden_size: E, the width of the residual stream and of the features.
+        intermediate_size: F, the width of the gated MLP.
+        num_layers: L, the number of transformer blocks.
+        num_heads: the number of query heads; a multiple of `num_kv_heads`.
+        num_kv_heads: H, the number of key/value heads.
+        head_dim: K, the width of a head, which is even because of rotary embeddings.
+        norm_eps: the epsilon of every RMSNorm.
         tie_embeddings: whether the output head is the embedding.
-        max_position: context length in tokens.
-        rope: rotary position embeddings.
-        window: tokens that a layer with sliding-window attention sees, including the token itself; None if there is no
-            such layer.
+        max_position: the context length in tokens.
+        rope: the rotary position embeddings.
+        window: the number of tokens that a token sees in a layer with sliding-window attention, including the token
+            itself; None if there is no such layer.
         windowed: for each layer, whether its attention is windowed; empty for all layers if `window` is set.
-        window_rope: rotary position embeddings of the windowed layers; None if they are those of the others.
-        activation: activation of the gated MLP: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
-        embed_scale: factor applied to the embeddings.
-        query_scale: factor applied to the attention scores; None for `head_dim ** -0.5`.
+        window_rope: the rotary position embeddings of the windowed layers; None if they are the same as in the other
+            layers.
+        activation: the activation of the gated MLP: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
+        embed_scale: the factor that is applied to the embeddings.
+        query_scale: the factor that is applied to the attention scores; None for `head_dim ** -0.5`.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
         qk_norm: whether an RMSNorm is applied to each head's queries and keys.
         post_norms: whether an RMSNorm is applied to the outputs of attention and MLP, before the residual addition.
@@ -111,8 +112,8 @@ class ModelConfig:
         """Returns the name and shape of every parameter.
 
         Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
-        fused into one matrix (`qkv`, in that order), gate and up projections into another (`gate_up`). Names are
-        dotted paths into the parameter tree, such as `layers.3.qkv`.
+        fused into one matrix (`qkv`, in that order), and gate and up projections into another matrix (`gate_up`). Names
+        are dotted paths into the parameter tree, such as `layers.3.qkv`.
         """
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):

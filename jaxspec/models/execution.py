@@ -1,4 +1,4 @@
-"""How a network runs: what changes its speed and how sums are rounded, but not what is computed."""
+"""How a network runs: settings that change its speed and the rounding of sums, but not what is computed."""
 
 import dataclasses
 
@@ -16,16 +16,16 @@ class Execution:
 
     Attributes:
         kernels: use the CPU kernels for attention, norms and heads in programs for a CPU; packed matrices
-            (`jaxspec.models.packed`) always do.
-        shards: number of devices that share a layer, by which the columns of fused matrices are grouped; see
+            (`jaxspec.models.packed`) always use them.
+        shards: the number of devices that share a layer, by which the columns of fused matrices are grouped; see
             `jaxspec.models.columns.group_by_shard`.
         attention: "xla" for XLA's own operations, or "pallas" for a kernel on a TPU or GPU; see
             `jaxspec.models.attention_pallas`.
-        platform: platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device. A cache stores
-            bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
+        platform: the platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device. A cache
+            stores bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
 
     Raises:
-        InvalidConfig: there is no such attention, or several devices would share the kernel of attention.
+        InvalidConfig: there is no attention of this name, or several devices would share the attention kernel.
     """
 
     kernels: bool = False

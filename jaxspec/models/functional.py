@@ -1,7 +1,7 @@
 """Language models made of functions that map whole texts to logits: plain functions, NNX modules, Linen modules.
 
 Such a model has no keys and values: the cache holds tokens, and each node's path is evaluated as a row of its own. This
-suits toys and first experiments; a model that must be fast implements `LanguageModel` itself.
+suits toy models and first experiments. A model that must be fast implements `LanguageModel` itself.
 """
 
 import dataclasses
@@ -111,7 +111,8 @@ def from_flax(
         The language model and its parameters.
 
     Raises:
-        InvalidConfig: `module` is neither, a Linen module lacks `variables`, or an NNX module has them.
+        InvalidConfig: `module` is neither an NNX nor a Linen module, a Linen module lacks `variables`, or `variables`
+            were passed for an NNX module.
     """
     from flax import linen, nnx
 

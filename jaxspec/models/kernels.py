@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 def with_kernels(model: "Model") -> "Model":
     """Returns the model with packed matrices, which runs on jaxspec's CPU kernels.
 
-    `jaxspec.load` does this by default. The model is the same but for the rounding of sums; with int8 weights,
-    activations are rounded to int8, too.
+    `jaxspec.load` does this by default. The model is the same except for the rounding of sums. With int8 weights,
+    activations are also rounded to int8.
 
     Args:
-        model: a model of a `TransformerLM`; one that is split over devices is put together on the default device.
+        model: a model of a `TransformerLM`. A model that is split over devices is gathered on the default device.
 
     Raises:
-        InvalidConfig: the kernels are not available, or the network is another one.
+        InvalidConfig: the kernels are not available, or the network is not a `TransformerLM`.
     """
     lm: Any = getattr(model, "lm", None)
     if not isinstance(lm, TransformerLM):
@@ -40,10 +40,11 @@ def with_kernels(model: "Model") -> "Model":
 
 
 def without_kernels(model: "Model") -> "Model":
-    """Returns the model with matrices as arrays, which runs on XLA's own operations; the model itself if it does.
+    """Returns the model with matrices as arrays, to run on XLA's own operations; the model itself if it already does.
 
     Raises:
-        InvalidConfig: its weights are in the blocks of a GGUF file, which only the kernels multiply, or it is no model.
+        InvalidConfig: `model` is not a `Model`, or its weights are in the blocks of a GGUF file, which only the kernels
+            multiply.
     """
     if not isinstance(lm := getattr(model, "lm", None), LanguageModel):
         raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")

@@ -51,7 +51,8 @@ def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> F
 
     XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies
     the table on every call. With the barrier the table depends on the tokens, and only the gathered rows are converted.
-    XLA:GPU lowers a gather of one row to a slice, and all-gathers a sharded table for it; so two rows are gathered.
+    XLA:GPU lowers a gather of one row to a slice, and all-gathers a sharded table for it. Two rows are therefore
+    gathered.
     """
     table, tokens = lax.optimization_barrier((table, tokens))
     if tokens.size == 1 and not isinstance(table, Matrix):
@@ -87,11 +88,11 @@ def split_heads(
 
     Args:
         projected: for each shard, its queries, G for each key, then its keys, then its values.
-        rotation: of the tokens' positions, see `rotation`.
-        shared: number H of heads of keys and values.
-        width: K.
-        dtype: of the result.
-        norms: of queries and keys.
+        rotation: the cosines and sines of the tokens' positions, see `rotation`.
+        shared: H, the number of heads of keys and values.
+        width: K, the width of a head.
+        dtype: the dtype of the result.
+        norms: the norms of queries and keys, each None if there is none.
         execution: whether to use the CPU kernel, and how many devices share the layer.
     """
     (batch, tokens, size), shards = projected.shape, execution.shards

@@ -22,12 +22,13 @@ class Model:
 
     Attributes:
         lm: the network: any hashable object with the methods of `LanguageModel`.
-        params: its parameters, a pytree of arrays.
+        params: the parameters of the network, a pytree of arrays.
         tokenizer: None for a model that only maps token ids.
         chat_template: None if the model has none.
-        stop_ids: token ids that end a text.
-        name: the name in tables and messages.
-        preset: name of the preset it was loaded from, whose draft model and heads are then the default; None otherwise.
+        stop_ids: the token ids that end a text.
+        name: the name of the model in tables and messages.
+        preset: the name of the preset that the model was loaded from, whose draft model and heads are then the default;
+            None for other models.
         settings: facts that the model's file states, by the file's own names, such as the entries of config.json. A
             drafter reads what it needs, such as the mask token of a PARD model (`pard_token`).
 
@@ -74,7 +75,7 @@ class Model:
 
         Args:
             text: the text.
-            begins: whether it is the beginning of a text, and not what continues another; see `Tokenizer.encode`.
+            begins: True if this is the beginning of a text, False if it continues another text; see `Tokenizer.encode`.
 
         Raises:
             MissingTokenizer: the model has no tokenizer.

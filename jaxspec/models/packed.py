@@ -2,8 +2,8 @@
 
 A matrix `[O, I]` is stored as `[O / 16, I / g, 16, g]`, padded with zeros, where g values fill four bytes: 1 of
 float32, 2 of bfloat16, 4 of int8 (I is then padded to a multiple of 32). Int8 values are stored as uint8, with 128
-added. A product first rounds its rows: to bfloat16 if the matrix is bfloat16; to int8 if it is int8, with one scale for
-each 32 values (the largest magnitude is 127 steps), as llama.cpp does.
+added. A product first rounds the rows of the other factor. It rounds them to bfloat16 if the matrix is bfloat16, and to
+int8 if the matrix is int8, with one scale for each 32 values (the largest magnitude is 127 steps), as llama.cpp does.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Packed:
         return self.unpack().astype(dtype)
 
     def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
-        """Returns `x @ matrix.T`, accumulated in float32; see the module for how its rows are rounded."""
+        """Returns `x @ matrix.T`, accumulated in float32; see the module for the rounding of `x`."""
         return product(x, self, fused)
 
     def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
@@ -128,7 +128,7 @@ def pack(params: Params) -> Params:
 
 
 def unpack(params: Params) -> Params:
-    """Returns parameters with no matrix packed."""
+    """Returns a transformer's parameters with every matrix unpacked."""
     return _map(unpack_param, params)
 
 
@@ -141,7 +141,7 @@ def _map(convert: Callable[[str, Any], Any], params: Params) -> Params:
 
 
 def take_rows(table: Float[Array, "V E"] | Matrix, rows: Int[Array, "R"]) -> Any:
-    """Returns some rows of a table; those of blocks stay in blocks."""
+    """Returns some rows of a table. The rows of a table in blocks stay in blocks."""
     return table.take(rows) if isinstance(table, Blocks) else table[rows]
 
 

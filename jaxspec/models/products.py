@@ -18,7 +18,7 @@ class Multipliable(Protocol):
     """A weight matrix `[O, I]`, as a pytree."""
 
     def multiply(self, x: Array, fused: Fused) -> Array:
-        """Returns `x @ matrix.T` with what `fused` adds, computed by the kernel."""
+        """Returns `x @ matrix.T` with the operations of `fused`, computed by the kernel."""
         ...
 
     def unpack(self) -> Any:
@@ -32,7 +32,7 @@ class Multipliable(Protocol):
 
 @jax.custom_jvp
 def product(x: Array, matrix: Multipliable, fused: Fused) -> Array:
-    """Returns `x @ matrix.T` with what `fused` adds, computed by the kernel if the program runs on a CPU with it."""
+    """Returns `x @ matrix.T` with the operations of `fused`, computed by the kernel on a CPU if it is available."""
     kernel = _with_kernel if available() else _with_xla
     return lax.platform_dependent(x, matrix, fused, cpu=kernel, default=_with_xla)
 
@@ -67,7 +67,7 @@ def _with_kernel(x: Array, matrix: Multipliable, fused: Fused) -> Array:
 
 @_with_kernel.def_vmap
 def _batched(size: int, mapped: Sequence[Any], x: Array, matrix: Multipliable, fused: Fused) -> tuple[Array, bool]:
-    # Rows of the mapped axis count like other rows.
+    # Rows of the mapped axis are multiplied like other rows.
     if any(jax.tree.leaves((mapped[1], mapped[2]._replace(residual=None)))):  # several models at once
         axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(mapped))
         return jax.vmap(_with_xla, axes)(x, matrix, fused), True

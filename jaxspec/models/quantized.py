@@ -1,8 +1,8 @@
 """Int8 quantization of weight matrices.
 
 Each output channel has one float32 scale: absmax quantization to 127 steps (vector-wise, Dettmers et al. 2022,
-arXiv:2208.07339, section 3). A quantized model is a different model, close to the original; every guarantee holds for
-it.
+arXiv:2208.07339, section 3). A quantized model is a different model, close to the original. Every guarantee holds for
+the quantized model.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def quantize(params: Params) -> Params:
 
 
 def _rows_of_tiles(values: Int8[Array, "O I"], rows: Int[Array, "*n"]) -> Int8[Array, "*n I"]:
-    """Returns rows of a table, read with their tiles: XLA:TPU copies the table to read rows alone."""
+    """Returns rows of a table, which are read with their tiles because XLA:TPU copies the table to read single rows."""
     tiles = values.reshape(-1, TILE, values.shape[1])[rows // TILE]
     own = rows[..., None] % TILE == jnp.arange(TILE)
     return jnp.where(own[..., None], tiles, 0).sum(-2, dtype=values.dtype)
@@ -93,7 +93,7 @@ def _on_cpu(x: Array, values: Array) -> Array:
         part, rows = lax.optimization_barrier((part, x))
         return jnp.matmul(rows, part.T.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
-    # Without loop and barrier XLA holds all weights in float32 at once.
+    # Without the loop and the barrier, XLA holds all weights in float32 at once.
     outputs, inputs = values.shape
     count = math.gcd(outputs, 64)
     parts = lax.map(tile, values.reshape(count, outputs // count, inputs))

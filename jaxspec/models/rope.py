@@ -2,7 +2,7 @@
 
 The angle of frequency `i` at position `t` is `t / (divisors[i] * theta ** (2 i / width))`; cosines and sines are
 multiplied by `scale` (Su et al. 2021, arXiv:2104.09864). The functions below compute divisors and scale from the
-settings of published checkpoints. No JAX.
+settings of published checkpoints. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ class Rope:
     """Rotary position embeddings of one kind of layer; hashable.
 
     Attributes:
-        theta: base of the frequencies.
-        width: number of a head's leading entries that are rotated; None for all.
-        divisors: divisor of each frequency; empty for none.
-        scale: factor of cosines and sines.
+        theta: the base of the frequencies.
+        width: the number of leading entries of a head that are rotated; None for all.
+        divisors: the divisor of each frequency; empty for no divisors.
+        scale: the factor of cosines and sines.
     """
 
     theta: float = 10000.0
@@ -45,7 +45,7 @@ class Rope:
             raise InvalidConfig("the divisors of the rotary frequencies must be positive and finite")
 
     def check(self, head_dim: int) -> None:
-        """Raises InvalidConfig unless it fits heads of this width."""
+        """Raises InvalidConfig unless these embeddings fit heads of this width."""
         width = head_dim if self.width is None else self.width
         if width > head_dim:
             raise InvalidConfig(f"rotary positions of width {width} do not fit a head of {head_dim}")
@@ -71,7 +71,7 @@ def llama3(
 ) -> tuple[float, ...]:
     """Returns the divisors of Llama 3.1.
 
-    Wavelengths above `original / low_freq_factor` are stretched by `factor`, those below
+    Wavelengths above `original / low_freq_factor` are stretched by `factor`, wavelengths below
     `original / high_freq_factor` are unchanged, and frequencies in between are interpolated.
     """
     turns = original * theta ** (-np.arange(0, width, 2) / width) / (2 * math.pi)  # in the original context
@@ -90,8 +90,8 @@ def yarn(
 ) -> tuple[float, ...]:
     """Returns the divisors of YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
-    Frequencies with fewer than `beta_slow` turns in the original context are stretched by `factor`, those with more
-    than `beta_fast` are unchanged, with a linear ramp over the index in between.
+    Frequencies with fewer than `beta_slow` rotations in the original context are stretched by `factor`, and frequencies
+    with more than `beta_fast` rotations are unchanged. In between, a linear ramp over the index joins the two.
     """
 
     def index_of(turns: float) -> float:

@@ -49,7 +49,7 @@ class Gate:
 
     Attributes:
         name: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), also in `jaxspec.kernels.calls.PREPARATIONS`.
-        shards: parts of a row, one after another, that have halves of their own.
+        shards: the number of parts of a row; each part has two halves of its own.
     """
 
     name: str = dataclasses.field(metadata={"static": True})
@@ -64,12 +64,12 @@ class Gate:
 
 
 class Fused(NamedTuple):
-    """Operations that a matrix product includes: it prepares its rows, and adds to its outputs.
+    """Operations that a matrix product includes: it first prepares the rows, and then adds to the outputs.
 
     Attributes:
-        before: applied to the rows.
-        bias: `[O]`, added to every row's outputs.
-        residual: `[N, O]`, added last.
+        before: the operation that is applied to the rows.
+        bias: the bias `[O]`, which is added to every row's outputs.
+        residual: the residual stream `[N, O]`, which is added last.
     """
 
     before: Norm | Gate | None = None

@@ -1,7 +1,7 @@
 """Tensor parallelism: each layer's matrices are split over the devices of the mesh axis "model".
 
-The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): projections into heads and MLP
-units by columns, projections out of them by rows, and embedding tables by tokens.
+The split follows Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): projections into heads and MLP units
+by columns, projections out of them by rows, and embedding tables by tokens.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     other than `TransformerLM` are replicated. The CPU kernels are used on CPU devices that share no layer.
 
     Raises:
-        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its attention is that
-            of one device.
+        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its attention kernel
+            runs on one device only.
     """
     check(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
@@ -73,14 +73,14 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def follow_platform(model: "Model", leader: "Model") -> "Model":
-    """Returns a model that runs on the platform of another one, such as a draft model on that of its target."""
+    """Returns a model that runs on the platform of another one, such as a draft model on its target's."""
     if not isinstance(model.lm, TransformerLM) or not isinstance(leader.lm, TransformerLM):
         return model
     return dataclasses.replace(model, lm=model.lm.with_execution(platform=leader.lm.execution.platform))
 
 
 def as_loaded(model: "Model") -> "Model":
-    """Returns a model on the kernels that `load` uses by default: on a CPU, those of jaxspec if they are available."""
+    """Returns a model on the kernels that `load` uses by default: on a CPU, jaxspec's kernels if they are available."""
     lm = model.lm
     if not isinstance(lm, TransformerLM) or lm.execution.attention != "xla":
         return model
@@ -117,11 +117,12 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
     """Places one parameter on the mesh. Each device receives only its part of a NumPy array.
 
     Args:
-        name: last part of the parameter's name, which decides the split.
+        name: the last part of the parameter's name, which decides the split.
         leaf: an array or a `Matrix`.
         config: the model's configuration.
         mesh: the devices.
-        shards: number of parts in which the columns of a fused matrix are grouped already: 1, or those of the mesh.
+        shards: the number of parts in which the columns of a fused matrix are grouped already: 1, or the number of
+            devices on the axis "model" of the mesh.
     """
     size = mesh.shape[MODEL]
     if is_packed(leaf):

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family in Flax NNX, and its adapter to `LanguageModel`.
 
-RMSNorm, rotary position embeddings (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer
-2020), and the variations of related families; see `ModelConfig`. The module holds parameters only, as plain arrays;
-caches are arguments.
+The transformer has RMSNorm, rotary position embeddings (Su et al. 2021), grouped-query attention (Ainslie et al. 2023),
+SwiGLU (Shazeer 2020), and the variations of related families; see `ModelConfig`. The module holds parameters only, as
+plain arrays; caches are arguments.
 """
 
 import dataclasses
@@ -84,13 +84,14 @@ class TransformerLM:
     """A `LanguageModel` of the Llama family, whose parameters are the pure dict of the module's state.
 
     Attributes:
-        config: sizes and constants.
-        dtype: dtype of the cache.
-        layers: number of layers before the final norm and the head, for early exit; None for all.
-        known: number of ids at the start of the vocabulary that stand for tokens, the rest being padding; None for all.
-        taps: numbers of layers after which the residual stream is part of the features; see
+        config: the sizes and constants of the model.
+        dtype: the dtype of the cache.
+        layers: the number of layers before the final norm and the head, for early exit; None for all.
+        known: the number of ids at the start of the vocabulary that stand for tokens, while the other ids are padding;
+            None for all.
+        taps: the numbers of the layers after which the residual stream is part of the features; see
             `jaxspec.core.networks.TappedTarget`.
-        execution: how its operations run.
+        execution: how the operations of the network run.
 
     Raises:
         InvalidConfig: there is no such layer to tap.

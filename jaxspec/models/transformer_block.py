@@ -77,11 +77,11 @@ class Block(nnx.Module):
         return self.mlp(x), new
 
     def norm_of(self, scale: nnx.Param | None) -> Norm | None:
-        """Returns the RMSNorm with this scale, if there is one."""
+        """Returns the RMSNorm with this scale; None without a scale."""
         return None if scale is None else Norm(scale[...], self.config.norm_eps, self.execution.kernels)
 
     def norm(self, x: Float[Array, "*b E"], scale: nnx.Param | None) -> Float[Array, "*b E"]:
-        """Applies RMSNorm, if there is one."""
+        """Applies RMSNorm, if there is a scale."""
         norm = self.norm_of(scale)
         return x if norm is None else norm(x)
 

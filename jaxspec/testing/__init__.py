@@ -1,4 +1,4 @@
-"""Toy models with known laws, and checks that a rule, a drafter or a decoder is correct; public, for your own tests."""
+"""Toy models with known laws, and checks that a rule, a drafter or a decoder is correct, for your own tests."""
 
 from jaxspec.analysis.enumeration import Law as Law
 from jaxspec.analysis.enumeration import accepted_length as accepted_length

@@ -30,7 +30,7 @@ def check_drafter(
 
     Args:
         drafter: the drafter.
-        params: its parameters.
+        params: the parameters of the drafter.
         target: the target, with `target_params`.
         target_params: the target's parameters.
         prompts: token ids of each row.

@@ -40,7 +40,8 @@ def g_test(counts: Any, law: Any, *, min_expected: float = 10.0, max_cells: int 
     Args:
         counts: the number of samples in each cell.
         law: the probability of each cell, of the same shape; they sum to 1.
-        min_expected: expected samples per pooled cell. Below about 5 the chi-squared approximation is poor.
+        min_expected: the number of expected samples per pooled cell. Below about 5 the chi-squared approximation is
+            poor.
         max_cells: the largest number of pooled cells. Fewer cells make a given bias easier to detect.
         sort_by: values to sort the cells by; None for their probabilities. The ratio of the draft's to the target's
             law keeps a bias towards the draft from averaging out within a pool.
@@ -68,8 +69,8 @@ def g_test(counts: Any, law: Any, *, min_expected: float = 10.0, max_cells: int 
 def detectable(samples: int, cells: int, alpha: float = 1e-6, power: float = 0.999) -> float:
     """Returns the total variation that a G-test at significance level `alpha` detects with probability `power`.
 
-    This is for a bias that makes half of the cells too likely, and the other half too unlikely, by one factor. A bias
-    concentrated in a few cells is detected when it is smaller.
+    This holds for a bias that makes half of the cells too likely and the other half too unlikely, all by one factor. A
+    bias concentrated in a few cells is detected when it is smaller.
     """
     if cells < 2:
         return 1.0
@@ -83,7 +84,10 @@ def detectable(samples: int, cells: int, alpha: float = 1e-6, power: float = 0.9
 
 
 def holm(values: Iterable[float]) -> list[float]:
-    """Returns p-values adjusted for multiple tests (Holm 1979): any is below alpha with probability at most alpha."""
+    """Returns p-values adjusted for multiple tests (Holm 1979).
+
+    If all null hypotheses are true, the probability that any adjusted value is below alpha is at most alpha.
+    """
     values = list(values)
     adjusted, highest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -116,12 +120,12 @@ def sample_texts(
 
     Args:
         decoder: the decoder.
-        weights: its weights.
+        weights: the parameters of the decoder's target and drafter.
         prompt: token ids.
         length: the number of tokens of every text.
         sampling: the sampling settings of all rows.
         samples: the number of texts, rounded up to whole batches.
-        seed: seed of the keys.
+        seed: the seed of the keys.
         stops: tokens that end a text.
         batch: the number of texts decoded at a time.
     """

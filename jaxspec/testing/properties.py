@@ -35,12 +35,12 @@ class Cases(NamedTuple):
 def check_rule(rule: Rule, seed: int = 0) -> None:
     """Checks every property of a rule, on a chain and a tree, for drafts with laws and for point masses.
 
-    Trees that the rule refuses, and point masses if it needs the draft's law, are skipped. How much a rule accepts is
-    not checked, so a lossless rule passes that accepts less than it could.
+    Trees that the rule refuses, and point masses if it needs the draft's law, are skipped. The acceptance rate is not
+    checked, so a lossless rule that accepts less than it could passes all checks.
 
     Args:
         rule: the rule, a frozen dataclass.
-        seed: seed of the random proposals and laws.
+        seed: the seed of the random proposals and laws.
 
     Raises:
         AssertionError: a property does not hold; the message names it.
@@ -71,7 +71,7 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
 
 
 def check_refuses_dynamic_trees(rule: Rule) -> None:
-    """Checks that a rule that weighs sampled drafts refuses trees that keep only the likeliest of them."""
+    """Checks that a rule that weighs sampled drafts refuses trees that keep only the most likely drafts."""
     try:
         rule.check(dynamic(1, 3, 4).shape)
     except InvalidConfig:
@@ -83,12 +83,12 @@ def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases:
     """Returns random proposals with sparse random laws.
 
     Siblings are distinct and have a positive probability under the draft. A quarter of the tokens are missing (-1);
-    nodes below a missing one keep their tokens, as in a drafter that draws whole levels.
+    nodes below a missing token keep their tokens, as in a drafter that draws whole levels.
 
     Args:
         topology: the tree of all proposals.
-        seed: seed of the random numbers.
-        sampled: include the draft's laws; otherwise the drafted tokens are point masses.
+        seed: the seed of the random numbers.
+        sampled: whether to include the draft's laws; otherwise the drafted tokens are point masses.
         cases: the number of proposals, M.
     """
     rng, nodes, tree = np.random.default_rng(seed), topology.shape.nodes, topology.tree
@@ -186,7 +186,8 @@ def check_unreached_nodes_are_ignored(rule: Rule, cases: Cases) -> None:
 def check_greedy_rows(rule: Rule, cases: Cases) -> None:
     """Checks that the text of a greedy target, whose laws are point masses, does not depend on the proposal.
 
-    A rule may accept less of the greedy path than was proposed: the token after it is then the one that was proposed.
+    A rule may accept less of the greedy path than was proposed: the token after the accepted part is then the proposed
+    token.
     """
     point = cases.law.argmax(-1)
     law = np.where(np.arange(VOCAB) == point[..., None], 0.0, -np.inf).astype(cases.law.dtype)
@@ -204,7 +205,7 @@ def check_padding_order_is_ignored(rule: Rule, cases: Cases, topology: Topology)
     """Checks that moving missing siblings, and all nodes below them, to the end changes nothing."""
     tokens = np.asarray(cases.proposal.tokens)
     live, parents = _reachable(cases), np.asarray(topology.parents)
-    order = np.zeros_like(tokens)  # the old id of each new one
+    order = np.zeros_like(tokens)  # the old id of each new node
     moved = np.zeros_like(tokens)
     for m, alive in enumerate(live):
         new: dict[Any, int] = {-1: -1, 0: 0}

@@ -33,9 +33,9 @@ TIE_GAP = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class TableLM:
-    """A Markov model: a table has the logits after the last `order` tokens.
+    """A Markov model: a table holds the logits after the last `order` tokens.
 
-    It also counts the visible tokens: where their number does not match the position, the logits are negated.
+    The model also counts the visible tokens. Where their number does not match the position, the logits are negated.
 
     Attributes:
         vocab: V. The table has V^(order + 1) entries, and V^2 more for texts of one token if the order is 2.
@@ -96,7 +96,7 @@ def model_law(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling
     Args:
         lm: any language model with a small vocabulary: all texts of one length are read in one call.
         params: its parameters.
-        prompt: token ids; the law is that of the tokens after them.
+        prompt: the token ids of the prompt; the law describes the tokens after it.
         sampling: the sampling settings.
     """
 
@@ -131,9 +131,9 @@ def _logits(lm: LanguageModel, params: Params, tokens: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedDrafter:
-    """A drafter whose parameters `[V, N]` are the tokens to propose after each token, of any value.
+    """A drafter whose parameters `[V, N]` are the tokens to propose after each token; they may have any value.
 
-    The tokens are point masses. The state counts the tokens absorbed.
+    The tokens are point masses. The state is the number of absorbed tokens.
 
     Attributes:
         tree: the topology of the proposals.
