@@ -30,7 +30,7 @@ FLAGS = (
 
 
 def describe() -> dict:
-    """Returns versions and machine for JSON; `date` is now, in UTC."""
+    """Returns the versions and the machine for JSON. `date` is the current time in UTC."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -43,13 +43,13 @@ def describe() -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that decide what is compiled: Python's, JAX's, jaxlib's, jaxspec's."""
+    """Returns the versions of Python, JAX, jaxlib and jaxspec, which decide what is compiled."""
     own = {"python": platform.python_version(), "jaxspec": jaxspec.__version__}
     return own | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
 def machine() -> dict:
-    """Returns what decides how fast this machine is, without its name."""
+    """Returns the properties that decide how fast this machine is, without the name of the host."""
     device = jax.devices()[0]
     return {
         "cpu": cpu_model(),
@@ -65,7 +65,7 @@ def machine() -> dict:
 def commit() -> tuple[str | None, bool]:
     """Returns the commit of the checkout that jaxspec is imported from, and whether package or scripts differ from it.
 
-    The commit is None where jaxspec is installed outside of a checkout, or git is missing.
+    The commit is None if jaxspec is installed outside of a checkout, or if git is missing.
     """
     root = pathlib.Path(jaxspec.__file__).parents[1]
 
@@ -82,7 +82,7 @@ def commit() -> tuple[str | None, bool]:
 
 
 def peak_memory() -> int | None:
-    """Returns the most bytes of main memory that this process has had; None where the system does not say."""
+    """Returns the peak main memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -92,7 +92,7 @@ def peak_memory() -> int | None:
 
 
 def memory_gib() -> int | None:
-    """Returns the main memory in GiB, rounded; None where the system does not say."""
+    """Returns the main memory in GiB, rounded; None if the system does not report it."""
     try:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
     except (AttributeError, OSError, ValueError):
@@ -109,7 +109,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _cpu_info(name: str) -> str | None:
-    """Returns the first line of that name in Linux's description of its CPUs."""
+    """Returns the value of the first line named `name` in Linux's description of its CPUs; None if there is none."""
     try:
         line = re.search(rf"^{name}\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -49,7 +49,7 @@ def certify(
     target = setup.target
     sampling = inputs.mask_padding(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
-    with np.errstate(invalid="ignore"):  # if neither token can be drawn: -inf - -inf
+    with np.errstate(invalid="ignore"):  # -inf - -inf if neither token can be drawn
         gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
     if foreign:
         certificate = "peer"

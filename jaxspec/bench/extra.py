@@ -16,7 +16,7 @@ def need(module: str, purpose: str) -> Any:
         purpose: what needs it, for the error message.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: the package is not installed.
     """
     try:
         return importlib.import_module(module)

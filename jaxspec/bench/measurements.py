@@ -1,7 +1,7 @@
 """Records of measurements: one JSON file each, written by the command that measured.
 
-A file `measurements/ID@MACHINE.json` holds the newest measurement of that name on that machine; git keeps the earlier
-ones. `make figures` renders them into the documentation.
+A file `measurements/ID@MACHINE.json` holds the newest measurement of that name on that machine. Git keeps the earlier
+measurements. `make figures` renders them into the documentation.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from typing import Any
 from jaxspec.errors import InvalidConfig
 
 FOLDER = pathlib.Path("measurements")
-"""Below the working directory, which is the root of the checkout for records that are committed."""
+"""The folder of records, in the working directory. Records to commit are written from the root of the checkout."""
 
 ID = r"[a-z0-9]+(-[a-z0-9]+)*"
 
 INSTRUCTION_SETS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""What a CPU is named by, best first, by its flag in `machine()`."""
+"""Names of instruction sets in file names, best first, by their flag in `environment.machine()`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Measurement:
 
     Attributes:
         id: the name by which a page refers to it.
-        kind: what was measured, which decides how it is rendered: such as "widths" or "bench".
+        kind: what was measured, such as "widths" or "bench". It decides how the record is rendered.
         command: the command line, without `--record` and without folders of the machine.
         machine: CPU model, usable cores, memory, instruction sets and JAX's device; no name of a host.
-        versions: of Python and of packages.
-        commit: of the checkout that measured; None outside of one.
-        dirty: whether package or scripts had changes that were not committed.
-        date: in UTC, as YYYY-MM-DD.
+        versions: the versions of Python and of packages.
+        commit: the commit of the checkout that measured; None outside of a checkout.
+        dirty: whether the package or the scripts had changes that were not committed.
+        date: the date in UTC, as YYYY-MM-DD.
         values: the figures: medians, quartiles and counts, not raw samples.
     """
 
@@ -61,12 +61,12 @@ class Measurement:
 
     @property
     def instruction_set(self) -> str | None:
-        """The best instruction set of the CPU; None where it has none of `INSTRUCTION_SETS`."""
+        """The best instruction set of the CPU; None if it has none of `INSTRUCTION_SETS`."""
         return next((name for flag, name in INSTRUCTION_SETS.items() if flag in self.machine["flags"]), None)
 
     @property
     def file(self) -> str:
-        """The file's name: the id and what tells machines apart."""
+        """The name of the file: the id and the properties that distinguish machines."""
         own = self.machine
         kind = self.instruction_set if own["platform"] == "cpu" else own["kind"]
         parts = filter(None, (own["cpu"], str(own["cores"]), kind))
@@ -90,20 +90,20 @@ def _id(text: str) -> str:
     return text
 
 
-_id.__name__ = "id of lower-case letters, digits and hyphens"  # argparse names it in its message
+_id.__name__ = "id of lower-case letters, digits and hyphens"  # argparse shows this name in its message
 
 
 def write(
     identity: str, kind: str, words: Sequence[str], values: Mapping[str, Any], versions: Mapping[str, str] | None = None
 ) -> pathlib.Path:
-    """Writes a record of this machine, as it is now, and returns the file's path.
+    """Writes a record of this machine in its current state, and returns the file's path.
 
     Args:
         identity: the record's id.
         kind: what was measured.
         words: the program and its arguments.
         values: the figures.
-        versions: of packages beside Python, JAX and jaxspec.
+        versions: the versions of packages other than Python, JAX, jaxlib and jaxspec.
 
     Raises:
         InvalidConfig: the id cannot name a file, or there are no values.
@@ -122,7 +122,7 @@ def write(
 
 
 def command(words: Sequence[str]) -> str:
-    """Returns a command line that holds nothing of this machine: no folders, and no `--record`."""
+    """Returns a command line without details of this machine: without its folders, and without `--record`."""
     program, *rest = words
     script = re.search(r"scripts/.*\.py$", os.path.abspath(program).replace(os.sep, "/"))
     shown, skip = (["python", script[0]] if script else [program]), False
@@ -135,12 +135,12 @@ def command(words: Sequence[str]) -> str:
 
 
 def quartiles(values: Iterable[float], digits: int = 4) -> list[float]:
-    """Returns the first quartile, the median and the third, rounded to significant digits."""
+    """Returns the first quartile, the median and the third quartile, rounded to significant digits."""
     import numpy as np
 
     return [significant(value, digits) for value in np.percentile(list(values), (25, 50, 75))]
 
 
 def significant(value: float, digits: int = 4) -> float:
-    """Returns a number rounded to so many significant digits."""
+    """Returns a number rounded to `digits` significant digits."""
     return float(f"{float(value):.{digits}g}")

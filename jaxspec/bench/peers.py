@@ -1,6 +1,6 @@
-"""Lists other systems to compare with; each is installed into a virtual environment of its own.
+"""Lists other systems to compare with. Each is installed into its own virtual environment.
 
-Every system has a row in `PEERS` and a module in `jaxspec/bench/workers`.
+Every system has an entry in `PEERS` and a module in `jaxspec/bench/workers`.
 """
 
 import dataclasses

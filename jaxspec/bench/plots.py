@@ -50,7 +50,10 @@ def _speedup(axes, run: Run) -> None:
 
 
 def _acceptance(axes, run: Run) -> None:
-    """Draws the share of drafts accepted to each depth, and dashed that of the drafts that were compared there."""
+    """Draws the share of drafts that are accepted to each depth.
+
+    A dashed line shows the share of the drafts that were compared at this depth.
+    """
     for method in run.methods:
         stats = summarise(run, method).stats
         if not stats.drafted:

@@ -9,7 +9,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.generation.drafting import Drafting
 
 PLAIN = "none"
-"""The drafter and the method that all others are compared with: decoding without a draft."""
+"""The name of the drafter and the method that all others are compared with: decoding without a draft."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Method:
 
     Attributes:
         label: the name in tables.
-        drafting: the drafter and its settings; its rule is replaced by that of the `Run`.
+        drafting: the drafter and its settings; its rule is replaced by the rule of the `Run`.
     """
 
     label: str
@@ -39,15 +39,15 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first difference between a text and that of plain decoding.
+    """The first difference between a text and the text of plain decoding.
 
     Attributes:
         repeat: the first repeat with a difference.
         place: the index of the first emitted token that differs.
-        plain, other: the tokens at this index; None where a text has ended.
+        plain, other: the tokens at this index; None if a text has ended.
         gap: the difference of their perturbed scores (`jaxspec.testing.tie_gap`); None if a text has ended or one of
             the tokens has probability 0.
-        certificate: why the difference is no error: "tie" (float32: the gap is below `jaxspec.testing.TIE_GAP`),
+        certificate: why the difference is not an error: "tie" (float32: the gap is below `jaxspec.testing.TIE_GAP`),
             "width" (lower precision: the texts are equal if all target calls have the same width), "peer" (the text is
             another system's), or None.
     """
@@ -71,10 +71,10 @@ class Row:
         tokens: the emitted ids up to and including the stop token.
         text: the decoded text; None without a tokenizer.
         finish_reason: "stop" or "length".
-        prefill_s: the time to read the prompt, of each repeat.
-        decode_s: the time to decode all emitted tokens, of each repeat.
+        prefill_s: the time to read the prompt in each repeat.
+        decode_s: the time to decode all emitted tokens in each repeat.
         stats: the statistics of the first repeat.
-        difference: the difference from plain decoding; None if the texts of all repeats are equal to it.
+        difference: the difference from plain decoding; None if the texts of all repeats are equal to its text.
     """
 
     task: str
@@ -99,13 +99,13 @@ class Run:
     Attributes:
         sampling: the setting.
         rule: the rule's name.
-        lossless: whether a text that differs from plain decoding's is an error.
-        methods: labels, plain decoding first.
-        rows: ordered by prompt, then by method.
-        capacity: cache slots, the same for all methods.
+        lossless: whether a text that differs from the text of plain decoding is an error.
+        methods: the labels of the methods, plain decoding first.
+        rows: the rows, ordered by prompt, then by method.
+        capacity: the number of cache slots, the same for all methods.
         compile_s: compile time by method; 0 if an earlier run has compiled it.
-        call_s: time of a call at width 1: of the target under `PLAIN`, of its draft model under a method.
-        peers: the methods that are other systems', with the versions of their packages.
+        call_s: time of a call at width 1: of the target for `PLAIN`, of the draft model for other methods.
+        peers: the methods of other systems, with the versions of their packages.
         left_out: a message for each prompt that is too long for the target's context.
     """
 
@@ -122,10 +122,10 @@ class Run:
 
     @property
     def differing(self) -> list[Row]:
-        """Rows whose text differs from that of plain decoding."""
+        """Rows whose text differs from the text of plain decoding."""
         return [row for row in self.rows if row.difference]
 
     @property
     def wrong(self) -> list[Row]:
-        """Rows that differ although the rule is lossless, and without a certificate."""
+        """Rows that differ without a certificate although the rule is lossless."""
         return [row for row in self.differing if self.lossless and not row.difference.certificate]  # type: ignore

@@ -112,7 +112,7 @@ def versions(run: Run) -> str:
 
 
 def differences(run: Run) -> Iterator[str]:
-    """Yields a line for every text that differs from that of plain decoding."""
+    """Yields a line for every text that differs from the text of plain decoding."""
     for row in run.differing:
         first = row.difference
         assert first is not None
@@ -139,7 +139,7 @@ def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, mem
     """Returns the whole benchmark for JSON.
 
     Args:
-        runs: one per setting.
+        runs: the runs, one per setting of sampling.
         arguments: the options of the command.
         environment: see `environment.describe`.
         memory: sizes in bytes, by purpose.
@@ -154,7 +154,7 @@ def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, mem
 
 
 def figures(runs: list[Run]) -> dict[str, Any]:
-    """Returns what a record keeps of a benchmark: medians and quartiles, per method and per task; no texts."""
+    """Returns what a record keeps of a benchmark: medians and quartiles, per method and per task, without texts."""
     return {"runs": [_figures(run) for run in runs]}
 
 
@@ -218,7 +218,7 @@ def _run(run: Run) -> dict:
 
 
 def conclusion(runs: list[Run]) -> str:
-    """Returns a sentence that says how many texts are those of plain decoding."""
+    """Returns a sentence that says how many texts are equal to the texts of plain decoding."""
     compared = sum(row.method != PLAIN and row.method not in run.peers for run in runs for row in run.rows)
     wrong = sum(len(run.wrong) for run in runs)
     if wrong:

@@ -30,7 +30,10 @@ from jaxspec.tuning.prompt_lengths import need_one, too_long
 
 
 def buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads] = {}) -> list[Method]:
-    """Returns every registered drafter that these models support, with its default tree; heads are by drafter."""
+    """Returns every registered drafter that these models support, with its default tree.
+
+    `heads` maps the name of a drafter to its heads.
+    """
     methods = []
     for name in DRAFTERS:
         try:
@@ -59,7 +62,7 @@ def measure(
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Run:
-    """Measures the methods and plain decoding, and compares every text with that of plain decoding.
+    """Measures the methods and plain decoding, and compares every text with the text of plain decoding.
 
     Args:
         target: the target model.
@@ -68,18 +71,19 @@ def measure(
         rule: the rule of all methods except plain decoding.
         sampling: sampling settings, as numbers.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
-        max_new_tokens: the most tokens that are emitted per prompt.
-        repeats: how often every prompt is decoded.
-        turns: the most turns of a conversation; the assistant's earlier answers are those of plain decoding.
-        chat: use the target's chat template; None: if it has one.
-        ignore_eos: continue past the model's own stop tokens.
+        max_new_tokens: the largest number of tokens that are emitted per prompt.
+        repeats: the number of times that every prompt is decoded.
+        turns: the largest number of turns of a conversation. Plain decoding gives the assistant's earlier answers.
+        chat: whether to use the target's chat template; None to use it if there is one.
+        ignore_eos: whether to continue past the model's own stop tokens.
         peers: other systems, which decode the same prompts greedily.
         report: called with a line of text per step, before the first call of `progress`.
         progress: called with (texts decoded, all texts).
 
     Raises:
-        CapacityError: every prompt is too long for the target's context; if only some are, they are left out.
-        JaxspecError: other bad input, before anything compiles.
+        CapacityError: every prompt is too long for the target's context. If only some prompts are too long, they are
+            left out.
+        JaxspecError: another argument is invalid; raised before anything compiles.
         ArithmeticError: the target's logits were not finite.
     """
     labels = [PLAIN, *(method.label for method in (*methods, *peers))]
@@ -142,7 +146,7 @@ def measure(
 
 
 def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling | None) -> None:
-    """Refuses duplicate methods and tasks, tasks without questions, and other systems beside sampling."""
+    """Refuses duplicate methods and tasks, tasks without questions, and other systems with a temperature above 0."""
     if len(set(labels)) < len(labels):
         raise InvalidConfig(f"expected distinct labels of methods, none {PLAIN!r} (plain decoding); got {labels[1:]}")
     if not tasks or not all(task.questions for task in tasks):
@@ -154,7 +158,7 @@ def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling 
 
 
 def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
-    """Returns the methods, rotated to begin with another one."""
+    """Returns the methods, rotated to the left by `by`."""
     by %= len(methods)
     return [*methods[by:], *methods[:by]]
 
@@ -188,7 +192,7 @@ def _prompts(
 
 
 def _encode(target: Model, said: list[Turn], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-    """Returns the token ids of a conversation: by the chat template, or of its parts concatenated."""
+    """Returns the token ids of a conversation, by the chat template or from its concatenated parts."""
     if chat or any(_are_messages(part) for part in said):
         messages: list[Any] = []
         for i, part in enumerate(said):
@@ -207,7 +211,7 @@ def _are_messages(turn: Turn) -> bool:
 
 
 def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
-    """Returns the row of one method's outputs on one prompt, compared with that of plain decoding."""
+    """Returns the row of one method's outputs on one prompt, compared with plain decoding."""
     reference, first, difference = plain.text.tokens, outputs[0].text, None
     for repeat, output in enumerate(outputs):
         tokens = output.text.tokens

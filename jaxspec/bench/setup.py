@@ -20,7 +20,7 @@ CALL_PROMPTS = 3
 
 
 class Decoded(NamedTuple):
-    """The parts of an output that are kept; its session, which holds a cache, is dropped."""
+    """The parts of an output that are kept. Its session, which holds a cache, is dropped."""
 
     text: Generation
     timing: Timing
@@ -34,7 +34,7 @@ class Setup:
         target: the target model.
         rule: the rule of all methods except plain decoding.
         common: arguments of `generate` that all methods share.
-        capacity: cache slots; None for as many as each prompt needs.
+        capacity: the number of cache slots; None for as many as each prompt needs.
     """
 
     target: Model
@@ -70,21 +70,21 @@ class Setup:
 
 
 def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list[Prompt], repeats: int) -> float | None:
-    """Returns the seconds of one call of a drafter's model, decoding alone.
+    """Returns the seconds of one call of a drafter's model that decodes alone.
 
-    It is None if the drafter has no model, or the prompts exceed the model's context.
+    The result is None if the drafter has no model, or the prompts exceed the model's context.
     """
     model = decoder.drafter.needs.model
     if model is None or not decoder.drafter.calls:
         return None
-    params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's
+    params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's parameters
     alone = Setup(Model(model, params), "coupled", setup.common, setup.capacity)
     plain, seconds = Method(PLAIN, Drafting(PLAIN)), []
     try:
         for repeat in range(repeats + 1):
             for prompt in prompts[:CALL_PROMPTS]:
                 text, timing = alone.decode(plain, prompt)
-                if repeat:  # the first compiles
+                if repeat:  # the first repeat compiles
                     seconds.append(timing.decode_s / text.stats.rounds)
     except CapacityError:  # its context is shorter than the target's
         return None

@@ -1,7 +1,7 @@
 """Computes the figures of a run, defined as in Spec-Bench (Xia et al. 2024, arXiv:2401.07851).
 
-Other than there, both sides count emitted token ids, up to and including the stop token. The time of a prompt is the
-median of its repeats and excludes compilation and, unless a name says otherwise, prefill.
+Unlike in Spec-Bench, both sides count emitted token ids, up to and including the stop token. The time of a prompt is
+the median of its repeats. It excludes compilation and, unless a name says otherwise, prefill.
 """
 
 import dataclasses
@@ -33,23 +33,23 @@ class Summary:
 
     Attributes:
         method: the method's label.
-        task, category: those of the prompts; None for all.
+        task, category: the task and the category of the prompts; None for all.
         prompts: the number of prompts.
         tokens: the number of emitted tokens.
-        prefill_s, decode_s: sums over the prompts.
+        prefill_s, decode_s: the times of prefill and of decoding, summed over the prompts.
         tokens_per_s: all emitted tokens divided by the sum of decoding times.
-        speedup: `tokens_per_s` divided by that of plain decoding.
+        speedup: `tokens_per_s` divided by the `tokens_per_s` of plain decoding.
         speedup_with_prefill: the same with prefill included in both times.
-        ratios: over the prompts, tokens per second divided by those of plain decoding in the same repeat.
-        least: the least of these.
-        rates: over the prompts, tokens per second.
+        ratios: the quartiles, over the prompts, of tokens per second relative to plain decoding in the same repeat.
+        least: the smallest of these ratios.
+        rates: the quartiles, over the prompts, of tokens per second.
         stats: statistics of all prompts; its tokens per round are Spec-Bench's mean accepted tokens.
-        cost_ratio: the time of a draft call divided by that of a target call at width 1; None if not measured.
+        cost_ratio: the time of a draft call divided by the time of a target call at width 1; None if not measured.
         predicted_speedup: the speedup expected from the numbers of rounds and draft calls
             (`Stats.predicted_speedup`); None without a cost ratio.
-        same: texts equal to plain decoding's, token for token, in every repeat.
-        certified: texts that differ with a certificate.
-        differing: texts that differ without one: errors, unless the rule is lossy.
+        same: the number of texts equal to the text of plain decoding, token for token, in every repeat.
+        certified: the number of texts that differ with a certificate.
+        differing: the number of texts that differ without a certificate. These are errors, unless the rule is lossy.
     """
 
     method: str
@@ -88,7 +88,7 @@ class Summary:
 
 
 def summarise(run: Run, method: str, task: str | None = None, category: str | None = None) -> Summary:
-    """Returns the figures of one method on all prompts, or on those of a task or one of its categories."""
+    """Returns the figures of one method on all prompts, or on the prompts of a task or of one of its categories."""
 
     def of(label: str) -> list[Row]:
         chosen = (row for row in run.rows if row.method == label)

@@ -17,8 +17,8 @@ LABEL = 26
 class Table:
     """A table that `rich` prints.
 
-    If the terminal is too narrow for all columns, the rest follow below, next to the same labels. Headings and labels
-    are wrapped between words; figures are neither wrapped nor cut.
+    If the terminal is too narrow for all columns, the remaining columns follow below, next to the same labels. Headings
+    and labels are wrapped between words. Figures are neither wrapped nor cut.
 
     Attributes:
         title: the line above the table; no line if it is empty.

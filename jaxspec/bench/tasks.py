@@ -1,6 +1,6 @@
 """Loads the questions of benchmark tasks from packages, a generator, built-in texts or files.
 
-Files of prompts and conversations are those that `generate` and `train` read, see `jaxspec.text.conversations`. A row
+Files of prompts and conversations are read as by `generate` and `train`, see `jaxspec.text.conversations`. A row
 may also have a `question_id` or `task_id`, and a `category`, as in MT-bench and Spec-Bench.
 """
 
@@ -22,10 +22,10 @@ from jaxspec.text import conversations
 from jaxspec.text.conversations import Conversation
 
 Turn = str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
-"""A user's turn: text, token ids for a model without a tokenizer, or messages up to the assistant's next."""
+"""A user's turn: text, token ids for a model without a tokenizer, or messages up to the assistant's next message."""
 
 GENERATED = 80
-"""The default number of questions of a generated task, which is that of each task of Spec-Bench."""
+"""The default number of questions of a generated task, which is the number in each task of Spec-Bench."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def load(
 
     Args:
         source: one of `NAMES`, or a path.
-        limit: the most questions, taken from the categories in turn; None for all.
+        limit: the largest number of questions, which are taken from the categories in turn; None for all questions.
         seed: the seed of the generated task "gsm".
         report: called with a line of text per step of a download, and with the number of a file's prompts.
         split: how a `.txt` file is split into prompts; see `jaxspec.storage.prompt_files`.
@@ -145,10 +145,10 @@ def load(
 
 
 def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
-    """Parses the lines of a file as questions; `task` is the category of those without one.
+    """Parses the lines of a file as questions; `task` is the category of questions that state none.
 
     Raises:
-        TaskError: a line is not a question; the message names it.
+        TaskError: a line is not a question; the message names the line.
     """
     try:
         return from_conversations(conversations.read_lines(data.splitlines(), str(where)), task)
@@ -157,14 +157,14 @@ def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
 
 
 def from_conversations(found: Iterable[Conversation], task: str) -> tuple[Question, ...]:
-    """Returns conversations as questions; `task` is the category of those without one.
+    """Returns conversations as questions; `task` is the category of questions that state none.
 
     Raises:
-        TaskError: an id or a category is not valid, or two questions have one id.
+        TaskError: an id or a category is not valid, or two questions have the same id.
     """
     questions: dict[str, Question] = {}
     for one in found:
-        number = re.findall(r"\d+", one.where)[-1]  # of the line, or of the object in a list
+        number = re.findall(r"\d+", one.where)[-1]  # the number of the line, or of the object in a list
         id = one.about.get("question_id", one.about.get("task_id", number))
         category = one.about.get("category", task)
         valid = isinstance(id, int | str) and not isinstance(id, bool) and len(str(id)) <= LONGEST_ID
@@ -180,7 +180,7 @@ def from_conversations(found: Iterable[Conversation], task: str) -> tuple[Questi
 
 
 def _turns(one: Conversation) -> tuple[Turn, ...]:
-    """Returns what the user says before each answer: a text, or messages if there are several or others than text."""
+    """Returns what the user says before each answer: a text, or messages if there are several or not only text."""
     if one.ids:
         return (one.ids[0],)
     if one.text is not None:

@@ -1,4 +1,4 @@
-"""Runs other systems: their own Python executes `workers/serve.py`, which imports nothing of jaxspec.
+"""Runs other systems: their own Python executes `workers/serve.py`, which does not import jaxspec.
 
 Requests and answers are lines of JSON on the process's standard input and output.
 """
@@ -45,7 +45,7 @@ class Worker:
         versions: the versions of its packages.
 
     Raises:
-        PeerError: it does not start; the message holds the last line of its log.
+        PeerError: the process does not start; the message holds the last line of its log.
     """
 
     def __init__(self, name: str, method: str, python: pathlib.Path, models: Models, log: pathlib.Path):
@@ -76,7 +76,8 @@ class Worker:
     def decode(self, prompt: Prompt, count: int, ignore_eos: bool) -> Decoded:
         """Continues a prompt greedily.
 
-        The time to the first tokens counts as prefill; that of the rest, scaled to all tokens, as decoding.
+        The time to the first tokens counts as prefill. The time of the remaining tokens, scaled to all tokens, counts
+        as decoding.
 
         Raises:
             PeerError: the process failed.
@@ -136,7 +137,11 @@ def start(
     folder: pathlib.Path | None = None,
     report: Callable[[str], Any] = print,
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Starts every wanted system that can be started; returns these, and the reason for each of the others by label."""
+    """Starts every wanted system that can be started.
+
+    Returns:
+        The started workers, and by label the reason why each of the other systems did not start.
+    """
     workers, missing = [], {}
     logs = (folder or cache_directory() / "peers") / "logs"
     logs.mkdir(parents=True, exist_ok=True)

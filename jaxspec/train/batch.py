@@ -14,10 +14,10 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
-        features: what the trainee's network gives; the first E entries are what the target's projection reads.
-        key: of the noise and the draws of a step in training; None in evaluation.
-        places: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all. A step
-            may guess from the first of them alone.
+        features: the features that the trainee's network computes. The target's projection reads the first E entries.
+        key: random key for the noise and the draws of a training step; None in evaluation.
+        places: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all
+            positions. Some drafted tokens may be guessed from only the first of these positions; see `kept`.
     """
 
     tokens: Int[Array, "B T"]
@@ -32,9 +32,10 @@ class Guess(NamedTuple):
     """What heads guess in one step at every position, or at `Batch.places`.
 
     Attributes:
-        logits: of the token 2 + step ahead.
-        penalty: a further loss of each position; None for none.
-        certainty: logits of the share of the law that the target shares, as estimated; None for no estimate.
+        logits: logits of the token that is 2 + step positions ahead.
+        penalty: an additional loss at each position; None for no additional loss.
+        certainty: logits of the estimated acceptance, which is the probability mass that the laws of the draft and the
+            target share; None for no estimate.
     """
 
     logits: Float[Array, "B A R"]
@@ -43,7 +44,7 @@ class Guess(NamedTuple):
 
 
 class FrozenTarget(NamedTuple):
-    """The parts of the target that heads are trained against; they receive no gradient, and are empty if unused.
+    """The parts of the target that heads are trained against. They receive no gradient, and are empty if unused.
 
     Attributes:
         rows: the rows of the target's projection for the drafted tokens.
@@ -78,7 +79,7 @@ def ahead(values: Array, steps: int) -> Array:
 
 
 def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
-    """Returns the positions t whose token t + 2 + step is in the same text and written by the assistant.
+    """Returns a mask of the positions t for which token t + 2 + step is in the same text and written by the assistant.
 
     With `blocks`, this must hold for all tokens from t + 2 to t + 2 + step.
     """
@@ -89,7 +90,7 @@ def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
 
 
 def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v"]:
-    """Returns the values at the places of a batch; all values if it has no places."""
+    """Returns the values at `batch.places`, or all values if the batch has no places."""
     if batch.places is None:
         return values
     index = batch.places.reshape(*batch.places.shape, *[1] * (values.ndim - 2))
@@ -97,9 +98,10 @@ def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v
 
 
 def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
-    """Draws positions of each row whose next token but one the assistant wrote, without repetition, by the batch's key.
+    """Draws `count` positions t of each row, without repetition, for which the assistant wrote token t + 2.
 
-    Rows with fewer such positions are padded with positions that no loss counts. If `count` is None, all are drawn.
+    The batch's key decides the draws. Rows with fewer such positions are padded with positions that no loss counts. If
+    `count` is None, all positions are drawn.
     """
     assert batch.key is not None
     size = batch.tokens.shape[1]
@@ -108,7 +110,7 @@ def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
 
 
 def kept(batch: Batch, shares: tuple[float, ...], step: int) -> Batch:
-    """Returns the batch with the places that a step guesses from, the first of all, by its share; `()` keeps all."""
+    """Returns the batch with the leading fraction `shares[step]` of its places; all places if `shares` is empty."""
     if batch.places is None or not shares:
         return batch
     return batch._replace(places=batch.places[:, : max(1, int(shares[step] * batch.places.shape[1]))])

@@ -1,4 +1,4 @@
-"""How much of a block the target accepts, and whether the confidence of a head says so, as table and diagram."""
+"""The acceptance of the tokens of a block, and how well a head's confidence predicts it: a table and a diagram."""
 
 import pathlib
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from jaxtyping import Array, Bool, Float
 from jaxspec.storage.writing import write_whole
 
 BINS = 10
-"""Equal intervals of the confidence that the table has."""
+"""Number of equal intervals of the confidence in the table."""
 DIAGRAM = "reliability.png"
 
 
 class BlockSums(NamedTuple):
-    """Sums over the blocks of a batch, which can be added.
+    """Sums over the blocks of a batch, so that the sums of several batches can be added.
 
     Attributes:
         acceptance: for each drafted token, 1 - total variation between its distribution and the target's.
-        running: for each drafted token, the product of its mass and the masses of all tokens before it.
-        bins: for each interval of the confidence, the number of tokens, their confidence and their acceptance.
+        running: for each drafted token, the product of its acceptance and the acceptance of all tokens before it.
+        bins: for each interval of the confidence, the number of its tokens, their confidence and their acceptance.
     """
 
     acceptance: Float[Array, "n"]
@@ -31,7 +31,7 @@ class BlockSums(NamedTuple):
 
     @classmethod
     def zeros(cls, drafted: int) -> Self:
-        """Returns the sums over no block."""
+        """Returns sums of zero, over no blocks."""
         return cls(jnp.zeros(drafted), jnp.zeros(drafted), jnp.zeros((BINS, 3)))
 
     def add(
@@ -45,11 +45,12 @@ class BlockSums(NamedTuple):
         """Adds one token of each block.
 
         Args:
-            step: the token's number in its block.
-            there: the blocks in which it counts.
-            acceptance: of the token.
-            running: the product with those before, 0 where it does not count.
-            certainty: logits of its confidence; None without.
+            step: the index of the token in its block, from 0.
+            there: the blocks in which the token counts.
+            acceptance: the acceptance of the token.
+            running: the product of this acceptance and the acceptance of all tokens before it in the block; 0 where the
+                token does not count.
+            certainty: logits of the token's confidence; None if the head has no confidence.
         """
         bins = self.bins
         if certainty is not None:
@@ -64,10 +65,10 @@ class BlockSums(NamedTuple):
         )
 
     def shares(self, seen: np.ndarray) -> dict[str, Any]:
-        """Returns the sums as values of a line of the log; `seen` are the numbers of tokens that count.
+        """Returns the means as values of a line of the log; `seen` is the number of positions of each drafted token.
 
-        `tau` is the expected number of tokens of a round that verifies a chain by rejection, the target's own included;
-        DSpark (arXiv:2607.05147) computes it in the same way, and also counts blocks that end with the text.
+        `tau` is the expected number of tokens of a round that verifies a chain by rejection, including the target's own
+        token. DSpark (arXiv:2607.05147) computes it in the same way, and also counts blocks that end with the text.
         """
         found = {
             "acceptance": (np.asarray(self.acceptance) / seen).tolist(),
@@ -78,10 +79,10 @@ class BlockSums(NamedTuple):
 
 
 def reliability(bins: np.ndarray) -> dict[str, Any]:
-    """Returns the share of tokens in each interval of the confidence, their mean confidence and acceptance, or None.
+    """Returns the number of tokens in each interval of the confidence, and their mean confidence and acceptance.
 
-    `error` is the mean distance of the two, by the number of tokens: the expected calibration error (Naeini et al.
-    2015).
+    Both means are None for an interval without tokens. `error` is the expected calibration error (Naeini et al. 2015):
+    the mean distance between confidence and acceptance, weighted by the number of tokens of each interval.
     """
     count = bins[:, 0]
     some = np.maximum(count, 1)
@@ -99,7 +100,7 @@ def reliability(bins: np.ndarray) -> dict[str, Any]:
 
 
 def best_figures(log: Sequence[dict]) -> dict[str, Any]:
-    """Returns what the held-out texts said of blocks at the best step of a log; empty if nothing."""
+    """Returns the figures of blocks on the held-out texts at the best step of a log; empty if there are none."""
     held = [record["held_out"] for record in log if "held_out" in record]
     if not held:
         return {}
@@ -108,7 +109,7 @@ def best_figures(log: Sequence[dict]) -> dict[str, Any]:
 
 
 def format_figures(measured: dict[str, Any]) -> list[str]:
-    """Returns the lines of a card about blocks; none without them."""
+    """Returns the lines of a card about blocks; no lines if blocks were not measured."""
     if "tau" not in measured:
         return []
     lines = [
@@ -129,7 +130,7 @@ def format_figures(measured: dict[str, Any]) -> list[str]:
 
 
 def draw_diagram(measured: dict[str, Any], path: pathlib.Path) -> bool:
-    """Draws the reliability diagram: of each interval the acceptance above the mean confidence, and the tokens below.
+    """Draws the reliability diagram: mean acceptance against mean confidence, and below it the tokens, by interval.
 
     Returns:
         False if there is no confidence, or matplotlib is not installed.

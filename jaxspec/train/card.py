@@ -62,12 +62,12 @@ def write_card(
     Args:
         folder: the folder of the heads or the model.
         trained: the run.
-        heads: its heads, with their tree, or its draft model.
+        heads: the heads of the run, with their tree, or its draft model.
         prompts: the files of prompts.
-        measured: the figures.
+        measured: the figures of the card.
 
     Raises:
-        StorageError: they cannot be written.
+        StorageError: a file cannot be written.
     """
     write_json(folder / FIGURES, measured)
     values = dataclasses.asdict(trained.settings)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written to a temporary folder and renamed, every file verified when they are read.
+"""Checkpoints of a run: written to a temporary folder that is renamed once complete, and verified when read.
 
-A checkpoint is a folder with the arrays (`state/`, by Orbax), the rest (`about.json`), and the sha256 of every file of
-both in `SHA256SUMS`, which `sha256sum -c` can also check.
+A checkpoint is a folder with the arrays (`state/`, written by Orbax), the other values (`about.json`), and the sha256
+of every file of both in `SHA256SUMS`, which `sha256sum -c` can also check.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from jaxspec.train.files import fingerprint, write_json
 
 STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
 KEPT = 2
-"""Number of checkpoints that are kept, besides the best."""
+"""Number of newest checkpoints that are kept, in addition to the best one."""
 EXTRA = "-interrupted"
-"""Ends the name of a checkpoint that the next one replaces."""
+"""Suffix of the name of a checkpoint that the next checkpoint replaces."""
 
 
 class TrainCheckpoint(NamedTuple):
@@ -43,7 +43,7 @@ class TrainCheckpoint(NamedTuple):
 
 
 class Damaged(TrainingError):
-    """A checkpoint is missing, or its files are not those that were written."""
+    """A checkpoint is missing, or its files differ from the files that were written."""
 
 
 class Checkpoints:
@@ -62,14 +62,14 @@ class Checkpoints:
         return {self._places()[step].name: self.about(step)["sha256"] for step in self.steps()}
 
     def save(self, checkpoint: TrainCheckpoint, extra: bool = False) -> None:
-        """Saves a checkpoint, and removes those that are neither the newest nor the best.
+        """Saves a checkpoint, and removes checkpoints that are neither among the newest nor the best.
 
         Args:
             checkpoint: the checkpoint.
             extra: whether the next checkpoint replaces it, since an uninterrupted run would not have saved it.
 
         Raises:
-            StorageError: it cannot be written; earlier checkpoints stay intact.
+            StorageError: the checkpoint cannot be written; earlier checkpoints stay intact.
         """
         step = int(checkpoint.state.step)
         if step in self._places():
@@ -80,7 +80,7 @@ class Checkpoints:
         part = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".part-*"):  # of a run that was killed
+            for left in self.folder.glob(".part-*"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
             orbax.write(part / STATE, leaves)
@@ -99,13 +99,14 @@ class Checkpoints:
             self._prune(None if checkpoint.best is None else checkpoint.best[0])
 
     def newest(self, like: Any) -> tuple[TrainCheckpoint | None, list[str]]:
-        """Returns the newest intact checkpoint, and a line for each damaged one after it, which is renamed.
+        """Returns the newest intact checkpoint, and a line for each newer, damaged checkpoint, which is renamed.
 
         Args:
             like: a state with the same settings, for structure, shapes and dtypes.
 
         Raises:
-            TrainingError: all are damaged, or one cannot be read although it may be intact. Nothing is changed then.
+            TrainingError: all checkpoints are damaged, or one cannot be read although it may be intact. In both cases
+                nothing is changed.
         """
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps()):
@@ -131,8 +132,8 @@ class Checkpoints:
             like: a state with the same settings, for structure, shapes and dtypes.
 
         Raises:
-            Damaged: it is missing, or its files are not those that were written.
-            TrainingError: it cannot be read for another reason.
+            Damaged: the checkpoint is missing, or its files differ from the files that were written.
+            TrainingError: the checkpoint cannot be read for another reason.
         """
         place = self._places().get(step)
         if place is None:
@@ -221,7 +222,7 @@ def _lines(sums: dict[str, str]) -> str:
 
 
 def _difference(place: pathlib.Path) -> str | None:
-    """Describes how the files differ from those that were written; None if they do not.
+    """Describes how the files differ from the files that were written; returns None if they do not differ.
 
     Raises:
         OSError: an existing file cannot be read.

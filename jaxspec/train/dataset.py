@@ -46,11 +46,11 @@ def prepare_data(
     drafted: int,
     watch: Watch,
 ) -> Data:
-    """Lets the target answer prompts, holds some out, and packs the texts into rows.
+    """Lets the target answer prompts, holds some texts out, and packs the texts into rows.
 
     Args:
         target: the target.
-        identity: what a manifest records of it.
+        identity: what a manifest records of the target.
         conversations: the conversations.
         unread: the rows of files that could not be read.
         folder: the folder of answers.

@@ -1,8 +1,8 @@
 """DFlash and DSpark heads in training, for any target that gives its residual stream (`TappedTarget`).
 
 A block at position t has the token t + 1 as its root, and reads the target's states up to t, as in a round whose last
-token is t + 1. Its rows see these and one another, and nothing of other blocks. The Markov head reads the text's own
-tokens (DSpark, arXiv:2607.05147).
+token is t + 1. The rows of a block attend to these states and to one another, but not to other blocks. The Markov head
+reads the text's own tokens (DSpark, arXiv:2607.05147).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxspec.train.settings import check_start, parse_taps
 from jaxspec.train.trainee import BlockTraining
 
 CHUNK = 64
-"""Blocks of a row that are read at once in evaluation, which reads one at every position."""
+"""Number of blocks of a row that are read at once in evaluation, which reads a block at every position."""
 ANY = BlockTraining(anchors=1, gamma=1.0)
 """The settings of heads that are only evaluated."""
 
@@ -43,7 +43,7 @@ class DFlashTrainee(HeadTrainee):
 
     @classmethod
     def of(cls, config: DFlashConfig, blocks: BlockTraining = ANY) -> Self:
-        """Returns the trainee of a head of these sizes.
+        """Returns the trainee of a head with these sizes.
 
         Args:
             config: the sizes.
@@ -69,7 +69,8 @@ class DFlashTrainee(HeadTrainee):
         """Returns the head to train for a target; see `TrainSettings.trainee`.
 
         Raises:
-            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
+            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from does not fit
+                the settings or the target.
         """
         lm: Any = target.lm
         need_members(lm, ["unembedding", "embedding"], "DFlash heads are trained on a target with a method")
@@ -104,7 +105,7 @@ class DFlashTrainee(HeadTrainee):
         return cls.of(config, BlockTraining(settings.anchors, settings.gamma, settings.confidence))
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each token of the blocks. The backward pass computes attention again."""
+        """Yields the guesses of each token of the blocks. The backward pass recomputes attention."""
         c = self.config
         params = with_ids(params, frozen.ids)
         head, states = module(c, params), self._states(params, frozen, batch)
@@ -134,13 +135,13 @@ class DFlashTrainee(HeadTrainee):
     def _read(
         self, params: Params, frozen: FrozenTarget, batch: Batch, text: KV, places: Int[Array, "B A"]
     ) -> Float[Array, "B A b E"]:
-        """Returns the states of the rows of blocks at some places.
+        """Returns the states of the rows of the blocks at some positions.
 
         Args:
             params: the parameters of the head.
             frozen: the target's tables.
             batch: the texts.
-            text: keys and values of the context, of all layers.
+            text: keys and values of the context in all layers.
             places: the position before the root of each block.
         """
         c, d, head = self.config, self.config.decoder, module(self.config, params)
@@ -180,18 +181,18 @@ def attend_to_text_and_block(
     """Computes attention of the rows of A blocks to the text and to their own block, in one softmax over T + b scores.
 
     Args:
-        queries: of all rows, N = A b.
+        queries: queries of all rows of all blocks, N = A b.
         text: keys and values of the text.
-        own: keys and values of all rows.
-        sees: the tokens of the text that each row sees.
-        near: the rows of its block that each row sees.
-        scale: factor of the scores.
+        own: keys and values of all rows of all blocks.
+        sees: mask of the tokens of the text that each row attends to.
+        near: mask of the rows of its own block that each row attends to.
+        scale: factor that the scores are multiplied by.
     """
     (batch, heads, group, _, width), (blocks, rows) = queries.shape, (sees.shape[1], len(near))
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     split = queries.reshape(batch, heads, group, blocks, rows, width)
-    # In float32, which is exact: XLA:CPU has no bfloat16 product of so few columns.
+    # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
     keys, values = (a.astype(jnp.float32).reshape(batch, heads, blocks, rows, width) for a in own)
     far = jnp.where(sees[:, None, None], dot("bhgaik,bhjk->bhgaij", split, text.keys) * scale, -jnp.inf)
     close = jnp.where(near, dot("bhgaik,bhajk->bhgaij", split.astype(jnp.float32), keys) * scale, -jnp.inf)

@@ -8,16 +8,16 @@ from jaxspec.train.settings import LOSSES, TrainSettings, parse_taps
 
 @settings_class
 class _BlockSettings(TrainSettings):
-    """The settings that both kinds share.
+    """The settings that DFlash and DSpark heads share.
 
     Attributes:
-        block: rows of a block: the last token of the text, and masks after it.
+        block: number of rows of a block: the last token of the text, and masks after it.
         gamma: the weight of token i of a block is exp(-i / gamma).
-        layers: decoder layers of the head.
-        taps: layers of the target after which the head reads the residual stream, such as 2,15,27; empty for as many as
-            the head has layers, evenly spaced.
+        layers: number of decoder layers of the head.
+        taps: layers of the target after which the head reads the residual stream, such as 2,15,27; empty for as many
+            evenly spaced taps as the head has layers.
         anchors: number of positions of a row that a step draws blocks from.
-        mask_token: token whose embedding stands for the tokens to come; -1 for the target's last.
+        mask_token: token whose embedding stands for the tokens to come; -1 for the target's last token.
     """
 
     block: int = 16
@@ -42,10 +42,11 @@ class _BlockSettings(TrainSettings):
 class DFlashSettings(_BlockSettings):
     """The training of a DFlash head (2026, arXiv:2602.06036), which names all tokens of a block in one call.
 
-    The sizes of its layers are those of the target's, with norms of queries and keys as in Qwen3.
+    Its layers have the sizes of the target's layers, with norms of queries and keys as in Qwen3.
 
     Attributes:
-        from_anchor: whether a row names the token after its own position, so that the first row also names one.
+        from_anchor: whether each row predicts the token after its own position, so that the first row also predicts a
+            token.
     """
 
     from_anchor: bool = False
@@ -54,7 +55,7 @@ class DFlashSettings(_BlockSettings):
 
     @property
     def drafted(self) -> int:
-        """The number of tokens that a block names."""
+        """The number of tokens that a block predicts."""
         return self.block - (not self.from_anchor)
 
 
@@ -62,17 +63,17 @@ class DFlashSettings(_BlockSettings):
 class DSparkSettings(_BlockSettings):
     """The training of a DSpark head (2026, arXiv:2607.05147): a DFlash head with a Markov head and a confidence head.
 
-    All rows name the token after their own position. The loss is cross-entropy and the sum of absolute differences
-    ("ce-l1"), and the cross-entropy of the confidence. The defaults are those of DeepSpec for Qwen3; it draws 512
-    positions of texts of 4096 tokens.
+    All rows predict the token after their own position. The loss mixes cross-entropy and the sum of absolute
+    differences ("ce-l1"), and adds the cross-entropy of the confidence. The defaults are the settings of DeepSpec for
+    Qwen3. DeepSpec draws 512 positions from texts of 4096 tokens.
 
     Attributes:
-        block: rows of a block: the last token of the text, and masks after it; each names a token.
-        markov: what the Markov head reads: the token before (vanilla), also the row's state (gated), or all tokens of
-            the block so far (rnn).
+        block: number of rows of a block: the last token of the text, and masks after it. Each row predicts a token.
+        markov: what the Markov head reads: the previous token (vanilla), the previous token and the row's state
+            (gated), or all tokens of the block so far (rnn).
         markov_rank: width of the Markov head.
         confidence: weight of the loss of the confidence head, which estimates the acceptance of each token; 0 for no
-            such head.
+            confidence head.
     """
 
     block: int = 7
@@ -86,5 +87,5 @@ class DSparkSettings(_BlockSettings):
 
     @property
     def drafted(self) -> int:
-        """The number of tokens that a block names."""
+        """The number of tokens that a block predicts."""
         return self.block

@@ -1,8 +1,8 @@
 """EAGLE heads in training, for any target that gives its residual stream (`jaxspec.core.networks.TappedTarget`).
 
-Row t is the target's state at t and the token t + 1. Step 0 predicts token t + 2 from it. In step s, row t reads its
-own state of step s - 1 and the text's token t + 1 + s, and predicts token t + 2 + s: the training-time test of EAGLE-3
-(Li et al. 2025, arXiv:2503.01840, section 3.1). This is what the drafter does on a chain of the text's own tokens.
+In step 0, row t reads the target's state at t and the token t + 1, and predicts token t + 2. In step s, row t reads its
+own state of step s - 1 and the text's token t + 1 + s, and predicts token t + 2 + s. This is the training-time test of
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1), and what the drafter does on a chain of the text's own tokens.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, 
 from jaxspec.train.settings import check_start, parse_taps
 
 JUDGED = 7
-"""Steps in which heads are evaluated, however many they were trained with: EAGLE's own trees are as deep."""
+"""Number of steps in which heads are evaluated, whatever their number in training: EAGLE's own trees are as deep."""
 USUAL = 512
 """Text length at which the noise has the width of the setting."""
 SWITCHES = ("fc_bias", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "own_projection")
@@ -51,7 +51,7 @@ class EagleTrainee(HeadTrainee):
 
     @classmethod
     def of(cls, config: EagleConfig, depth: int = JUDGED, feature_loss: float = 0.0, noise: float = 0.0) -> Self:
-        """Returns the trainee of a head of these sizes.
+        """Returns the trainee of a head with these sizes.
 
         Args:
             config: the sizes.
@@ -73,7 +73,8 @@ class EagleTrainee(HeadTrainee):
         """Returns the head to train for a target; see `TrainSettings.trainee`.
 
         Raises:
-            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from is another one.
+            InvalidConfig, ShapeMismatch: the target lacks a method or layers, or the head to start from does not fit
+                the settings or the target.
         """
         lm: Any = target.lm
         version, taps, given = 1, None, vars(settings)
@@ -98,7 +99,7 @@ class EagleTrainee(HeadTrainee):
         return cls.of(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each step. The backward pass computes the layers of each step again."""
+        """Yields the guesses of each step. The backward pass recomputes the layers of each step."""
         features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
         params = with_ids(params, frozen.ids)
         states = module(self.config, params).fuse(self._with_noise(features, batch))
@@ -119,7 +120,7 @@ class EagleTrainee(HeadTrainee):
         kept: list[list[KV]],
         sees: Bool[Array, "B T T"],
     ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T R"]]:
-        """Returns the states, the keys and values of each layer, and the logits of the step after those in `kept`."""
+        """Computes the step after the steps in `kept`: its states, keys and values of each layer, and its logits."""
         head, c, new = module(self.config, params), self.config.decoder, []
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
         turned = rotation(positions, c.rope, c.head_dim)
@@ -139,7 +140,7 @@ class EagleTrainee(HeadTrainee):
         return states, new, matmul(head.projected(states), frozen.rows, transposed=True)
 
     def _with_noise(self, features: Float[Array, "B T F"], batch: Batch) -> Float[Array, "B T F"]:
-        """Adds the noise of a training step; evaluation has no key, and no noise."""
+        """Adds the noise of a training step. Evaluation has no key, and therefore no noise."""
         if not self.noise or batch.key is None:
             return features
         length = (batch.segments[:, :, None] == batch.segments[:, None, :]).sum(-1, keepdims=True)
@@ -155,16 +156,16 @@ class EagleTrainee(HeadTrainee):
 def attend_to_rows_and_chain(
     queries: Float[Array, "B H G T K"], seen: Sequence[KV], sees: Bool[Array, "B T T"], scale: float
 ) -> Float[Array, "B H G T K"]:
-    """Computes attention of row t to the rows up to t in step 0, and to row t alone in later steps.
+    """Computes attention of row t to the rows up to t of step 0, and only to row t of later steps.
 
-    In one softmax over T + s scores, so that no mask of all steps is needed: a later step's row continues its own chain
-    and sees no other.
+    One softmax over T + s scores is enough, without a mask over all steps, because a row of a later step continues its
+    own chain and does not attend to other chains.
 
     Args:
-        queries: of step s.
+        queries: queries of step s.
         seen: keys and values of the steps 0 to s.
-        sees: the rows of step 0 that each row sees.
-        scale: factor of the scores.
+        sees: mask of the rows of step 0 that each row attends to.
+        scale: factor that the scores are multiplied by.
     """
     first, size = seen[0], queries.shape[3]
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
@@ -172,7 +173,7 @@ def attend_to_rows_and_chain(
     scores = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
     if len(seen) == 1:
         return dot("bhgtj,bhjk->bhgtk", jax.nn.softmax(scores, -1).astype(queries.dtype), first.values)
-    # In float32, which is exact: XLA:CPU has no bfloat16 product of so few columns.
+    # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
     chain = KV(*(jnp.stack(each, axis=3).astype(jnp.float32) for each in zip(*seen[1:])))
     own = dot("bhgtk,bhtsk->bhgts", queries, chain.keys) * scale
     weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1)

@@ -9,21 +9,21 @@ from jaxspec.train.settings import LOSSES, TrainSettings, parse_taps
 class Eagle3Settings(TrainSettings):
     """The training of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840), by default with the norms of EAGLE-3.1.
 
-    In training, the head reads its own states as it does when it drafts: the training-time test of section 3.1. Its
-    layers are like the target's.
+    In training, the head reads its own states as it does when it drafts. This is the training-time test of section 3.1.
+    Its layers are like the target's layers.
 
     Attributes:
         depth: number of tokens that are guessed from each position; 1 for no training-time test.
-        layers: decoder layers of the head.
-        taps: layers of the target after which the head reads the residual stream, such as 2,15,27; empty for EAGLE-3's:
-            2, half the layers, and all but 3.
+        layers: number of decoder layers of the head.
+        taps: layers of the target after which the head reads the residual stream, such as 2,15,27; empty for the
+            taps of EAGLE-3: after layer 2, after half of the layers, and after all but 3 layers.
         fc_norm: whether each tap is normed before the input projection (EAGLE-3.1).
-        norm_output: whether a drafted token reads the normed state of the one before it (EAGLE-3.1).
-        norm_before_fc: whether all taps are normed as one vector, in place of fc_norm.
-        norm_before_residual: whether the first layer adds to its normed state.
+        norm_output: whether a drafted token reads the normed state of the token before it (EAGLE-3.1).
+        norm_before_fc: whether all taps are normed together as one vector, in place of fc_norm.
+        norm_before_residual: whether the first layer's residual is its normed state instead of the state itself.
         qk_norm: whether queries and keys are normed, as in Qwen3.
-        own_projection: whether the head trains a projection onto the vocabulary of its own, which starts as the
-            target's.
+        own_projection: whether the head trains its own projection onto the vocabulary, which starts as a copy of the
+            target's projection.
     """
 
     depth: int = 5
@@ -53,14 +53,16 @@ class Eagle3Settings(TrainSettings):
 class Eagle1Settings(TrainSettings):
     """The training of an EAGLE-1 head (Li et al. 2024, arXiv:2401.15077), which EAGLE-2 drafts with as well.
 
-    The head predicts the target's next feature: the loss is that of the next token's distribution plus the smooth L1
-    distance of the features (section 4.2). Its layers are like the target's.
+    The head predicts the target's next feature. The loss is the loss of the next token's distribution plus the smooth
+    L1 distance between the predicted feature and the target's feature (section 4.2). The layers of the head are like
+    the target's layers.
 
     Attributes:
-        layers: decoder layers of the head.
+        layers: number of decoder layers of the head.
         fc_bias: whether the input projection has a bias, which vLLM cannot read.
-        feature_loss: weight of the distance of the features, relative to the loss of the distribution.
-        noise: width of the uniform noise on the features in a text of 512 tokens; in proportion less in longer texts.
+        feature_loss: weight of the distance between the features, relative to the loss of the distribution.
+        noise: width of the uniform noise on the features of a text of 512 tokens. The width is inversely proportional
+            to the length of the text.
     """
 
     layers: int = 1
@@ -73,10 +75,10 @@ class Eagle1Settings(TrainSettings):
 
     @property
     def drafted(self) -> int:
-        """1: the next token but one."""
+        """Always 1: only token t + 2 is guessed from a position t."""
         return 1
 
     def check(self) -> None:
-        """Refuses a part of the vocabulary; see `TrainSettings.check`."""
+        """Refuses a reduced vocabulary; see `TrainSettings.check`."""
         if self.draft_vocab:
             raise InvalidConfig("an EAGLE-1 head drafts from the whole vocabulary: leave draft_vocab at 0")

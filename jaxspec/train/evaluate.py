@@ -27,16 +27,16 @@ from jaxspec.train.trainee import Trainee
 RANKS = 16
 """Number of ranks of the correct token that are counted separately."""
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-"""Nodes of the trees that are tried."""
+"""Numbers of nodes of the trees that are tried."""
 HOPE = 0.9
 """A larger tree is tried only if it could reach this fraction of the best speed so far."""
 
 
 def trainee_of(heads: DraftHeads | Model) -> Trainee:
-    """Returns the trainee that heads come from, by their kind.
+    """Returns the trainee of trained heads, according to the kind of the heads.
 
     Raises:
-        InvalidConfig: no registered kind has such heads, or it is a draft model.
+        InvalidConfig: no registered kind has such heads, or `heads` is a draft model.
     """
     if not isinstance(heads, DraftHeads):
         raise InvalidConfig(f"{heads.name} is a draft model, which does not say how it was trained")
@@ -54,7 +54,8 @@ class Ranks(NamedTuple):
     """The ranks that the heads give the correct tokens.
 
     Attributes:
-        at: the ranks `[positions, n]`; RANKS stands for that rank and all above, -1 for positions past the answer.
+        at: the ranks `[positions, n]`, from 0. RANKS stands for that rank and all higher ranks, -1 for positions past
+            the answer.
     """
 
     at: np.ndarray
@@ -76,9 +77,9 @@ class Ranks(NamedTuple):
 
     @property
     def accepted(self) -> list[float]:
-        """The share of positions where this token and all before it are the most likely ones, by drafted token.
+        """The share of positions where this token and all tokens before it are the most likely ones, by drafted token.
 
-        It is the acceptance of a greedy chain. Positions where the text ends are left out.
+        This is the acceptance of a greedy chain. Positions where the text ends are left out.
         """
         found, right = [], np.ones(len(self.at), bool)
         for column in self.at.T:
@@ -90,7 +91,7 @@ class Ranks(NamedTuple):
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
     def acceptance(self) -> np.ndarray:
-        """Returns the frequency of each rank `[n, RANKS]`, counted where all earlier tokens were among the ranks."""
+        """Returns the frequency of each rank, `[n, RANKS]`, counted where all earlier tokens had ranks below RANKS."""
         table = np.zeros((self.at.shape[1], RANKS))
         there = np.ones(len(self.at), bool)
         for head, column in enumerate(self.at.T):
@@ -118,7 +119,7 @@ def ranks(
         texts: prompts with the target's own answers.
         row_tokens: number of tokens of each row that the texts are packed into.
         batch: number of rows read at once.
-        trainee: their trainee; None for the trainee that heads of this kind have.
+        trainee: the trainee of `drafts`; None for the trainee that heads of this kind have.
     """
     rows, _ = pack(texts, row_tokens)
     trainee = trainee or trainee_of(drafts)
@@ -191,7 +192,7 @@ def measure_trees(
 
     Models are measured as `jaxspec.load` places them by default: on a CPU with jaxspec's kernels, which training does
     not use. A target that is split over devices is measured on its mesh. Sizes whose rounds are too slow for any tree
-    to pay are left out.
+    to be the fastest are left out.
 
     Args:
         target: the target.
@@ -199,7 +200,7 @@ def measure_trees(
         acceptance: see `Ranks.acceptance`.
         prompts: token ids; each prompt is decoded alone, greedily.
         max_new_tokens: number of new tokens of each prompt.
-        repeats: number of timed turns, after one that compiles and finds the sizes that may pay.
+        repeats: number of timed repetitions, after a first one that compiles and finds the sizes that may be fastest.
         progress: called with (decodes done, decodes in all).
     """
     target, mesh = as_loaded(target), mesh_of(target.params)

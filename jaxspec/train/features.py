@@ -18,7 +18,7 @@ from jaxspec.train.packing import Rows
 from jaxspec.train.step import read_features
 
 SHARD = 64
-"""Rows of each file."""
+"""Number of rows of each file."""
 
 
 class Reader:
@@ -29,11 +29,11 @@ class Reader:
         self.lm, self.batch, self._read = lm, batch, _compiled(lm)
 
     def size(self, params: Params, tokens: int) -> int:
-        """Returns the bytes that the features of so many tokens take in float16."""
+        """Returns the number of bytes that the features of `tokens` tokens take in float16."""
         return 2 * tokens * no_feature(self.lm, params, self.lm.init_cache(1, 0)).shape[-1]
 
     def __call__(self, params: Params, tokens: np.ndarray, segments: np.ndarray) -> Any:
-        """Returns features `[B, T, E]`; the last batch is padded, so that only one size is compiled."""
+        """Returns features `[B, T, E]`; the last batch is padded, so that only one batch size is compiled."""
         missing = -len(tokens) % self.batch
         padded = [np.pad(a, ((0, missing), (0, 0))) for a in (tokens, segments)]
         parts = [
@@ -69,7 +69,7 @@ class Cached:
         Args:
             reader: a function from tokens and segments to features.
             about: the values that the features depend on.
-            because: the settings that explain a difference of these.
+            because: the settings that explain a difference in these values.
             rows: the rows.
             folder: the folder of the files.
             progress: called with (rows done, rows in all).
@@ -106,7 +106,7 @@ class Cached:
             progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the features `[*b, E]` of tokens at places `[*b]`: row times T plus position in the row."""
+        """Returns the features `[*b, E]` of the tokens at `places`, `[*b]`: row times T plus position in the row."""
         files = [file.reshape(-1, file.shape[-1]) for file in self._files]
         which, where = np.divmod(places, len(files[0]))
         found = np.empty((*places.shape, files[0].shape[-1]), np.float16)
@@ -116,7 +116,7 @@ class Cached:
 
 
 def _save(file: Any, array: np.ndarray) -> None:
-    """Writes an array as `np.save` does, whose error on a full disk does not say that the disk is full."""
+    """Writes an array in the format of `np.save`, whose error on a full disk does not say that the disk is full."""
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.data)

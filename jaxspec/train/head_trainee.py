@@ -37,17 +37,17 @@ class HeadTrainee(Trainee):
 
     @classmethod
     def _of(cls, config: Any, title: str, sizes: str, **fields: Any) -> Self:
-        """Returns the trainee of heads of these sizes; `fields` are those that the kind decides."""
+        """Returns the trainee of heads of these sizes; `fields` are the fields that the kind of heads decides."""
         about = About(title, sizes, served_by(config, fields.get("joint") is not None))
         reads_tokens = "embedding" in config.tables
         return cls(config=config, about=about, drafter=config.drafter, vocab_size=config.vocab_size,
                    reads_tokens=reads_tokens, **fields)  # fmt: skip
 
     def init_params(self, target: Model, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-        """Returns the parameters before training, float32, of heads that predict much as the target does.
+        """Returns the float32 parameters before training, with which heads predict much as the target does.
 
-        Projections start as the target's. Heads with taps read the mean of the taps, and norm their states with the
-        target's last norm.
+        Projections start as copies of the target's projection. Heads with taps start by reading the mean of the taps,
+        and norm their states with the target's last norm.
 
         Args:
             target: the target.
@@ -80,7 +80,7 @@ class HeadTrainee(Trainee):
 
 
 def with_ids(params: Params, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
-    """Returns parameters of heads with the ids of a reduced vocabulary; None for the whole vocabulary."""
+    """Returns the parameters of heads with the ids of a reduced vocabulary. `ids` is None for the whole vocabulary."""
     return params if ids is None else params | {"tokens": ids}
 
 
@@ -97,7 +97,7 @@ def reduced_vocab(settings: TrainSettings, lm: LanguageModel) -> int | None:
 
 
 def layers_like(target: Model, layers: int, qk_norm: bool) -> ModelConfig:
-    """Returns the sizes of decoder layers as wide as a target's features, and as its own layers if they are known."""
+    """Returns the sizes of decoder layers as wide as a target's features, and like its own layers if they are known."""
     lm, rows = target.lm, vocabulary(target)
     if isinstance(lm, TransformerLM):
         c = lm.config

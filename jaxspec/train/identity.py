@@ -2,7 +2,7 @@
 
 Weights alone do not decide what a network computes: a checkpoint may be edited so that the same weights run with
 another base of the rotary frequencies. A manifest therefore also holds every field of the network. The CPU kernels,
-the form of attention and the devices that share a layer are not recorded: they change the rounding of sums alone.
+the form of attention and the devices that share a layer are not recorded: they only change the rounding of sums.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from jaxspec.train.files import digest_of, fingerprint
 
 
 class TargetIdentity(NamedTuple):
-    """What features and answers depend on, other than prompts and settings, as values of JSON.
+    """What features and answers depend on, other than prompts and settings, as JSON values.
 
     Attributes:
         weights: sha256 of the parameters.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Interrupts:
-    """A context in which the first Ctrl-C only sets `wanted`, and the second one interrupts.
+    """A context in which the first Ctrl-C only sets `wanted`, and the second one raises `KeyboardInterrupt`.
 
     It changes nothing outside the main thread, or if the program has its own handler.
 

@@ -29,9 +29,9 @@ class Watch:
 
 
 class Log:
-    """The log of a run: the lines up to a step, and those that are added.
+    """The log of a run: the lines up to the step that the run continues after, and the lines that are added.
 
-    Lines of later steps, which are taken again, are moved to `undone.jsonl`.
+    Lines of later steps are moved to `undone.jsonl`, because the run takes these steps again.
 
     Attributes:
         records: the lines of `log.jsonl`.
@@ -77,7 +77,7 @@ def _line(record: dict) -> str:
 
 
 def read(path: pathlib.Path) -> tuple[list[dict], bool]:
-    """Returns the lines of a file, and whether the last one is incomplete, as after a kill."""
+    """Returns the lines of a file, and whether the last one is incomplete, as it is after the process was killed."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -79,12 +79,12 @@ class Loop:
         else:
             try:
                 self._order.set_state(found.order)
-            except Exception as error:  # of another version of grain
+            except Exception as error:  # the state is of another version of grain
                 raise TrainingError(
                     f"{self.store.folder}: the order of the rows cannot be set: {error!s:.200}"
                 ) from None
             watch.say(f"resumes after step {int(found.state.step)}")
-        # A step donates its buffers.
+        # A copy, because a step donates the buffers of its state.
         self._state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, setup.whole))
         self.best, self.log = found.best, Log(folder, int(found.state.step))
         self._take, self._judge = _compiled(setup.settings, setup.trainee, setup.network)
@@ -120,13 +120,13 @@ class Loop:
         return self._state
 
     def _batch(self, index: np.ndarray) -> losses.Batch:
-        """Returns the rows of these numbers in parts, on the devices."""
+        """Returns the rows with these numbers, divided into parts, on the devices."""
         settings, source = self.setup.settings, self.setup.rows
         shape = (settings.accumulate, len(index) // settings.accumulate)
         part = packing.Rows(*(a[index] for a in source.rows))
         if self.setup.trainee.joint is None:
             features = source.features_of(index)
-        else:  # the step reads them with the target that it trains
+        else:  # the step computes the features with the target that it trains
             features = np.zeros((*part.tokens.shape, 0), np.float32)
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), self.setup.spread)
@@ -140,7 +140,7 @@ class Loop:
             )
 
     def _report(self, now: int, report: Report) -> None:
-        """Adds a line to the log, and begins another window of sums."""
+        """Adds a line to the log, and resets the window of sums."""
         settings, state = self.setup.settings, self._state
         record = {
             "step": now,
@@ -176,7 +176,7 @@ class Loop:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number for JSON, which has no NaN."""
+    """Returns a number for JSON; None if it is not finite, because JSON has no NaN."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -1,10 +1,16 @@
 """The loss of each drafted token at each position, in float32, and its sums over a batch of rows.
 
-Cross-entropy on the token (Medusa, Cai et al. 2024, arXiv:2401.10774, section 2.2.1); Kullback-Leibler divergence from
-the target's law; total variation, 1 - acceptance; the LK losses, -log acceptance ("lk-alpha") or KL and total variation
-mixed by acceptance ("lk-lambda", arXiv:2602.23881); and cross-entropy mixed with the sum of absolute differences of the
-laws, twice the total variation ("ce-l1": DSpark, arXiv:2607.05147). With a reduced vocabulary, KL renormalises the
-target's law on the drafted tokens, and acceptance does not.
+The losses are:
+
+- "ce": cross-entropy on the token (Medusa, Cai et al. 2024, arXiv:2401.10774, section 2.2.1).
+- "kl": Kullback-Leibler divergence from the target's law.
+- "tv": total variation, which is 1 - acceptance.
+- "lk-alpha" and "lk-lambda": the LK losses (arXiv:2602.23881). "lk-alpha" is -log acceptance, and "lk-lambda"
+  mixes KL and total variation by acceptance.
+- "ce-l1": cross-entropy mixed with the sum of absolute differences of the laws, which is twice the total variation
+  (DSpark, arXiv:2607.05147).
+
+With a reduced vocabulary, KL renormalises the target's law on the drafted tokens, and acceptance does not.
 """
 
 import math
@@ -28,7 +34,7 @@ from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
 
 LEAST, MIX = 1e-5, 3.0
-"""The smallest acceptance whose logarithm is taken, and eta, in the LK losses."""
+"""Constants of the LK losses: the smallest acceptance whose logarithm is taken, and eta."""
 
 
 def freeze(
@@ -60,16 +66,16 @@ def freeze(
 
 
 class Sums(NamedTuple):
-    """Sums over positions, one of each drafted token, so that parts of a batch can be added.
+    """Sums over positions, by drafted token, so that the sums of the parts of a batch can be added.
 
     Attributes:
         loss: the loss.
         counted: positions with a loss.
         seen: positions with a token to predict, whether it can be drafted or not.
         top1: positions where the token is the most likely one.
-        top5: positions where it is among the five most likely ones.
-        reached: positions where this token and all before it are the most likely ones.
-        blocks: of heads that guess blocks, if the target's law is computed; else None.
+        top5: positions where the token is among the five most likely ones.
+        reached: positions where this token and all tokens before it are the most likely ones.
+        blocks: sums over blocks, for heads that guess blocks if the target's law is computed; else None.
     """
 
     loss: Float[Array, "n"]
@@ -82,7 +88,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, settings: TrainSettings, trainee: Trainee) -> Self:
-        """Returns the sums over no position."""
+        """Returns sums of zero, over no positions."""
         judged = trainee.blocks is not None and has_law(settings, trainee)
         blocks = calibration.BlockSums.zeros(trainee.drafted) if judged else None
         return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
@@ -104,7 +110,7 @@ def needs_laws(settings: TrainSettings, trainee: Trainee) -> bool:
 
 
 def acceptance_of(logits: Float[Array, "*b R"], target: Float[Array, "*b R"]) -> Float[Array, "*b"]:
-    """Computes the mass that both laws share, 1 - total variation; `target` as in `of_law`."""
+    """Computes the probability mass that both laws share, 1 - total variation; `target` is as in `of_law`."""
     return jnp.minimum(jnp.exp(target), jax.nn.softmax(logits, -1)).sum(-1)
 
 
@@ -120,8 +126,9 @@ def of_law(
     Args:
         kind: name of the loss, one of `jaxspec.train.settings.LOSSES`.
         logits: logits of the draft.
-        label: the token's row; only read by "ce", and by "ce-l1", whose cross-entropy is 0 for a negative one.
-        target: the target's log-probabilities of these rows, whose mass is at most 1; not read by "ce".
+        label: the row of the correct token, which only "ce" and "ce-l1" read. The cross-entropy of "ce-l1" is 0 for a
+            negative row.
+        target: the target's log-probabilities of these rows, whose probabilities sum to at most 1; not read by "ce".
         ce_share: the share of the cross-entropy in "ce-l1".
     """
     draft = jax.nn.log_softmax(logits, -1)
@@ -147,7 +154,7 @@ def of_law(
 def counted_positions(
     settings: TrainSettings, trainee: Trainee, frozen: FrozenTarget, batch: Batch, step: int
 ) -> Bool[Array, "B A"]:
-    """Returns the positions with a loss: cross-entropy alone needs a token that can be drafted."""
+    """Returns a mask of the positions with a loss. Only the loss "ce" needs a token that can be drafted."""
     batch = batch if trainee.blocks is None else kept(batch, trainee.blocks.shares, step)
     there = here(batch, wanted(batch, step, trainee.blocks is not None))
     if settings.loss != "ce" or frozen.index is None:
@@ -166,8 +173,8 @@ def target_law(frozen: FrozenTarget, features: Float[Array, "B T F"]) -> Float[A
 
 
 def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch) -> Sums:
-    """Computes loss and accuracy of every drafted token on some rows."""
-    # Features of padding may be anything, and NaN times zero is NaN in a gradient.
+    """Computes the sums of loss and accuracy of every drafted token on some rows."""
+    # Features of padding may be NaN, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     whole, blocks = batch._replace(features=features), trainee.blocks
     law = lax.stop_gradient(target_law(frozen, features)) if has_law(settings, trainee) else None

@@ -1,11 +1,11 @@
 """Manifests: files that record the settings that the content of a folder was made with, so that no run mixes them.
 
-Answers depend on the settings of answers, features also on those that divide and pack the texts, checkpoints on all
-that change the result; all of them depend on the target (`jaxspec.train.identity`). A manifest is replaced as long as
-its folder has no content, and compared from then on.
+Answers depend on the settings of answers. Features also depend on the settings that divide and pack the texts.
+Checkpoints depend on all settings that change the result. All three depend on the target (`jaxspec.train.identity`). A
+manifest is replaced as long as its folder has no content, and compared once the folder has content.
 
 The kind of machine, the versions of JAX and jaxspec, the CPU kernels, the form of attention and the mesh of the target
-may change. They change the rounding of sums, and the bits of a run are reproducible on one machine only.
+may change. They change the rounding of sums, and the bits of a run are reproducible only on one machine.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jaxspec.train.settings import TrainSettings
 
 ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "checkpoints"
 HEADS, DRAFT = "heads", "draft"
-"""The folders of a run. `FEATURES` holds the features of the rows to train on, `HELD` those of the held-out rows; the
-result is in `HEADS` or `DRAFT`."""
+"""The folders of a run. `FEATURES` holds the features of the rows to train on, `HELD` the features of the
+held-out rows. The result is in `HEADS` or `DRAFT`."""
 LOG, SETTINGS = "log.jsonl", "settings.json"
 Say = Callable[[str], Any]
 FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
-"""Settings that may change when a run is resumed: no answer, feature or step depends on them, except by the prompts."""
+"""Settings that may change when a run is resumed. They affect answers, features and steps only through the prompts."""
 SPLIT = ("distill", "held_out", "row_tokens")
 """Settings that divide texts into rows."""
 DATA = {
@@ -38,7 +38,7 @@ DATA = {
     "tokenizer": "another tokenizer",
     "chat_template": "another chat template",
 }
-"""The values that are compared by checksum, and the words for a difference."""
+"""The values that are compared by checksum, and the description of a difference."""
 LATER = {
     "target_network": "the sizes and constants of the target",
     "start_network": "the sizes and constants of the start",
@@ -77,13 +77,13 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
 def match_run(
     folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any], because: dict[str, Any], say: Say
 ) -> None:
-    """Writes or compares the manifest of a run; it has content as soon as a step was logged or saved.
+    """Writes or compares the manifest of a run. A run has content as soon as a step was logged or saved.
 
     Args:
         folder: the folder of the run.
-        shelf: the folder of its answers and features.
-        about: its settings and the checksums of its data.
-        because: values that explain a difference of these.
+        shelf: the folder of the run's answers and features.
+        about: the run's settings and the checksums of its data.
+        because: values that explain a difference in `about`.
         say: called with a line of text.
 
     Raises:

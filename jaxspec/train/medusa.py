@@ -38,7 +38,7 @@ class MedusaTrainee(HeadTrainee):
 
     @classmethod
     def of(cls, config: HeadsConfig, joint: Joint | None = None) -> Self:
-        """Returns the trainee of heads of these sizes.
+        """Returns the trainee of heads with these sizes.
 
         Args:
             config: the sizes.
@@ -57,8 +57,8 @@ class MedusaTrainee(HeadTrainee):
         """Returns the heads to train for a target; see `TrainSettings.trainee`.
 
         Raises:
-            InvalidConfig: the target lacks a method, its `head` computes something else than features times projection,
-                or it is to be trained and its weights are int8.
+            InvalidConfig: the target lacks a method, its `head` computes something other than features times
+                projection, or the target is to be trained and its weights are int8.
             ShapeMismatch: a table has the wrong shape.
         """
         lm, params, joint = target.lm, target.params, None
@@ -112,7 +112,7 @@ class MedusaTrainee(HeadTrainee):
 
 
 def _check_projection(target: Model, no_text: jax.Array) -> None:
-    """Compares `head` with the projection on a random feature: heads would not learn a bias, a cap or a scale."""
+    """Compares `head` with the projection on a random feature, as heads would not learn a bias, a cap or a scale."""
     lm = target.lm
     assert isinstance(lm, ProjectedTarget)
     feature = jax.random.normal(jax.random.key(0), (1, 1, no_text.shape[-1])).astype(no_text.dtype)

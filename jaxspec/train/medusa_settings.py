@@ -14,8 +14,8 @@ class MedusaSettings(TrainSettings):
         heads: number of heads, one per drafted token.
         layers: residual blocks of each head, or of the one network of recurrent heads.
         inputs: what the heads read. hidden: the target's feature (Medusa; can be exported to vLLM, TGI and TensorRT-
-            LLM). path: also the tokens after it (Hydra; served by jaxspec only). recurrent: both, by one network for
-            all heads (ReDrafter; served by jaxspec only).
+            LLM). path: the feature and the tokens after it (Hydra; served by jaxspec only). recurrent: the same, with
+            one network for all heads (ReDrafter; served by jaxspec only).
         projection: projection onto the vocabulary: the target's, one per head, or one for all heads.
         medusa2: whether to train the target as well (Medusa-2): text is then lossless against the trained target only.
         medusa2_warmup: steps before the target is trained as well.

@@ -15,8 +15,8 @@ from jaxspec.train.log import Watch
 
 PLOT = "plot.png"
 PARTS, STEP_LINES = 4, 20
-"""Number of lines of progress on a console without a progress bar: of each phase before training, and the most of
-training, which are as many lines of the log apart."""
+"""Numbers of lines of progress on a console without a progress bar: the number for each phase before training, and the
+largest number for training, whose lines are evenly spaced in the log."""
 
 
 class Monitor:
@@ -43,7 +43,7 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the display. What fails here is said in a line, so that it does not hide what ended the run."""
+        """Ends the display. A failure is only reported, so that it does not hide the error that ended the run."""
         if self._progress is not None:
             self._optional("the progress bar", self._progress.stop)
         if self._tensorboard is not None:
@@ -56,10 +56,10 @@ class Monitor:
             plot(records, self._folder / PLOT)
 
     def _optional(self, what: str, do: Callable[[], Any]) -> bool:
-        """Does what no result depends on, and returns whether it succeeded."""
+        """Calls a function that no result depends on, and returns whether it succeeded."""
         try:
             do()
-        except Exception as error:  # other packages write here, and raise anything on a full disk
+        except Exception as error:  # other packages write here, and may raise any error on a full disk
             self._say(f"{what} is incomplete: {' '.join(str(error).split()) or type(error).__name__}")
             return False
         return True
@@ -67,7 +67,7 @@ class Monitor:
     def _say(self, line: str) -> None:
         try:
             self._console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
-        except BrokenPipeError:  # the reader has left, and so does the command
+        except BrokenPipeError:  # the reader of the output has ended, so the command ends as well
             raise
         except OSError:  # standard error is a file on a full disk
             pass
@@ -99,7 +99,7 @@ class Monitor:
         self._progress.update(self._tasks[name], completed=done, description=text)
 
     def _passes(self, name: str, done: int, total: int) -> bool:
-        """Tells whether another of the `PARTS` parts is done."""
+        """Returns True if another one of the `PARTS` parts is done."""
         part = done * PARTS // total
         passed = part > self._tasks.get(name, 0)
         self._tasks[name] = max(part, self._tasks.get(name, 0))

@@ -1,4 +1,4 @@
-"""Draft heads that follow a policy: trained inside a program on the texts that the policy draws; `OnlineHeads`."""
+"""`OnlineHeads`: draft heads that follow a policy, trained inside a program on the texts that the policy draws."""
 
 import dataclasses
 from typing import Self
@@ -25,7 +25,7 @@ class OnlineHeads:
 
     Attributes:
         trainee: the heads.
-        settings: the settings, of which loss and optimiser count.
+        settings: the settings. Only the loss and the optimiser are used.
     """
 
     trainee: HeadTrainee
@@ -37,8 +37,9 @@ class OnlineHeads:
 
         Args:
             policy: the policy.
-            settings: the heads and their training, such as `MedusaSettings(heads=3, steps=60)`. The settings of a step
-                count: loss, optimiser, and `steps`, at which the learning rate has decayed to 0.
+            settings: the heads and their training, such as `MedusaSettings(heads=3, steps=60)`. Only the
+                settings of a step are used: the loss, the optimiser, and `steps`, at which the learning rate has
+                decayed to 0.
 
         Raises:
             InvalidConfig, ShapeMismatch: a setting is invalid, or heads of this kind cannot be trained for this policy.
@@ -54,8 +55,8 @@ class OnlineHeads:
         return cls(trainee, settings)
 
     def init(self, policy: Model) -> TrainState:
-        """Returns the state of new heads, which guess what the policy's own projection does."""
-        params = jax.tree.map(jnp.copy, self.trainee.init_params(policy, None))  # some are the policy's own arrays
+        """Returns the state of new heads, which make the same guesses as the policy's own projection."""
+        params = jax.tree.map(jnp.copy, self.trainee.init_params(policy, None))  # some are arrays of the policy
         return init_state(self.settings, self.trainee, Trainable(params))
 
     def heads(self, state: TrainState) -> DraftHeads:
@@ -63,7 +64,7 @@ class OnlineHeads:
         return self.trainee.result(state.params.heads, None, "online")
 
     def step(self, policy: Model, state: TrainState, rollout: Rollout) -> tuple[TrainState, Report]:
-        """Takes an optimiser step on the new tokens of a rollout, with the features that the policy has for them."""
+        """Takes an optimiser step on the new tokens of a rollout, with the policy's features of these tokens."""
         lm, params = policy.lm, policy.params
         places = jnp.arange(rollout.tokens.shape[1])
         segments = (places < rollout.length[:, None]).astype(jnp.int32)

@@ -20,11 +20,11 @@ class Text(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """R rows of T tokens, each of several texts.
+    """R rows of T tokens. Each row holds several texts.
 
     Attributes:
         tokens: token ids `[R, T]`, int32; 0 for padding.
-        segments: the number of the text in its row, from 1, `[R, T]`, int32; 0 for padding.
+        segments: the number of each token's text in its row, from 1, `[R, T]`, int32; 0 for padding.
         mask: the tokens `[R, T]` that are trained on; bool.
     """
 
@@ -73,8 +73,8 @@ def pack_supervised_spans(rows: Rows, drafted: int) -> tuple[Rows, np.ndarray]:
 
     Args:
         rows: R rows of T tokens.
-        drafted: number of tokens that are guessed from each position. Guess i is of 2 + i tokens ahead, so the
-            drafted + 1 tokens before an answer predict tokens of it.
+        drafted: number of tokens that are guessed from each position. Guess i predicts the token 2 + i positions
+            ahead, so the drafted + 1 tokens before an answer predict tokens of the answer.
 
     Returns:
         Fewer rows of T tokens, and the origin of each of their tokens in `rows`: `[R', T]`, row times T plus position.

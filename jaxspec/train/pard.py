@@ -1,8 +1,9 @@
-"""PARD models in training: a draft model that reads the text, and masks behind many of its positions, in one call.
+"""PARD models in training: a draft model that reads the text, and masks after many of its positions, in one call.
 
-A block at position t has the token t + 1 as its root, as in a round whose last token is t + 1. Its masks stand behind
-the root, one behind the other; they see the text up to the root, and the masks of their block before them. The root's
-row names the first token of the block, and each mask another, as in the drafter "pard" (PARD, arXiv:2504.18583).
+A block at position t has the token t + 1 as its root, as in a round whose last token is t + 1. The masks of the block
+follow the root. Each mask attends to the text up to the root, and to the earlier masks of its block. The row of the
+root predicts the first token of the block, and each mask predicts one further token, as in the drafter "pard" (PARD,
+arXiv:2504.18583).
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ from jaxspec.train.pard_settings import PardSettings
 from jaxspec.train.trainee import About, BlockTraining, Trainee
 
 CHUNK = 64
-"""Blocks of a row that are read at once in evaluation, which reads one at every position."""
+"""Number of blocks of a row that are read at once in evaluation, which reads a block at every position."""
 EVERYWHERE = BlockTraining(anchors=None, gamma=float("inf"))
-"""Blocks from all positions, whose tokens have one weight."""
+"""Blocks at all positions, whose tokens all have the same weight."""
 SERVED_BY = (
     "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems that draft "
     "with PARD models, such as vLLM."
@@ -42,8 +43,8 @@ SERVED_BY = (
 class PardTrainee(Trainee):
     """A draft model that is trained for a target.
 
-    Its blocks begin at all positions, and their tokens have one weight. The draft model may have more rows than
-    `vocab_size`, which are padding.
+    Its blocks begin at all positions, and all their tokens have the same weight. The draft model may have more rows
+    than `vocab_size`; the additional rows are padding.
 
     Attributes:
         model: the draft model.
@@ -90,7 +91,7 @@ class PardTrainee(Trainee):
             yield Guess(self.model.head(params, states)[..., : self.vocab_size])
 
     def _states(self, params: Params, batch: Batch) -> list[Float[Array, "B A E"]]:
-        """Returns the features of the rows that name each token, at its positions."""
+        """Returns, for each token of a block, the features of the rows that predict it."""
         if batch.places is not None:
             every = (kept(batch, self.blocks.shares, step).places for step in range(self.drafted))
             return self._read(params, batch, tuple(each.shape[1] for each in every if each is not None))
@@ -106,10 +107,10 @@ class PardTrainee(Trainee):
         return [states.swapaxes(0, 1).reshape(rows, padded.shape[1], -1)[:, :size] for states in found]
 
     def _read(self, params: Params, batch: Batch, counts: tuple[int, ...]) -> list[Float[Array, "B A E"]]:
-        """Returns the features of the rows that name each token, from the first of `batch.places`, so many for each."""
+        """Returns, for token i of a block, the features of its rows at the first `counts[i]` of `batch.places`."""
         rows, size = batch.tokens.shape
         assert batch.places is not None
-        block = np.concatenate([np.arange(count) for count in counts])[counts[0] :]  # of each mask
+        block = np.concatenate([np.arange(count) for count in counts])[counts[0] :]  # the block of each mask
         depth = np.repeat(np.arange(len(counts)), counts)[counts[0] :]
         masks = batch._replace(places=batch.places[:, block])
         places, positions, step = masks.places, positions_of(batch.segments), jnp.arange(size)
@@ -136,7 +137,7 @@ class PardTrainee(Trainee):
         return dataclasses.replace(self.model, dtype=str(params["embed"].dtype))
 
     def result(self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None) -> Model:
-        """Returns the trained model, with the tokenizer of the one it started from."""
+        """Returns the trained model, with the tokenizer of the model that it started from."""
         params = jax.tree.map(jnp.asarray, params)
         settings = {**start.settings, "pard_token": self.token}
         return dataclasses.replace(start, params=params, name=name, preset=None, settings=settings)

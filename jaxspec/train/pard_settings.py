@@ -9,19 +9,20 @@ from jaxspec.train.settings import TrainSettings
 class PardSettings(TrainSettings):
     """The training of a draft model to name several tokens in one call, as masks behind the text (arXiv:2504.18583).
 
-    All parameters of the draft model to start from are trained, by cross-entropy, which does not need the target: it
-    only answers the prompts. Another loss compares with the target's distribution.
+    All parameters of the draft model to start from are trained. The default loss is cross-entropy, for which the target
+    only answers the prompts. Every other loss compares the draft model with the target's distribution.
 
-    From every position the model names its next token. Of these positions, drawn by the seed and the number of the
-    step, the share max(`retention` ** i, `retention_min`) has an i-th mask behind it, for the token i further on. The
-    positions with mask i are among the positions with mask i - 1 (conditional drop, section 3.2).
+    The model predicts the next token at every position. The share max(`retention` ** i, `retention_min`) of these
+    positions also has an i-th mask, which predicts the token i positions further on. The seed and the number of the
+    step decide which positions have it. The positions with mask i are among the positions with mask i - 1 (conditional
+    drop, section 3.2).
 
     Attributes:
-        depth: number of tokens that the model names in one call.
-        pard_token: the mask token, a row of the draft model's embedding; -1 for the draft model's own, or else its last
-            row.
-        retention: the share of positions with a mask that have one mask more.
-        retention_min: the smallest share of positions that have any mask.
+        depth: number of tokens that the model predicts in one call.
+        pard_token: the mask token, a row of the draft model's embedding; -1 for the draft model's own mask token,
+            or for its last row if it has none.
+        retention: the share of the positions with an i-th mask that also have mask i + 1.
+        retention_min: lower limit of the share of positions that have an i-th mask.
     """
 
     depth: int = 8
@@ -34,7 +35,7 @@ class PardSettings(TrainSettings):
 
     @property
     def drafted(self) -> int:
-        """The number of tokens that the model names in one call."""
+        """The number of tokens that the model predicts in one call."""
         return self.depth
 
     def check(self) -> None:

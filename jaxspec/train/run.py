@@ -1,9 +1,14 @@
 """A training run in one folder, which the same call resumes: `train_heads`.
 
-The folder holds `settings.json`; what is computed once (`answers/`, `features/`, and `held-out/`, the features of the
-held-out texts); `checkpoints/`; `log.jsonl`, which is the same in every run with the same settings; `speed.jsonl`,
-which is not; `undone.jsonl`, lines of steps that were taken again from an earlier checkpoint; and at the end `heads/`,
-or `draft/` for a draft model.
+The folder holds:
+
+- `settings.json`: the manifest of the run.
+- `answers/`, `features/`, and `held-out/` with the features of the held-out texts: what is computed once.
+- `checkpoints/`.
+- `log.jsonl`, which is the same in every run with the same settings.
+- `speed.jsonl`, which differs between runs.
+- `undone.jsonl`: lines of steps that were taken again from an earlier checkpoint.
+- At the end, `heads/`, or `draft/` for a draft model.
 """
 
 import dataclasses
@@ -49,11 +54,11 @@ class _Run(NamedTuple):
 
     Attributes:
         settings: the settings.
-        target: the target, without kernels: they have no gradient, and training multiplies many rows.
+        target: the target without kernels, because kernels have no gradient and training multiplies many rows.
         trainee: the heads or the draft model.
         begun: what training starts from; None for new heads.
         folder: the folder of the run.
-        shelf: the folder of its answers and features.
+        shelf: the folder of the run's answers and features.
         watch: callbacks for progress.
     """
 
@@ -78,18 +83,18 @@ def train_heads(
 ) -> Trained:
     """Trains draft heads, or a draft model, for a target, or resumes a run that was interrupted.
 
-    Ctrl-C ends the run after the current step and saves a checkpoint. The same call resumes it, to the same bits as
-    without an interruption.
+    Ctrl-C ends the run after the current step and saves a checkpoint. The same call resumes the run. The result has the
+    same bits as the result of a run without an interruption.
 
     Args:
         target: target model, of any network that is a `HeadTarget`. It is frozen, unless the settings train it as well.
             Without a tokenizer, prompts are token ids. A target that was placed on a mesh
-            (`jaxspec.load(..., mesh=mesh)`, `jaxspec.shard`) answers and is read on that mesh.
+            (`jaxspec.load(..., mesh=mesh)`, `jaxspec.shard`) answers prompts and computes features on that mesh.
         prompts: path of a file of prompts or conversations, or a sequence of paths; see `jaxspec.text.conversations`.
         out: folder of the run.
-        settings: what is trained and how. The class says the kind of heads, such as
+        settings: what is trained and how. The class decides the kind of heads, such as
             `jaxspec.Eagle3Settings(depth=5, steps=500)`; `help(jaxspec.Eagle3Settings)` lists its settings.
-        watch: callbacks for progress, see `jaxspec.train.log.Watch`; None for none.
+        watch: callbacks for progress, see `jaxspec.train.log.Watch`; None for no callbacks.
         data: folder of answers and features, which several runs can share; None for the folder of the run.
 
     Returns:
@@ -208,7 +213,7 @@ def _begin(run: _Run, used: Data) -> TrainState:
 
 
 def _conclude(run: _Run, used: Data, loop: Loop, state: TrainState) -> Trained:
-    """Returns the heads of the best step."""
+    """Returns the result of the run, with the heads of the best step."""
     params, target, trainee = state.params, run.target, run.trainee
     if loop.best is not None and loop.best[0] != int(state.step):
         try:

@@ -1,6 +1,6 @@
-"""Self-distillation: the target's own answers, kept on disk as token ids; an interrupted job resumes.
+"""Self-distillation: the target's own answers are kept on disk as token ids, so that an interrupted job resumes.
 
-A drafter has to predict the text of its target, which a corpus rarely holds.
+A drafter has to predict the text of its target, which a corpus rarely contains.
 """
 
 import pathlib
@@ -39,7 +39,7 @@ def answers(
 
     Args:
         target: the model that answers, on the mesh that its parameters were placed on.
-        identity: what a manifest records of it, so that answers of another target are refused.
+        identity: what a manifest records of the target, so that answers of another target are refused.
         prompts: token ids.
         settings: the settings.
         drafted: number of tokens that are guessed from each position, which limits the length of a prompt.
@@ -58,7 +58,7 @@ def answers(
     advice = "go on with the same, or name another folder (--data, or --out)"
     try:
         if not made:
-            for left in folder.glob(f"*{TEXTS}*"):  # of a run that ended before the first answer
+            for left in folder.glob(f"*{TEXTS}*"):  # left by a run that ended before the first answer
                 left.unlink()
     except OSError as error:
         raise StorageError(f"{folder / TEXTS} cannot be written: {reason(error, folder)}") from None
@@ -67,7 +67,7 @@ def answers(
         found = generate(
             target,
             prompts,
-            key=jax.random.key(settings.seed if settings.answer_temperature else 0),  # greedy answers use none
+            key=jax.random.key(settings.seed if settings.answer_temperature else 0),  # greedy answers use no key
             drafter="none",
             sampling=Sampling(temperature=settings.answer_temperature),
             max_new_tokens=settings.answer_tokens,
@@ -86,7 +86,7 @@ def answers(
 
 
 def _any_answer(path: pathlib.Path) -> bool:
-    """Tells whether a file holds more than its first line, which describes its answers."""
+    """Returns whether a file holds an answer, and not only the first line that describes its answers."""
     try:
         with path.open("rb") as file:
             return b'"tokens"' in file.readline() or bool(file.readline())

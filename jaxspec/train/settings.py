@@ -1,7 +1,7 @@
 """Settings of training that all kinds of heads and draft models share. Nothing here imports JAX.
 
 A kind is a class derived from `TrainSettings`, such as `jaxspec.train.medusa_settings.MedusaSettings`, with fields for
-its sizes. The command line has an option for each field; the description of the field is the help of the option.
+its sizes. The command line has an option for each field. The description of the field is the help of the option.
 """
 
 import abc
@@ -27,7 +27,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @settings_class
 class TrainSettings(abc.ABC):
-    """The settings that all kinds share; equal settings, prompts and target give equal bits on one machine.
+    """The settings that all kinds share. Equal settings, prompts and targets give equal bits on one machine.
 
     A kind sets `drafter`, the registered name of its drafter, and `trainee_class`, the location "module:Class" of its
     `Trainee`, which is imported when it is needed: JAX takes a second to import, and help does not need it. The class
@@ -35,9 +35,9 @@ class TrainSettings(abc.ABC):
     sizes. `trains_model` is True if a draft model is trained, and False for heads.
 
     Attributes:
-        draft_vocab: number of tokens to draft from, those most frequent in the answers (of all layouts, only vLLM's
-            holds them); 0 for the whole vocabulary.
-        distill: whether to train on the target's own answers instead of those in the files.
+        draft_vocab: number of tokens to draft from, which are the most frequent tokens of the answers (of all layouts,
+            only vLLM's holds them); 0 for the whole vocabulary.
+        distill: whether to train on the target's own answers instead of the answers in the files.
         answer_tokens: maximum number of tokens of each of the target's answers.
         answer_temperature: temperature of the target's answers.
         answer_batch: number of prompts that are answered at once.
@@ -49,7 +49,8 @@ class TrainSettings(abc.ABC):
         start: what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted
             tokens, or for pard the draft model.
         loss: cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss
-            (lk-alpha, lk-lambda), or cross-entropy and the sum of absolute differences of the distributions (ce-l1).
+            (lk-alpha, lk-lambda), or a mix of cross-entropy and the sum of absolute differences of the distributions
+            (ce-l1).
         ce_share: share of the cross-entropy in the loss ce-l1.
         head_weights: weight of head i in the loss: decay^i (decay), or the probability that a draft reaches it
             (acceptance).

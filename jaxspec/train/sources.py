@@ -1,4 +1,4 @@
-"""Rows together with the target's features of them, and the order in which a run reads them."""
+"""Rows with the features that the target computes for them, and the order in which a run reads the rows."""
 
 import functools
 import pathlib
@@ -49,7 +49,7 @@ def computed(reader: Reader, params: Params, rows: packing.Rows) -> Source:
 
 
 def without_features(rows: packing.Rows) -> Source:
-    """Returns rows of a trainee that reads no features: theirs have the width 0."""
+    """Returns rows for a trainee that reads no features. The features of these rows have the width 0."""
     return Source(rows, lambda index: np.zeros((len(index), rows.tokens.shape[1], 0), np.float32))
 
 

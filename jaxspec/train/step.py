@@ -1,4 +1,4 @@
-"""An optimiser step as a pure function: loss, gradients, AdamW; steps that are not finite are skipped."""
+"""An optimiser step as a pure function: loss, gradients and AdamW. Steps with non-finite results are skipped."""
 
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
         running: running average of the top-1 accuracy of each drafted token.
         window: sums since the last line of the log.
         skipped: steps whose loss or gradient was not finite.
-        bad: the number of such steps since the last good one.
+        bad: number of consecutive steps, up to the last one, whose loss or gradient was not finite.
     """
 
     params: Trainable
@@ -72,7 +72,7 @@ def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTra
     rate = learning_rate(settings)
 
     def of_target(step: Array) -> Array:
-        if joint is None:  # nothing has this rate, but its step count is part of every checkpoint
+        if joint is None:  # no parameter has this rate, but its step count is part of every checkpoint
             return jnp.zeros(())
         return jnp.where(step < joint.warmup, 0.0, joint.rate * rate(step))
 
@@ -114,14 +114,14 @@ def read_features(lm: LanguageModel, params: Params, tokens: Array, segments: Ar
 def train_step(
     settings: TrainSettings, trainee: Trainee, lm: LanguageModel, frozen: FrozenTarget, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Report]:
-    """Takes a step on the parts of a batch, `[A, B, ...]`.
+    """Takes an optimiser step on the A parts of a batch, whose arrays are `[A, B, ...]`.
 
-    If the loss or the gradient is not finite, only the counts change.
+    If the loss or the gradient is not finite, only the counts of the state change.
 
     Args:
         settings: the settings.
         trainee: the heads.
-        lm: the network that gives the features, read here if the target is trained as well.
+        lm: the network that computes the features in this step if the target is trained as well.
         frozen: the frozen parts of the target.
         state: the state before the step.
         batch: the batch.
@@ -146,13 +146,13 @@ def train_step(
     if blocks is not None:
         batch = batch._replace(places=jax.vmap(lambda part: draw_places(part, blocks.anchors))(batch))
 
-    # The mean is over all parts together, whatever their shares.
+    # The loss is a mean over all parts together, however many positions each part has.
     def count(part: Batch) -> Array:
         every = (counted_positions(settings, trainee, frozen, part, i) for i in range(trainee.drafted))
         return jnp.stack([each.sum(dtype=jnp.float32) for each in every])
 
     positions = jnp.maximum(jax.vmap(count)(batch).sum(0), 1)
-    if blocks is not None:  # one mean over the tokens of blocks, in place of a mean for each of them
+    if blocks is not None:  # one mean over all tokens of blocks, not one mean for each index in a block
         weights = weights * positions / (weights * positions).sum()
 
     def add(total: tuple, part: Batch) -> tuple[tuple, None]:

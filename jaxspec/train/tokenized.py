@@ -55,7 +55,7 @@ def _prompt_ids(model: Model, one: Conversation) -> list[int]:
 
 
 def texts_of(model: Model, conversations: Sequence[Conversation]) -> tuple[list[Text], list[BadRow]]:
-    """Encodes conversations with the answers they have; all of a plain text is trained on.
+    """Encodes conversations with the answers they have. All tokens of a plain text are trained on.
 
     Args:
         model: the target.
@@ -102,7 +102,7 @@ def _known(model: Model, ids: Sequence[int]) -> list[int]:
 
 
 def _masked(model: Model, one: Conversation) -> Text:
-    """Encodes messages; each answer as if it was decoded after its prompt, whose tokens it does not change."""
+    """Encodes messages. Each answer is encoded as if it was decoded after its prompt, whose tokens do not change."""
     template, tokenizer, messages = model.chat_template, model.tokenizer, one.messages
     if template is None or tokenizer is None:
         raise InvalidConfig(f"{model.name} has no chat template; use .txt files")
@@ -120,10 +120,10 @@ def _masked(model: Model, one: Conversation) -> Text:
 
 
 def _encode_parts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes what each text adds to the text before it, with which it begins.
+    """Encodes what each text adds to the previous text, with which it begins.
 
-    The parts are encoded one by one. The whole texts are encoded only if the ids of the parts differ from those of the
-    last text.
+    The parts are encoded one by one. The whole texts are encoded only if the ids of the parts differ from the ids of
+    the last text.
     """
     parts = [after.removeprefix(before) for before, after in itertools.pairwise(["", *texts])]
     first, whole = tokenizer.encode_all([texts[0], texts[-1]])
@@ -144,7 +144,7 @@ def _encode_parts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]
 
 
 def split_held_out(count: int, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of the texts to train on, and of those held out, which are evenly spread.
+    """Returns the indices of the texts to train on, and of the held-out texts, which are evenly spread.
 
     Args:
         count: number of texts.

@@ -1,4 +1,4 @@
-"""What a training run starts from, and what comes of it: draft heads, or a draft model."""
+"""The start and the result of a training run: draft heads, or a draft model."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Trained(NamedTuple):
         log: the lines of the log.
         step: number of steps taken.
         skipped: steps whose loss or gradient was not finite.
-        trainee: the heads as training knows them.
+        trainee: the trainee that was trained.
         settings: the settings.
     """
 

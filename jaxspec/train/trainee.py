@@ -1,9 +1,9 @@
 """What is trained for a target: draft heads, or a draft model.
 
-A kind is two classes. Its settings (`jaxspec.train.settings.TrainSettings`) hold what a user chooses, and are
+A kind consists of two classes. Its settings (`jaxspec.train.settings.TrainSettings`) hold what a user chooses, and are
 registered in `jaxspec.registry.TRAINEES`. The settings make a `Trainee` for a target, which is all that training knows
 of the kind: data, losses, optimiser, checkpoints, evaluation and the card are shared. Documentation that says "heads"
-holds for a draft model as well.
+applies to a draft model as well.
 """
 
 import abc
@@ -53,14 +53,14 @@ class BlockTraining(NamedTuple):
     """The settings of heads that guess the tokens after a position as one block.
 
     A step of training guesses from some positions of each row (`Batch.places`), and evaluation from all. A token of a
-    block counts if all before it count, and the loss is one mean over all tokens.
+    block counts if all tokens before it count. The loss is one mean over all tokens.
 
     Attributes:
-        anchors: the most positions of a row that a step guesses from; None for all.
+        anchors: the largest number of positions of a row that a step guesses from; None for all positions.
         gamma: the weight of token i of a block is exp(-i / gamma).
         confidence: weight of the loss of the estimates `Guess.certainty`.
-        shares: of each token, the share of these positions that it is guessed from in training, not increasing; empty
-            for all.
+        shares: for each token of a block, the share of these positions that it is guessed from in training. The shares
+            do not increase. Empty if every token is guessed from all of these positions.
     """
 
     anchors: int | None
@@ -74,7 +74,7 @@ class Trainee(abc.ABC):
     """Heads that are trained for a target: static and hashable, without arrays.
 
     Attributes:
-        about: descriptions.
+        about: descriptions of the heads.
         drafter: the registered name of the drafter that the heads are for.
         drafted: the number of tokens that are guessed from each position, which is the number of steps of `unroll`.
         vocab_size: V, the rows of the target's projection that are drafted from.
@@ -101,14 +101,15 @@ class Trainee(abc.ABC):
         """Yields the guesses of each step at every position, with the text's own tokens as the drafted tokens.
 
         Step i predicts token t + 2 + i from the position t: the target itself predicts token t + 1. If `batch.places`
-        is not None, only these positions have guesses, or the first of them (`BlockTraining.shares`).
+        is not None, only these positions have guesses. A step may have guesses for only the first of them
+        (`BlockTraining.shares`).
         """
 
     @abc.abstractmethod
     def result(
         self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
     ) -> DraftHeads | Model:
-        """Returns trained parameters as heads or a model that draft.
+        """Returns the trained parameters as draft heads or as a draft model.
 
         Args:
             params: the parameters.

@@ -41,10 +41,10 @@ from jaxspec.tuning.mask_laws import MaskLaws
 ByToken = HeadLaws | MaskLaws
 
 ROWS = 8
-"""Texts that the target decodes in one batch."""
+"""Number of texts that the target decodes in one batch."""
 
 POSITIONS_AT_ONCE = 16
-"""Positions whose laws are in memory at the same time."""
+"""Number of positions whose laws are in memory at the same time."""
 
 ANY_RULE = "every rule"
 """Stands for the rule's name at temperature 0, where every rule accepts the target's token if it is a candidate."""
@@ -58,7 +58,7 @@ class Positions:
         name: the prompt's name.
         count: the number of positions.
         kept: the sum of acceptance probabilities by rule, with 1, 2, ... children, `[K]`.
-        optimum: the same for an optimal rule with these candidates.
+        optimum: the same sums for an optimal rule with these candidates.
         token: the number of the drafted token, from 1. It is 1 with a draft model, which has one law for all tokens.
     """
 
@@ -79,7 +79,7 @@ class Figure:
         acceptance: the probability that one of the candidates is accepted.
         low, high: the 95 % interval of the acceptance by bootstrap over the prompts; None with one prompt.
         optimum: an upper bound for any lossless rule with the same candidates.
-        token: the number of the drafted token, if all before it were accepted; see `Positions`.
+        token: the number of the drafted token; see `Positions`. All tokens before it count as accepted.
     """
 
     rule: str
@@ -97,7 +97,10 @@ class Figure:
 
 
 def has_laws(drafter: Drafter) -> bool:
-    """Returns whether `drafting_model` gives the laws that a drafter samples from; it does not for PARD-2, DFlash 2."""
+    """Returns whether `drafting_model` gives the laws that a drafter samples from.
+
+    It does not for PARD-2 and DFlash 2.
+    """
     if isinstance(drafter, Pard):
         return not drafter.states
     sizes = _sizes(drafter)
@@ -148,18 +151,18 @@ def measure(
     Args:
         target: the model that writes the texts.
         draft: the network or the heads of the drafter; see `drafting_model`.
-        draft_params: its parameters.
+        draft_params: the parameters of the draft.
         prompts: pairs of a name and token ids.
         sampling: sampling settings, as numbers.
         children: K, the largest number of candidates.
         draws: Monte Carlo samples per position; see `jaxspec.analysis`.
         max_new_tokens: the largest number of tokens of a text.
         seed: prompt `i` has the key `fold_in(key(seed), i)`.
-        ignore_eos: continue past the model's own stop tokens.
+        ignore_eos: whether to continue past the model's own stop tokens.
         progress: called with (steps done, all steps); every text is one step to decode and one to compare.
 
     Raises:
-        JaxspecError: bad input, before anything compiles.
+        JaxspecError: an argument is invalid; raised before anything compiles.
         ArithmeticError: a model's logits were not finite.
     """
     whole("children", children)
@@ -216,7 +219,7 @@ def _along(
 
     Args:
         draft: the draft.
-        params: its parameters.
+        params: the parameters of the draft.
         text: the tokens.
         first: the position of the prompt's last token, which is the root of the first round.
         most: the largest number of positions, from `first` on.
@@ -285,6 +288,6 @@ def by_rank(positions: Sequence[Positions]) -> dict[str, list]:
         total = sum(prompt.count for prompt in of)
         for rule in of[0].kept:
             share = np.sum([prompt.kept[rule] for prompt in of], 0) / total
-            rising = np.maximum.accumulate(share).clip(max=1.0)  # samples may fall
+            rising = np.maximum.accumulate(share).clip(max=1.0)  # Monte Carlo estimates may decrease
             found.setdefault(rule, []).append(np.diff(rising, prepend=0.0).tolist())
     return {rule: ranks[0] if len(ranks) == 1 else ranks for rule, ranks in found.items()}

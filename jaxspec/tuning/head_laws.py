@@ -21,7 +21,7 @@ from jaxspec.train.step import read_features
 from jaxspec.train.trainee import Trainee
 
 DRAFTED = 5
-"""The most drafted tokens whose laws are compared."""
+"""The largest number of drafted tokens whose laws are compared."""
 
 
 class HeadParams(NamedTuple):
@@ -34,11 +34,11 @@ class HeadParams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadLaws:
-    """Draft heads; static and hashable.
+    """Draft heads whose laws along a text are computed; static and hashable.
 
     Attributes:
         trainee: the heads.
-        network: the target's, with the heads' taps.
+        network: the target's network with the taps of the heads.
     """
 
     trainee: Trainee
@@ -46,14 +46,14 @@ class HeadLaws:
 
     @property
     def context(self) -> int:
-        """The most tokens that the heads read."""
+        """The largest number of tokens that the heads read."""
         return self.network.context
 
     def along(self, params: HeadParams, text: list[int], first: int, size: int, slots: int) -> list[np.ndarray]:
         """Returns logits of the drafted tokens, `[size, R]` each.
 
-        Row i of drafted token d (0 and on) is of the token after `text[first + d + i]`, in a round whose root is
-        `text[first + i]`, with the text's own tokens as those drafted before it.
+        Row i of drafted token d, counted from 0, holds the logits of the token after `text[first + d + i]`, in a round
+        whose root is `text[first + i]`. The tokens that were drafted before it are the text's own tokens.
 
         Args:
             params: the parameters.
@@ -68,7 +68,7 @@ class HeadLaws:
         return list(map(np.asarray, _unroll(self, size, params, tokens, segments, first - 1)))
 
     def head(self, params: HeadParams, rows: Float[Array, "n 1 R"]) -> Float[Array, "n 1 V"]:
-        """Returns logits of the whole vocabulary: those of tokens that cannot be drafted are minus infinity."""
+        """Returns logits of the whole vocabulary, which are minus infinity for tokens that cannot be drafted."""
         ids, size = params.frozen.ids, self.network.vocab
         return rows[..., :size] if ids is None else jnp.full((len(rows), 1, size), -jnp.inf).at[..., ids].set(rows)
 
@@ -94,7 +94,7 @@ def head_laws(target: Model, heads: DraftHeads, config: Any = None) -> tuple[Hea
     Args:
         target: the target.
         heads: the heads.
-        config: sizes that replace those of the heads, as the drafter's options state them; None for their own.
+        config: sizes that replace the sizes of the heads, as the drafter's options state; None for their own sizes.
     """
     trainee = trainee_of(heads if config is None else dataclasses.replace(heads, config=config))
     frozen = losses.freeze(trainee, target.lm, target.params, heads.params.get("tokens"))

@@ -17,17 +17,17 @@ from jaxspec.tuning.head_laws import DRAFTED
 
 @dataclasses.dataclass(frozen=True)
 class MaskLaws:
-    """The model of the drafter "pard"; static and hashable."""
+    """The model of the drafter "pard", whose laws along a text are computed; static and hashable."""
 
     drafter: Pard
 
     @property
     def context(self) -> int:
-        """The most tokens that the model reads."""
+        """The largest number of tokens that the model reads."""
         return self.drafter.network.context
 
     def along(self, params: Params, text: list[int], first: int, size: int, slots: int) -> list[np.ndarray]:
-        """Returns features of the rows that guess each drafted token, `[size, E]`; see `HeadLaws.along`."""
+        """Returns, for each drafted token, features of the rows that guess it, `[size, E]`; see `HeadLaws.along`."""
         tokens = np.zeros((1, slots), np.int32)
         tokens[0, : len(text)] = text
         rows = np.asarray(_unroll(self.drafter, size, params, tokens, np.array([len(text)]), first))

@@ -20,7 +20,7 @@ def too_long(name: str, tokens: Sequence[int], max_new_tokens: int, context: int
 def fitting(
     prompts: Sequence[Named], max_new_tokens: int, context: int, report: Callable[[str], Any] = lambda line: None
 ) -> list[Named]:
-    """Returns the prompts that can be continued, and reports each of the others by name.
+    """Returns the prompts that can be continued, and reports each of the other prompts by name.
 
     Raises:
         CapacityError: all prompts are too long.

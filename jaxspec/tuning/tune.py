@@ -1,7 +1,8 @@
 """Measures the cost and the acceptance of drafts of every depth, and derives a schedule from them.
 
-The measured rounds are those of decoding: one executable runs rounds of every depth alternately, with the depth set by
-the host. A cost includes everything that a round of that depth does, and drifts of the machine affect all depths.
+The measured rounds are real rounds of decoding. One executable runs rounds of every depth alternately, and the host
+sets the depth. A cost therefore includes everything that a round of that depth does, and drifts of the machine's speed
+affect all depths.
 
 If the drafter samples from the law of a network or of heads, and a chain was measured, a static tree is tried as well.
 It is the best tree for the costs that were measured on the chain and for the acceptance by rank on the same prompts.
@@ -40,7 +41,7 @@ from jaxspec.tuning import acceptance
 DEPTH = 8
 """The default length of the chain that is measured."""
 IDLE_ROUNDS = 24
-"""The number of rounds without a draft before the time of catching up is measured."""
+"""Number of rounds without a draft before the round in which the time of catching up is measured."""
 ROUNDS_PER_DEPTH = 3
 """Number of consecutive rounds of one depth. The first of them is not timed, because it follows another depth."""
 MAX_CHILDREN = 4
@@ -152,7 +153,7 @@ def _play(
     max_new_tokens: int,
     progress: Callable[[int, int], Any] | None,
 ) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
-    """Decodes all prompts; returns seconds by depth, seconds of rounds that catch up, and statistics (`conclude`)."""
+    """Decodes all prompts. Returns the seconds by depth, `resumed` and the statistics, as `conclude` takes them."""
     stops = jnp.full((1, 8), -1, jnp.int32)
     slots = memory.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
     seconds: dict[int, list[float]] = {}
@@ -174,7 +175,7 @@ class _Rounds:
     """Decodes one row round by round; the caller chooses the depth of each round.
 
     Attributes:
-        resumed: rounds without a draft, and the seconds of the round of depth 1 that followed them.
+        resumed: pairs of a number of rounds without a draft, and the seconds of the round of depth 1 after them.
     """
 
     def __init__(self, session: Session):
@@ -219,7 +220,7 @@ def choose_widths(tree: Topology) -> tuple[int, ...]:
 
 
 def order_depths(depth: int) -> list[int]:
-    """Returns all depths in the order in which they are measured: the greatest, 0 and powers of two, then the others.
+    """Returns all depths in the order in which they are measured: the greatest, 0, powers of two, then the others.
 
     If the text ends early, the costs of the other depths are interpolated.
     """
@@ -264,8 +265,8 @@ def conclude(
         tree: the measured tree.
         options: the drafter's own options.
         seconds: seconds of rounds by depth.
-        resumed: rounds without a draft, and seconds of the round of depth 1 after them.
-        stats: the statistics of all rounds. A depth that no round reached is given the acceptance of the depth before.
+        resumed: pairs of a number of rounds without a draft, and the seconds of the round of depth 1 after them.
+        stats: the statistics of all rounds. A depth that no round reached has the acceptance of the depth before it.
 
     Raises:
         TuningError: no round drafted.
@@ -283,7 +284,7 @@ def conclude(
     speedups = np.array([expected_tokens(chain(d), np.array(accepted)[:, None]) for d in range(costs.size)]) / costs
     best = int(speedups.argmax())
     resume = max(statistics.median([(took - rounds[1]) / idle for idle, took in resumed]), 0.0) if resumed else 0.0
-    # Acceptance varies between texts and within a text; where it is above average, deeper drafts pay.
+    # Acceptance varies between texts and within a text. Where it is above average, deeper drafts are faster.
     used = chain(min(tree.shape.depth, max(2 * best, 1))) if tree.is_chain else tree
     schedule = Adaptive(
         costs=tuple(round(float(cost), 4) for cost in costs[: used.shape.depth + 1]),

@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a directory in Hugging Face's layout, in float32, for systems that read no GGUF."""
+"""Converts a GGUF file to a directory in Hugging Face's layout, in float32, for systems that cannot read GGUF."""
 
 import os
 import pathlib
@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 
 def folder_of(path):
-    """Returns the path if it is a directory; otherwise a converted one, with the object that removes it at exit."""
+    """Returns a directory and None, or for a GGUF file a converted directory and the object that removes it at exit."""
     if not path.endswith(".gguf"):
         return path, None
     folder, file = os.path.split(path)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    model.hf_quantizer = None  # or save_pretrained would refuse the dequantised model
+    model.hf_quantizer = None  # otherwise save_pretrained refuses the dequantised model
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     place = tempfile.TemporaryDirectory()

@@ -1,6 +1,6 @@
 """Decodes with llama.cpp (xllamacpp): plain, with n-grams of the text, or with a draft model; greedy, from a GGUF file.
 
-It runs as a server on the loopback device in this process; the times are those that the server reports.
+It runs as a server on the loopback device in this process. The server reports the times.
 """
 
 import importlib.metadata

@@ -19,7 +19,7 @@ def main() -> None:
                 answer = {"versions": peer.versions}
             else:
                 answer = peer.decode(request["tokens"], request["count"], request["ignore_eos"])
-        except Exception as error:  # of any library; the traceback goes to the log
+        except Exception as error:  # an error of any library; its traceback goes to the log
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         print(json.dumps(answer), file=answers, flush=True)
