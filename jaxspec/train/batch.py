@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class Batch(NamedTuple):
-    """Packed rows and the target's feature of every token.
+    """Packed rows and the target's features of every token.
 
     Attributes:
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.

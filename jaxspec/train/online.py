@@ -21,7 +21,7 @@ from jaxspec.train.step import Report, Trainable, TrainState, init_state, read_f
 
 @dataclasses.dataclass(frozen=True)
 class OnlineHeads:
-    """Draft heads and how they are trained, as pure functions of arrays; static and hashable. `of` makes it.
+    """Draft heads and how they are trained, as pure functions of arrays; static and hashable. `of` creates an instance.
 
     Attributes:
         trainee: the heads.

@@ -74,19 +74,20 @@ def tune(
         target: target model; see `load`.
         prompts: prompts like those that the result will be used for. Each is decoded alone, past its stop tokens.
         drafter: name of a registered drafter.
-        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the preset's draft model.
+        draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the draft model of
+            the target's preset.
         tree: length of the longest chain to try, or a tree, whose shape is kept; None for a chain of 8 tokens, or of
-            as many as the drafter drafts by default.
+            as many tokens as the drafter drafts by default.
         drafter_options: options of the drafter, by name, such as {"exit_layers": 10} for "early-exit".
         heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for the heads of
-            the target's preset, if it has any.
+            the target's preset, if any.
         rule: name of a registered rule.
         sampling: sampling settings, as numbers.
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         max_new_tokens: number of tokens decoded after each prompt.
-        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None for yes if
-            there is a template. False continues raw text. Token ids and chat messages are not affected.
+        chat: whether to wrap text prompts in the model's chat template, as messages of the user; None to wrap them
+            if there is a template. False continues raw text. Token ids and chat messages are not affected.
         progress: called with (prompts done, prompts in all).
 
     Raises:
