@@ -1,8 +1,8 @@
-"""Storage of a cache of keys and values, and the only function that writes to one.
+"""Storage of caches of keys and values, and the only function that writes to them.
 
 Bfloat16 values are stored as their bits, in uint16: XLA:CPU cannot slice bfloat16 arrays, and would convert the whole
-cache to float32 and back in every round. On a GPU they are stored as they are: XLA:GPU reads a layer of a cache in the
-kernel that multiplies it, but not through a change of types.
+cache to float32 and back in every round. On a GPU they are stored as bfloat16, because XLA:GPU reads a layer of a cache
+directly in the kernel that multiplies it, unless their dtype must be changed first.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxspec.errors import InvalidConfig, shown
 
 
 def storage_dtype(dtype, platform: str | None = None) -> jnp.dtype:
-    """Returns the dtype in which a cache stores values of `dtype`; `platform` is that of `empty_cache`."""
+    """Returns the dtype in which a cache stores values of `dtype`; for `platform`, see `empty_cache`."""
     platform = default_platform() if platform is None else platform
     as_bits = jnp.dtype(dtype) == jnp.bfloat16 and platform != "gpu"
     return jnp.dtype(jnp.uint16 if as_bits else dtype)
@@ -47,12 +47,13 @@ def empty_cache(
     """Returns an empty cache of zeros, as `attend` reads it.
 
     Args:
-        layers: L.
-        batch: B, rows.
-        heads: H, key/value heads.
-        capacity: slots per row; rounded up to whole blocks.
+        layers: L, the number of layers.
+        batch: B, the number of rows.
+        heads: H, the number of key/value heads.
+        capacity: the number of slots per row; it is rounded up to whole blocks.
         width: K, the width of a key.
-        dtype: of keys and values; bfloat16 is stored in uint16 except on a GPU, which `attend` and the decoder handle.
+        dtype: the dtype of keys and values; bfloat16 is stored as uint16 except on a GPU, a difference that `attend`
+            and the decoder handle.
         value_width: the width of a value; 0 for the width of a key.
         platform: the platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device.
 
@@ -91,13 +92,13 @@ def read_layer(kv: KV, layer: int) -> KV:
 
 
 def as_values(stored: Array) -> Array:
-    """Returns what a part of a cache holds, in the dtype of its values."""
+    """Returns a part of a cache in the dtype of its values: stored bits become bfloat16 again."""
     dtype = value_dtype(stored.dtype)
     return stored if stored.dtype == dtype else lax.bitcast_convert_type(stored, dtype)
 
 
 def stack(entries: Sequence[KV]) -> KV:
-    """Stacks the keys and values of each layer, `[B, H, T, K]`, to those of all, `[L, B, H, T, K]`."""
+    """Stacks the keys and values of single layers, `[B, H, T, K]`, into arrays of all layers, `[L, B, H, T, K]`."""
 
     def whole(_: tuple, *layers: Array) -> Array:
         return jnp.stack(layers)
@@ -106,7 +107,7 @@ def stack(entries: Sequence[KV]) -> KV:
 
 
 def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
-    """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first, as padding."""
+    """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first token, as padding."""
     if kv.keys.shape[3] == nodes.shape[1] == 1:
         return kv
 
@@ -118,12 +119,15 @@ def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
 
 
 def as_bits(values: Array) -> Array:
-    """Returns bfloat16 values as their bits; others as they are."""
+    """Returns the bits of bfloat16 values, and values of other dtypes unchanged."""
     return lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
 
 
 def _by_bits(move: Callable[..., Array], where: Any, *arrays: Array) -> Array:
-    """Moves bfloat16 values, on a CPU as their bits: XLA:CPU would convert them to float32 and back, each in a call."""
+    """Applies `move` to arrays; on a CPU it moves the bits of bfloat16 arrays.
+
+    XLA:CPU would otherwise convert each value to float32 and back, with a function call for each value.
+    """
 
     def cpu(where: Any, *arrays: Array) -> Array:
         return as_values(move(where, *map(as_bits, arrays)))
@@ -144,16 +148,17 @@ def append_to_cache(
 ) -> Cache:
     """Writes the keys and values of some tokens of a window at the end of each row's text.
 
-    This is `LanguageModel.commit` of a model whose cache is made by `empty_cache`.
+    This is `LanguageModel.commit` for a model whose cache is made by `empty_cache`.
 
     Args:
         cache: the cache.
         entries: keys and values of the window's T tokens, `[L, B, H, T, K]`.
-        nodes: the tokens to write, in the order of the text, -1 for padding; None for the window in its own order.
+        nodes: the indices in the window of the tokens to write, in the order of the text, -1 for padding; None for the
+            window's tokens in their own order.
         count: the number of tokens to write in each row, 0 to M.
-        after: an array that is computed before the write, `[B, ...]`: the window's features, or tokens drawn from them.
-            Without it XLA may schedule the write before the last layer has read the cache, and then copies the whole
-            cache in every round.
+        after: an array that must be computed before the write, `[B, ...]`, such as the window's features or the tokens
+            drawn from them. Without it, XLA may schedule the write before the last layer has read the cache, and then
+            copies the whole cache in every round.
     """
     entries = entries if nodes is None else take(entries, nodes)
     if not isinstance(after, int) and jnp.issubdtype(after.dtype, jnp.floating):
@@ -162,15 +167,15 @@ def append_to_cache(
 
 
 def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> KV:
-    """Returns the slots with the first `count` (0 to M) of `entries` [L, B, H, M, K] at each row's length.
+    """Returns the slots with the first `count` (0 to M) of `entries` [L, B, H, M, K] written at each row's length.
 
-    Entries past the count may be written, to scratch. Values that are not finite are written as zeros, since a masked
-    NaN still spreads (0 x NaN).
+    Entries past the count may also be written, but only to scratch slots. Values that are not finite are written as
+    zeros, because a masked NaN still spreads (0 x NaN).
 
     Args:
         cache: the cache.
-        entries: keys and values of M tokens per row.
-        count: tokens to write.
+        entries: the keys and values of M tokens per row.
+        count: the number of tokens to write in each row.
         after: a non-negative value on which the write depends, such as the drawn token; see `append_to_cache`.
     """
     start = jnp.minimum(cache.length, cache.length + after)
@@ -182,7 +187,7 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
             new = jnp.where(jnp.isfinite(new), new, 0).astype(value_dtype(slots.dtype))
             return row_major(new if slots.dtype == new.dtype else lax.bitcast_convert_type(new, slots.dtype))
 
-        # A vmapped update becomes a scatter that transposes the cache twice; loops are in place.
+        # XLA turns a vmapped update into a scatter that transposes the cache twice. A loop updates the cache in place.
         def row_by_row(slots: Array) -> Array:
             every = stored(new)
 
@@ -192,7 +197,7 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
 
             return lax.fori_loop(0, batch, row, slots)
 
-        # On a CPU, where rounds are short, it takes notable time to write a whole path for a round of one token.
+        # Rounds are short on a CPU, so writing a whole path would be slow when only one token was committed.
         def token_by_token(slots: Array) -> Array:
             held = as_bits(new)
 

@@ -15,7 +15,7 @@ from jaxspec.errors import InvalidConfig, WrongArguments, shown
 Function = TypeVar("Function", bound=Callable)
 
 FLOAT32 = float(np.finfo(np.float32).max)
-"""The largest setting: devices compute with settings in float32."""
+"""The largest value of a setting, because devices compute with settings in float32."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
@@ -24,7 +24,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
     Accepts integers of Python, NumPy and JAX; refuses booleans and floats.
 
     Raises:
-        InvalidConfig: the value is not a whole number, or outside the limits; the message names the argument.
+        InvalidConfig: the value is not a whole number, or is outside the limits; the message names the argument.
     """
     limits = f"from {least}" if most >= INT32 else f"from {least} to {most}"
     number = index(value)
@@ -36,7 +36,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
 
 
 def number(name: str, value: Any, least: float = 0.0, most: float = FLOAT32, above: bool = False) -> float:
-    """Returns a number within limits as a `float`; it is compared as float32, in which devices compute.
+    """Returns a number within limits as a `float`; the limits are checked in float32, in which devices compute.
 
     Accepts numbers of Python and NumPy, and scalar arrays of them; refuses booleans.
 
@@ -45,10 +45,10 @@ def number(name: str, value: Any, least: float = 0.0, most: float = FLOAT32, abo
         value: the number.
         least: the least value.
         most: the greatest value.
-        above: whether the number must be above `least`. Devices flush numbers below 1.2e-38 to 0.
+        above: whether the number must be above `least`. Devices flush numbers below 1.2e-38 to 0, so these count as 0.
 
     Raises:
-        InvalidConfig: the value is not a number, NaN, or outside the limits; the message names the argument.
+        InvalidConfig: the value is not a number, is NaN, or is outside the limits; the message names the argument.
     """
     limits = f"{'above' if above else 'from'} {least:g}" + ("" if most >= FLOAT32 else f" and at most {most:g}")
     try:
@@ -69,7 +69,7 @@ def index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except Exception:  # any error: a deleted array raises one of JAX's own
+    except Exception:  # any exception: a deleted array raises one that JAX defines
         return None
 
 
@@ -88,7 +88,7 @@ def called(name: str, value: Any) -> None:
     """Refuses values that are neither None nor callable.
 
     Raises:
-        InvalidConfig: the value is neither; the message names the argument.
+        InvalidConfig: the value is neither None nor callable; the message names the argument.
     """
     if value is not None and not callable(value):
         raise InvalidConfig(f"{name} must be callable, got {shown(value)}")
@@ -105,7 +105,7 @@ def dtype_name(value: Any) -> Any:
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Returns the name of a dtype.
+    """Returns the name of a dtype, which must be one of `known`.
 
     Raises:
         InvalidConfig: the dtype is not one of `known`.
@@ -140,10 +140,10 @@ def check_member(kind: str, member: Any, protocol: type) -> None:
     Args:
         kind: "drafter", "rule" or "schedule".
         member: the object.
-        protocol: its protocol.
+        protocol: the protocol of this kind of member.
 
     Raises:
-        InvalidConfig: it is not; the message names what is missing.
+        InvalidConfig: the object is not such a member; the message names what is missing.
     """
     expected = f"{kind} must be a registered name or a {kind} object"
     if isinstance(member, type):

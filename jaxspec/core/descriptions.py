@@ -1,7 +1,7 @@
-"""Descriptions of the fields of dataclasses: the `Attributes:` section of a class's docstring is the one place of each.
+"""Descriptions of the fields of dataclasses, each written once, in the `Attributes:` section of the class's docstring.
 
-From it the documentation of functions that take the fields as keywords and the help of the command line are made. This
-module does not import JAX.
+The documentation of functions that take the fields as keywords, and the help of the command line, are made from this
+section. This module does not import JAX.
 """
 
 import ast
@@ -20,7 +20,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 class Field(NamedTuple):
-    """A field of a dataclass, as its source has it."""
+    """A field of a dataclass, as its source code declares it."""
 
     description: str
     default: Any  # None if it is not a literal
@@ -35,7 +35,7 @@ def parse_section(docstring: str | None, heading: str = "Attributes") -> dict[st
 
 
 def describe_fields(kind: type) -> dict[str, str]:
-    """Returns the descriptions of the fields of a dataclass by name, those of its base classes first."""
+    """Returns the descriptions of the fields of a dataclass by name, the fields of its base classes first."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         found |= parse_section(vars(base).get("__doc__"))
@@ -43,7 +43,7 @@ def describe_fields(kind: type) -> dict[str, str]:
 
 
 def with_section(docstring: str, heading: str, descriptions: Mapping[str, str]) -> str:
-    """Returns a docstring with this section in place of the section of this name, or after the first paragraphs."""
+    """Returns a docstring with this section after the first paragraphs, in place of any section of the same name."""
     summary, *rest = re.split(r"\n\n(?=[A-Z]\w+:\n)", inspect.cleandoc(docstring))
     lines = [f"{heading}:", *(_wrap(f"{name}: {text}") for name, text in descriptions.items())]
     others = [part for part in rest if not part.startswith(f"{heading}:")]
@@ -51,7 +51,7 @@ def with_section(docstring: str, heading: str, descriptions: Mapping[str, str]) 
 
 
 def _wrap(text: str) -> str:
-    """Wraps an entry of a section, but not between the words of code in backquotes."""
+    """Wraps an entry of a section, without breaking lines inside code in backquotes."""
     joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(joined, 112, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
     return textwrap.indent("\n".join(lines).replace("\0", " "), " " * 4)
@@ -65,9 +65,10 @@ def inherit_descriptions(kind: Kind) -> Kind:
 
 @functools.cache
 def read_fields(module: str, name: str) -> dict[str, Field]:
-    """Reads the fields of a dataclass from its source, without those of its base classes.
+    """Reads the fields of a dataclass from its source, without the fields of its base classes.
 
-    The module is not imported: `jaxspec generate --help` describes options whose types would import JAX, and is quick.
+    The module is not imported, so that `jaxspec generate --help` is quick: it describes options whose types would
+    import JAX.
 
     Args:
         module: the full name of the module.

@@ -1,13 +1,15 @@
-"""The protocol of drafters, and what a drafter may need of the decoder.
+"""The protocol of drafters, and what a drafter may need from the decoder.
 
 A drafter is a frozen, hashable dataclass, and is passed as a static argument: equal drafters do not retrace. Its
 parameters and its state are pytrees of arrays, passed beside it. It drafts for a batch of rows.
 
-What a drafter needs is stated in its field `needs`, and nowhere else: a decoder looks for no other fields or methods.
+A drafter states what it needs in its field `needs`, and nowhere else: a decoder does not look for other fields or
+methods.
 
 A drafter that is registered by name also has a class attribute `takes`, a frozenset of names, and a class method
-`build(inputs: DrafterInputs)`, which returns the drafter and its parameters (None if it has none of its own). `takes`
-holds the names that `build` reads: fields of `DrafterInputs` except the target, and options.
+`build(inputs: DrafterInputs)`, which returns the drafter and its parameters (None if it has no parameters of its own).
+`takes` holds the names that `build` reads: names of options, and of the fields of `DrafterInputs` other than the
+target.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from jaxspec.errors import InvalidConfig, shown
 
 @dataclasses.dataclass(frozen=True)
 class DrafterInputs:
-    """The inputs from which a registered drafter is built; each drafter uses those that it needs.
+    """The inputs from which a registered drafter is built; each drafter uses the inputs that it needs.
 
     Attributes:
         target: the loaded target (`jaxspec.models.model.Model`).
@@ -47,23 +49,24 @@ class DrafterInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the decoder, and what measurements may ask of it. By default, nothing.
+    """What a drafter needs from the decoder, and what measurements may ask about it. By default, it needs nothing.
 
     Attributes:
-        taps: numbers of target layers after which the drafter reads the residual stream, as a part of the target's
-            features; see `jaxspec.core.networks.TappedTarget`.
-        observed: the number of most likely tokens after every node of a round that the drafter is shown
-            (`Advance.seen`). Such a drafter has no distribution of its own: its proposals are point masses under every
-            rule.
-        widths: numbers of nodes, the root included, among which the drafter chooses in every round. Target calls of
+        taps: the numbers of the target layers after which the drafter reads the residual stream, as a part of the
+            target's features; see `jaxspec.core.networks.TappedTarget`.
+        observed: the number of the target's most likely tokens that the drafter is shown after every node of a round
+            (`Advance.seen`). A drafter that needs them has no distribution of its own: its proposals are point masses
+            under every rule.
+        widths: the numbers of nodes, root included, among which the drafter chooses in every round. Target calls of
             these widths are compiled.
-        prompts: the number of the drafter's own tokens that it reads of a text, for each slot of the target's cache; 0
-            for a drafter that reads the target's tokens. Such a drafter also has the methods of `PromptReader`.
-        answers: whether the drafter is given answers that have ended; it then also has the method of `AnswerReader`.
+        prompts: the number of tokens of its own vocabulary that the drafter reads for each slot of the target's cache;
+            0 for a drafter that reads the target's tokens. A drafter with tokens of its own also has the methods of
+            `PromptReader`.
+        answers: whether the drafter is given finished answers; it then also has the method of `AnswerReader`.
         model: the language model from whose distribution the drafter draws; None for other drafters. The model's
             parameters are the drafter's, or the target's if the drafter has none. Measurements read it.
-        tree: the topology that the drafter drafts, with which plain decoding is compared at the same width; None if
-            there is no such topology. Measurements read it.
+        tree: the topology that the drafter drafts; None if there is no such topology. Measurements read it, to compare
+            the drafter with plain decoding at the same width.
 
     Raises:
         InvalidConfig: a value has another type or is out of range.
@@ -88,10 +91,11 @@ class Needs:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes a tree of tokens in every round, and absorbs the committed ones. Its state is opaque to the loop.
+    """Proposes a tree of tokens in every round, and absorbs the committed tokens. Its state is opaque to the loop.
 
     Attributes:
-        draws: whether `propose` draws tokens with its `draw`. If it does not, noise is drawn for verification alone.
+        draws: whether `propose` draws tokens with its argument `draw`. If it does not, noise is drawn only for
+            verification.
     """
 
     @property
@@ -99,7 +103,7 @@ class Drafter(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What the drafter needs of the decoder; `Needs()` for nothing."""
+        """What the drafter needs from the decoder; `Needs()` if it needs nothing."""
         ...
 
     @property
@@ -109,7 +113,7 @@ class Drafter(Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls of a draft model per round, for the cost model; 0 if proposing costs nothing."""
+        """The number of calls of a draft model per round, for the cost model; 0 if proposing costs nothing."""
         ...
 
     def init(self, params: Params, batch: int, capacity: int) -> Any:
@@ -121,10 +125,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, params: Params, state: Any, context: Context, draw: Draw) -> tuple[Proposal, Any]:
-        """Proposes a tree below the last committed token; returns it, and the state for `absorb`.
+        """Proposes a tree below the last committed token, and returns it with the state for `absorb`.
 
-        Children are drawn with `draw`, and the law that it returns is part of the proposal. Tokens may also follow from
-        committed text alone; the proposal's law is then None.
+        Children are drawn with `draw`, and the law that `draw` returns is part of the proposal. A drafter may also
+        derive tokens from committed text alone; the proposal's law is then None.
         """
         ...
 
@@ -137,8 +141,8 @@ class PromptReader(Protocol):
 
         Args:
             prompt: raw text, token ids or chat messages.
-            ids: the same in the target's tokens.
-            variables: variables of the chat template, such as `tools`.
+            ids: the prompt in the target's tokens.
+            variables: the variables of the chat template, such as `tools`.
         """
         ...
 
@@ -149,33 +153,33 @@ class PromptReader(Protocol):
     def read_prompt(
         self, state: Any, tokens: Int[Array, "B P"], count: Int[Array, "B"], covered: Int[Array, "B"]
     ) -> Any:
-        """Returns the state with `count` tokens of its own appended to each row, before the prompt is absorbed.
+        """Returns the state with `count` of the drafter's tokens appended to each row, before the prompt is absorbed.
 
         Args:
             tokens: prompts in the drafter's tokens.
-            count: their lengths; if more than P, only the first P tokens are given.
+            count: the lengths of these prompts; if a length is more than P, only the first P tokens are given.
             covered: the length of the target's text that the drafter's text then spells; 0 for rows without a prompt.
         """
         ...
 
 
 class AnswerReader(Protocol):
-    """The method of a drafter that also drafts from answers that have ended (`Needs.answers`)."""
+    """The method of a drafter that also drafts from finished answers (`Needs.answers`)."""
 
     def remember(self, params: Params, tokens: Sequence[int]) -> Params:
-        """Returns the parameters with the tokens of an answer that has ended; runs on the host.
+        """Returns the parameters with the tokens of a finished answer added; runs on the host.
 
         It is called only under a rule with shared noise. Under other rules the number of rounds, and with it the text
-        of a key, would depend on earlier answers.
+        that a key gives, would depend on earlier answers.
         """
         ...
 
 
 def require_drafter(drafter: Any) -> None:
-    """Refuses an object that is not a drafter, or lacks a method that follows from its needs.
+    """Refuses an object that is not a drafter, or that lacks a method that follows from its needs.
 
     Raises:
-        InvalidConfig: it is not a drafter; the message names what is missing.
+        InvalidConfig: the object is not a drafter, or lacks such a method; the message names what is missing.
     """
     check_member("drafter", drafter, Drafter)
     needs, name = drafter.needs, type(drafter).__name__

@@ -20,28 +20,28 @@ from jaxspec.core.sampling import GREEDY, Sampling
 
 
 class Noise(enum.Enum):
-    """The noise that a rule needs its drafts to be drawn with."""
+    """The noise with which a rule needs its drafts to be drawn."""
 
     SHARED = "shared"
-    """The target's noise of the same position, so that both agree as often as coupling allows."""
+    """The target's noise at the same position, so that target and drafter agree as often as coupling allows."""
     FRESH = "fresh"
     """Independent noise, so that the children are a sample of the drafter's law, which the rule reads."""
     NONE = "none"
-    """No noise, so that the children are the most likely tokens, a point mass."""
+    """No noise, so that the children are the most likely tokens, each of them a point mass."""
 
 
 class Candidates(NamedTuple):
     """The few tokens that a drafter considers after each node, in place of logits of its whole vocabulary."""
 
-    ids: Int[Array, "B n R"]  # distinct; -1 for none: its logit is that of all tokens that are not listed
+    ids: Int[Array, "B n R"]  # distinct; the logit at -1 stands for all tokens that are not listed
     logits: Float[Array, "B n R"]
 
 
 class Judged(NamedTuple):
-    """Logits of a drafter that estimates by itself how much of the law after each node the target shares."""
+    """Logits of a drafter that also estimates how much of its law after each node the target shares."""
 
     logits: Float[Array, "B n R"]
-    estimate: Float[Array, "B n"]  # 0 to 1; depends on no token below the node
+    estimate: Float[Array, "B n"]  # 0 to 1; does not depend on tokens below the node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Draw:
 
     Attributes:
         kind: the kind of noise; static.
-        noise: the round's random numbers. A drafter with a smaller vocabulary shares the noise of the tokens it has.
+        noise: the round's random numbers. A drafter with a smaller vocabulary uses the noise of the tokens that it has.
         sampling: the rows' settings.
         limit: the depth to which each row may draft; None for no limit.
-        stop_after: `Schedule.stop_after`: returns the nodes, by their law or the drafter's own estimate, below which
-            nothing is drafted.
+        stop_after: the method `Schedule.stop_after`: given the law after each node and the drafter's own estimate, if
+            it has one, it returns the nodes below which nothing is drafted.
     """
 
     kind: Noise
@@ -73,7 +73,7 @@ class Draw:
         return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
 
     def empty_law(self, nodes: int) -> Float[Array, "B n V"] | None:
-        """Returns the law of `nodes` nodes before any is drawn, -inf throughout; None if the rule reads no law."""
+        """Returns the law of `nodes` nodes before tokens are drawn, all -inf; None if the rule does not read laws."""
         return jnp.full((*self.roots.shape, nodes, self.noise.vocab), -jnp.inf) if self.kind is Noise.FRESH else None
 
     def __call__(
@@ -90,22 +90,23 @@ class Draw:
         Children of greedy rows are the most likely tokens.
 
         Args:
-            logits: after each node, of the drafter's R tokens.
-            nodes: ids of nodes of one depth.
-            depth: their depth.
-            width: C, children per node.
-            ids: the target's id of each of the drafter's tokens; None if they are the target's first R.
-            estimate: see `Judged`; None if the drafter has none.
+            logits: the logits of the drafter's R tokens after each node.
+            nodes: the ids of nodes of one depth.
+            depth: the depth of these nodes.
+            width: C, the number of children per node.
+            ids: the target's id of each of the drafter's tokens; None if these are the target's first R tokens.
+            estimate: see `Judged`; None if the drafter does not make an estimate.
 
         Returns:
-            The tokens, and the log-law; None if the rule reads no law. A token is -1 if the law has no further token,
-            if the row may not draft at this depth, or if the schedule stops at the node. The schedule sees the law and
-            no token drawn from it, so drafts remain a sample. The law is truncated as the target's is. Drafts with
-            shared noise are drawn from the merely tempered law, of which more is accepted.
+            The tokens, and the log-law, which is None if the rule does not read laws. A token is -1 if the law has no
+            further token, if the row may not draft at this depth, or if the schedule stops at the node. The schedule
+            sees the law but not the tokens drawn from it, so drafts remain a sample. The law is truncated as the
+            target's law is. Drafts with shared noise are drawn from the tempered law without truncation, because more
+            of them are accepted.
         """
         law, sampling = None, self._of(ids)
         if self.kind is Noise.FRESH:
-            # Greedy targets are point masses: a draft of them may come from any law, see `Rule`.
+            # The law of a greedy target is a point mass, and its draft may come from any law; see `WeighingRule`.
             score, greedy = scores(logits, sampling), self._greedy
             law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
             extra = self.noise.fresh(nodes, logits.shape[-1])
@@ -129,10 +130,11 @@ class Draw:
         ids: Int[Array, "R"] | None = None,
         estimate: Float[Array, "B n"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
-        """Draws children as above for a rule that reads no law, and scores how likely each is to be accepted.
+        """Draws children for a rule that does not read laws, and scores how likely each child is to be accepted.
 
-        Without noise the score is the draft's log-probability. With the target's noise it is the log-softmax of the
-        perturbed scores: a likely token may have lost at this position already.
+        The arguments are those of `__call__`. Without noise, the score of a child is its log-probability under the
+        draft. With the target's noise, it is the log-softmax of the perturbed scores, because the noise at this
+        position may already rule out a likely token.
 
         Returns:
             The tokens, and their scores as logarithms.
@@ -191,7 +193,7 @@ class Draw:
         return score + jnp.where(self._greedy, 0.0, extra)
 
     def _allowed(self, tokens: Array, best: Array, stopped: Array | None, depth: Array | int) -> tuple[Array, Array]:
-        """Returns the tokens, -1 if there is none or nothing may be drafted, and their scores."""
+        """Returns the tokens and their scores; a token is -1 if it does not exist or may not be drafted."""
         allowed = (best > -jnp.inf) & self.below(depth)[:, None, None]
         if stopped is not None:
             allowed = allowed & ~stopped[..., None]

@@ -29,7 +29,7 @@ def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B
 
     def limited() -> Array:
         k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, score.shape[-1]), score.shape[-1])[:, None]
-        # NaN must stay: the health check of the loop looks for it.
+        # NaN must stay in the scores, because the health check of the loop looks for it.
         return jnp.where(score < kth_highest(score, k)[..., None], -jnp.inf, score)
 
     return lax.cond(jnp.any(sampling.top_k > 0), limited, lambda: score)
@@ -54,10 +54,10 @@ def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
 def log_prob(
     scores: Float[Array, "B N V"], tokens: Int[Array, "B N"], sampling: Sampling, drawn: bool
 ) -> Float[Array, "B N"]:
-    """Returns the log-probability of one token after every node: its entry of `log_law`, without computing the rest.
+    """Returns the log-probability of one token after every node: its entry of `log_law`, without computing the others.
 
-    `drawn` states that each token was drawn from this law. Such a token counts as kept by top-p: in the program that
-    drew it, the sum that decides may have been rounded differently.
+    `drawn` states that each token was drawn from this law. Such a token counts as kept by top-p, because the sum that
+    decides may have been rounded differently in the program that drew the token.
     """
     greedy = (sampling.temperature < GREEDY)[:, None]
     own = jnp.take_along_axis(scores, tokens[..., None], -1)
@@ -75,7 +75,11 @@ def log_prob(
 
 
 def total(values: Float[Array, "*b V"]) -> Float[Array, "*b"]:
-    """Sums over the last axis; on a CPU by halves, as XLA's own order there depends on the shape and the program."""
+    """Sums over the last axis.
+
+    On a CPU it adds the two halves of the axis repeatedly, because the order in which XLA:CPU sums depends on the shape
+    and on the program.
+    """
 
     def by_halves(values: Array) -> Array:
         while (size := values.shape[-1]) > 1:
@@ -95,8 +99,8 @@ def log_total(scores: Float[Array, "*b V"]) -> Float[Array, "*b 1"]:
 def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
     """Computes `lax.top_k`, with the same values and indices, several times faster on a CPU for large V.
 
-    The highest K values are in the K blocks of the highest maxima. Of equal maxima the earlier block is taken, and
-    blocks keep their order, so of equal values the first is taken, as in `lax.top_k`.
+    The highest K values are in the K blocks of the highest maxima. Among equal maxima the earlier block is taken, and
+    blocks keep their order. So among equal values the first is taken, as in `lax.top_k`.
     """
     size = values.shape[-1]
     blocks = -(-size // _BLOCK)
@@ -111,7 +115,10 @@ def highest(values: Float[Array, "*b V"], count: int) -> tuple[Float[Array, "*b 
 
 
 def first_highest(values: Float[Array, "*b V"]) -> Int[Array, "*b"]:
-    """Computes `argmax`, on a CPU several times faster for large V: of the maxima of blocks, then in that block."""
+    """Computes `argmax` over the last axis, on a CPU several times faster for large V.
+
+    Except on a GPU, it finds the block with the highest maximum first, and then the token in that block.
+    """
     return gpu_dependent(values, gpu=_argmax, default=_argmax_in_blocks)
 
 
@@ -139,7 +146,8 @@ def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N
     def limited() -> Array:
         weights = jnp.exp(scores - top)
         budget = _budget(sampling)[:, None] * total(weights)
-        # The lowest score that is kept: the highest at which the budget is used up; a NaN if it never is.
+        # The lowest score that is kept is the highest score at which the budget is used up. It is NaN if the budget is
+        # never used up.
         lowest = _highest_where(scores, lambda above: total(above) >= budget, lambda _: weights)
         return ~(scores < lowest[..., None])
 
@@ -148,8 +156,11 @@ def _kept(scores: Float[Array, "B N V"], sampling: Sampling) -> Bool[Array, "B N
 
 
 def _budget(sampling: Sampling) -> Float[Array, "*b"]:
-    """Returns the share of the mass that top-p keeps, above 0: traced values are not checked, and devices flush
-    denormal numbers to 0, with which not even the likeliest token would be kept."""
+    """Returns the share of the mass that top-p keeps; infinite where top-p is off.
+
+    The share is always above 0, because with 0 not even the likeliest token would be kept. Traced values are not
+    checked, and devices flush denormal numbers to 0.
+    """
     share = jnp.maximum(sampling.top_p, jnp.finfo(jnp.float32).tiny)
     return jnp.where(sampling.top_p < 1, share, jnp.inf)
 
@@ -162,8 +173,8 @@ def _log_min_p(sampling: Sampling) -> Float[Array, "*b"]:
 def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
     """Returns the highest x such that `spent` is true of the weights of all values at or above x.
 
-    Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because an
-    iteration costs kernel launches there rather than work. Returns the lowest float if there is no such x.
+    Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because the
+    cost of an iteration there is kernel launches rather than work. Returns NaN if there is no such x.
     """
     whole = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
     limits, bits = jnp.iinfo(whole), lax.bitcast_convert_type(values, whole)
@@ -198,22 +209,22 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
     """Draws the token after every node of one row: the highest of `scores + noise` that top-p and min-p keep.
 
     Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens of lower score are excluded,
-    and another is drawn. The result equals that of truncating first, and most draws need one check, while sorting a
-    large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
+    and another is drawn. The result is the same as if the law were truncated first. Most draws need only one check,
+    while sorting a large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
 
     Every check excludes at least one more token, so there are at most V of them, whatever the scores and settings are.
     """
     perturbed = jnp.where(sampling.temperature < GREEDY, scores, scores + noise)
 
     def check(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        # With the barrier XLA does not compute in every call what only truncated laws need.
+        # Without the barrier, XLA would compute in every call what only truncated laws need.
         scores, perturbed, (checks, excluded, token, done) = lax.optimization_barrier((*laws, state))
         top = scores.max(-1)
         weights = jnp.exp(scores - top[:, None])
         score = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
         above = total(jnp.where(scores > score[:, None], weights, 0.0))
         kept = (above < _budget(sampling) * total(weights)) & (score >= top + _log_min_p(sampling))
-        # Scores that are not finite are drawn from once; the loop's health check then ends the row.
+        # A node whose scores are not finite draws only once; the loop's health check then ends the row.
         done |= kept | ~jnp.isfinite(top) | jnp.isnan(score)
         excluded = jnp.where(done, excluded, score)
         drawn = first_highest(jnp.where(scores > excluded[:, None], perturbed, -jnp.inf))

@@ -20,12 +20,12 @@ def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
     """Makes a mesh of `data` x `model` devices.
 
     Args:
-        data: the number of groups of devices; each has rows of its own.
+        data: the number of groups of devices; each group has rows of its own.
         model: the number of devices over which each matrix of the target is split.
         devices: the devices to use; None for all devices of all processes.
 
     Raises:
-        InvalidConfig: there are fewer devices than that.
+        InvalidConfig: there are fewer than `data` x `model` devices, or `devices` holds other objects.
     """
     data, model = whole("data", data), whole("model", model)
     given = devices
@@ -45,7 +45,7 @@ def check(mesh: Any) -> None:
     """Refuses values that are not meshes with the axes of `make_mesh`.
 
     Raises:
-        InvalidConfig: not a mesh, other axes, or axes that are not of the type Auto.
+        InvalidConfig: the value is not a mesh, has other axes, or has axes that are not of the type Auto.
     """
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
         raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as from make_mesh; got {shown(mesh)}")
@@ -59,7 +59,7 @@ def groups(mesh: Mesh | None) -> int:
 
 
 def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Places an array that every process has on the devices of all processes, with this sharding."""
+    """Places an array, which every process holds whole, on the devices of all processes with this sharding."""
     if sharding.is_fully_addressable or getattr(leaf, "sharding", None) == sharding:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Protocols of networks: what every target and draft model does, and what some do besides."""
+"""Protocols of networks: what every target and draft model provides, and what some models provide in addition."""
 
 import dataclasses
 import functools
@@ -58,13 +58,13 @@ class LanguageModel(Protocol):
     ) -> Cache:
         """Returns the cache after some tokens of a window have become text.
 
-        `jaxspec.append_to_cache` is this method of a model whose cache is made by `jaxspec.empty_cache`.
+        `jaxspec.append_to_cache` is this method for a model whose cache is made by `jaxspec.empty_cache`.
 
         Args:
             cache: the cache that the window was read on.
-            entries: of the window's T tokens.
-            nodes: the tokens of the window that follow the text, in the order of the text, -1 for padding; None for the
-                window's tokens in their own order.
+            entries: the entries of the window's T tokens, as from `apply`.
+            nodes: the indices in the window of the tokens that follow the text, in the order of the text, -1 for
+                padding; None for the window's tokens in their own order.
             count: the number of tokens to commit in each row, 0 to M. A row of count 0 must not change.
             after: an array that is computed before the cache is written, `[B, ...]`. XLA updates a cache in place if
                 the update depends on it; see `jaxspec.append_to_cache`. It does not change the result.
@@ -100,7 +100,7 @@ class HeadTarget(ProjectedTarget, Protocol):
 
 @runtime_checkable
 class LayeredTarget(LanguageModel, Protocol):
-    """A language model that can run its first layers alone, with which the drafter "early-exit" drafts.
+    """A language model that can run its first layers alone, as the drafter "early-exit" requires.
 
     It is a frozen dataclass: `dataclasses.replace(model, layers=n)` is the model that stops after n layers.
     """
@@ -112,33 +112,33 @@ class LayeredTarget(LanguageModel, Protocol):
 
     @property
     def layers(self) -> int | None:
-        """The number of layers that are run; None if all are."""
+        """The number of layers that are run; None if all layers are run."""
         ...
 
 
 @runtime_checkable
 class TappedTarget(LanguageModel, Protocol):
-    """A language model that gives the residual stream before chosen layers, which heads read.
+    """A language model that returns the residual stream after chosen layers, for heads to read.
 
     It is a frozen dataclass: `dataclasses.replace(model, taps=(2, 6, 9))` is the model whose `apply` returns features
-    `[B, T, (1 + n) E]`: its own, then the n taps. Tap i is the residual stream after i layers, without a norm. The
-    taps may be in any order, and repeat. `head` reads the first E of these features.
+    `[B, T, (1 + n) E]`: the model's own features, then the n taps. Tap i is the residual stream after i layers, without
+    a norm. The taps may be in any order, and may repeat. `head` reads the first E of these features.
     """
 
     @property
     def depth(self) -> int:
-        """The number of layers; the last tap."""
+        """The number of layers, which is also the largest possible tap."""
         ...
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The numbers of layers, from 1 to `depth`, after which the residual stream is given."""
+        """The numbers of layers, from 1 to `depth`, after which the residual stream is returned."""
         ...
 
 
 @runtime_checkable
 class TypedTarget(LanguageModel, Protocol):
-    """A language model that declares the dtype of its matrix products, which its heads then use too."""
+    """A language model that declares the dtype of its matrix products, which its heads then use as well."""
 
     @property
     def dtype(self) -> str:
@@ -159,7 +159,7 @@ def need_members(model: object, names: Iterable[str], why: str) -> None:
         why: the start of the message; the missing name follows.
 
     Raises:
-        InvalidConfig: one is missing; the message names the first.
+        InvalidConfig: a method or property is missing; the message names the first that is.
     """
     for name in names:
         if not hasattr(model, name):
@@ -179,10 +179,10 @@ def check_taps(taps: tuple[int, ...], depth: int) -> None:
 
 
 def with_taps(model: LanguageModel, taps: tuple[int, ...]) -> LanguageModel:
-    """Returns the model whose features hold these taps, see `TappedTarget`; the model itself if there are none.
+    """Returns the model whose features hold these taps, see `TappedTarget`; the model itself without taps.
 
     Raises:
-        InvalidConfig: the model gives no taps, or has too few layers.
+        InvalidConfig: the model does not return taps, or has too few layers.
     """
     if not taps:
         return model
@@ -215,6 +215,6 @@ def _shapes(model: LanguageModel, params: Params, cache: Cache) -> tuple[Any, An
     return _apply.eval_shape(model, params, window, cache)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that JAX remembers its shapes
+@functools.partial(jax.jit, static_argnums=0)  # so that JAX caches its shapes
 def _apply(model: LanguageModel, params: Params, window: Window, cache: Cache) -> tuple[Array, Entries]:
     return model.apply(params, window, cache)

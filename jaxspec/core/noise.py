@@ -1,15 +1,15 @@
-"""The decoder's random numbers, as pure functions of a row's key and a place in its text.
+"""The decoder's random numbers, as pure functions of a row's key and a position in its text.
 
 Sampling is greedy decoding of perturbed scores: the token sampled from a law is `argmax(log law + noise)` (Gumbel-max).
 A row's key has three streams, each with its own tag:
 
-`gumbel`: by absolute position. The target draws every token with it, under every rule. With a coupled rule the drafter
-reads the same noise, and therefore the same key gives the same text.
-`fresh`: by round and node. With a rule that reads the draft's law, the drafter draws a node's children with it.
-`uniform`: by round. With such a rule, it decides where the walk ends.
+- `gumbel`, by absolute position: the target draws every token with it, under every rule. Under a coupled rule the
+  drafter reads the same noise, and therefore the same key gives the same text.
+- `fresh`, by round and node: under a rule that reads the draft's law, the drafter draws a node's children with it.
+- `uniform`, by round: under a rule that reads the draft's law, it decides where the walk ends.
 
-A round is identified by the position of its root, which is different in all rounds of a row. So random numbers depend
-neither on the number of rounds, nor on other rows, nor on interruptions of a session.
+A round is identified by the position of its root, which is different in all rounds of a row. So the random numbers do
+not depend on the number of rounds, on other rows, or on interruptions of a session.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxspec.core.sizes import SEED
 from jaxspec.errors import InvalidConfig, shown
 
 VERSION = 1
-"""The version of the noise, recorded with every result; it changes if the same key gives other noise."""
+"""The version of the noise, recorded with every result; it changes when the same key begins to give other noise."""
 
 _POSITION = 0x706F73
 _FRESH = 0x647266
@@ -35,10 +35,10 @@ _ACCEPT = 0x616363
 
 
 def seed_key(seed: int) -> Array:
-    """Returns the random key of a seed, in which all of its 64 bits count.
+    """Returns the random key of a seed; all 64 bits of the seed count.
 
-    Below 2^32 it is `jax.random.key(seed)`. Without JAX's 64-bit types that function ignores all higher bits; the key
-    of a larger seed is the one with these types.
+    For a seed below 2^32, it is `jax.random.key(seed)`. Without JAX's 64-bit types, that function ignores all higher
+    bits. The key of a larger seed is therefore made with these types enabled.
 
     Raises:
         InvalidConfig: the seed is not a whole number from 0 to 2^64 - 1.
@@ -51,14 +51,14 @@ def seed_key(seed: int) -> Array:
 
 
 def as_key(key: Any, rows: int | None = None) -> Array:
-    """Returns one typed key, or one for each row; keys of uint32 are those of the default kind.
+    """Returns one typed key, or one for each row. An array of uint32 is read as keys of JAX's default kind.
 
     Args:
         key: the key, or keys.
-        rows: the number of rows; None if it must be one key.
+        rows: the number of rows; None if a single key is required.
 
     Raises:
-        InvalidConfig: it is not a random key, or has another shape.
+        InvalidConfig: the value is not a random key, or has another shape.
     """
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise InvalidConfig(f"key must be a JAX random key such as jax.random.key(0), got {shown(key)}")
@@ -86,8 +86,8 @@ class RoundNoise:
         keys: one key per row, [B].
         roots: the length of each row's text, which is the position of its next token.
         any_sampled: a scalar; false if all rows are greedy: Gumbel noise is then zero and costs nothing.
-        vocab: V of the target; static.
-        shared: the target's noise by depth, if `share` has drawn it; None if it is drawn where it is read.
+        vocab: V, the size of the target's vocabulary; static.
+        shared: the target's noise by depth, if `share` has drawn it; None if it is drawn whenever it is read.
     """
 
     keys: Array
@@ -122,13 +122,13 @@ class RoundNoise:
         """Returns independent noise for the children of each node.
 
         Args:
-            nodes: node ids.
+            nodes: the ids of the nodes.
             vocab: the size of the drafter's vocabulary.
         """
         return fresh(self.keys, self.roots, nodes, vocab, self.any_sampled)
 
     def uniform(self) -> Float[Array, "B"]:
-        """Returns one number of [0, 1) per row, which decides where its walk ends."""
+        """Returns one number in [0, 1) per row, which decides where its walk ends."""
         return uniform(self.keys, self.roots)
 
 
@@ -137,8 +137,8 @@ def gumbel(
 ) -> Float[Array, "B n V"]:
     """Returns the noise of the tokens at `positions` of each row.
 
-    `any_sampled` is a scalar; if it is false, the noise is zero and costs nothing. The mode is "high", since with the
-    default one no token of probability 1e-8 is ever drawn: its noise does not exceed 15.9.
+    `any_sampled` is a scalar; if it is false, the noise is zero and costs nothing. The mode is "high", because the
+    noise of the default mode does not exceed 15.9, and a token of probability 1e-8 would never be drawn.
     """
 
     return _drawn(keys, _POSITION, (positions,), vocab, any_sampled)
@@ -148,11 +148,11 @@ def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int,
     """Returns the noise of positions `roots + d` at `[:, d]`, drawn one depth after another.
 
     Args:
-        keys: one per row.
+        keys: one key per row.
         roots: one position per row.
         depths: D, static.
-        needed: the number of depths that are drawn; the noise of the others is zero and costs nothing.
-        vocab: V.
+        needed: the number of depths that are drawn; the noise of deeper positions is zero and costs nothing.
+        vocab: V, the size of the vocabulary.
     """
 
     def draw(depth: Array, noise: Array) -> Array:
@@ -164,14 +164,14 @@ def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int,
 def fresh(
     keys: Array, roots: Int[Array, "B"], nodes: Int[Array, "n"], vocab: int, any_sampled: Array | bool = True
 ) -> Float[Array, "B n V"]:
-    """Returns the noise of the children of `nodes` in the round with these roots; see `gumbel` for the rest."""
+    """Returns the noise of the children of `nodes` in the round with these roots; see `gumbel` for other arguments."""
     shape = (roots.shape[0], nodes.shape[0])
     places = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)
     return _drawn(keys, _FRESH, places, vocab, any_sampled)
 
 
 def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Returns one number of [0, 1) per row, for the round with these roots.
+    """Returns one number in [0, 1) per row, for the round with these roots.
 
     It has 32 random bits. `jax.random.uniform` has 23, and returns 0 so often that an event of probability 1e-9 would
     happen a hundred times as often.
@@ -187,7 +187,7 @@ def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
 def _drawn(
     keys: Array, tag: int, places: tuple[Int[Array, "B n"], ...], vocab: int, any_sampled: Array | bool
 ) -> Float[Array, "B n V"]:
-    """Returns the Gumbel noise of keys into which a tag and the numbers of each place are folded."""
+    """Returns the Gumbel noise of keys into which a tag and the numbers in `places` are folded."""
 
     def draw() -> Array:
         if _is_threefry(keys):

@@ -3,15 +3,15 @@
 Letters: B rows, S cache slots, N nodes, D tree height, C most children of a node, V vocabulary, E feature
 width, L layers, H key/value heads, K head width, T tokens in a window, P earlier tokens of a window.
 
-Invariants; each has a test of its name in `tests/decode/test_invariants.py`:
+Invariants; each has a test of the same name in `tests/decode/test_invariants.py`:
 
-- root_is_pending: the root is committed text, and not yet in the target's cache: `cache.length == length - 1`.
+- root_is_pending: the root is committed text, but not yet in the target's cache: `cache.length == length - 1`.
 - scratch_is_never_read: slots at or past `cache.length` are scratch, finite, and never read.
-- capacity_covers_the_window: S is at least prompt + new tokens + N; `dynamic_update_slice` clamps silently.
-- cache_equals_fresh_prefill: after every round, the cache equals that of a prefill of the text; a draft model's cache
-  may be shorter, and equals it up to its length.
-- every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens per round, before the cuts.
-- finished_rows_stand_still: a finished row is computed on, but its text, lengths, log and states do not change.
+- capacity_covers_the_window: S is at least prompt + new tokens + N, because `dynamic_update_slice` clamps silently.
+- cache_equals_fresh_prefill: after every round, the cache equals the cache after a prefill of the text; a draft model's
+  cache may be shorter, and is equal up to its own length.
+- every_round_makes_progress: a healthy running row commits 1 to D + 1 tokens per round, before its tokens are cut.
+- finished_rows_stand_still: a finished row is still computed, but its text, lengths, log and states do not change.
 - non_finite_never_reaches_the_cache: values of a window that are not finite are not committed.
 """
 
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.tree import Tree
 
-Params = Any  # a pytree of arrays, known to its member alone
+Params = Any  # a pytree of arrays; only the member that owns it knows its structure
 Entries = Any  # what a model remembers of the T tokens of a window: a pytree of arrays [L, B, H, T, K], such as `KV`
 
 
@@ -38,7 +38,7 @@ class Status(enum.IntEnum):
 
 
 class KV(NamedTuple):
-    """Keys and values of some tokens, of all layers. A model may store anything with these axes."""
+    """Keys and values of some tokens in all layers. A model may store anything with these axes."""
 
     keys: Array  # [L, B, H, T, K]
     values: Array  # [L, B, H, T, K]
@@ -47,9 +47,9 @@ class KV(NamedTuple):
 class Cache(NamedTuple):
     """The text that a model has read.
 
-    Only the model knows what `kv` holds. In a cache of keys and values, slots below `length` hold those of the text,
-    and the other slots are scratch. A row of length 0 is empty, whatever `kv` holds: to forget a text, the decoder sets
-    its length to 0. Every leaf of `kv` has an axis of rows.
+    Only the model knows what `kv` holds. In a cache of keys and values, slots below `length` hold the keys and values
+    of the text, and the other slots are scratch. A row of length 0 is empty, whatever `kv` holds: to forget a text, the
+    decoder sets its length to 0. Every leaf of `kv` has an axis of rows.
     """
 
     kv: Any  # for `attend`, a `KV` of [L, B, H, S, K]
@@ -62,8 +62,9 @@ class Window(NamedTuple):
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute
     mask: Bool[Array, "B T PT"]  # which tokens of the window each token attends to, the P earlier ones first
-    # Each token's path through the window, -1 past its end: requests sums whose bits do not depend on how much of the
-    # path is in the cache already. A model may ignore it; its bits may then depend on that.
+    # Each token's path through the window, -1 past its end. With it, the decoder requests sums whose bits do not depend
+    # on how much of the path is already in the cache. A model may ignore it; the bits of its sums may then depend on
+    # that.
     paths: Int[Array, "B T D1"] | None = None
 
 
@@ -71,7 +72,8 @@ class Proposal(NamedTuple):
     """A drafted tree.
 
     `law[n]` is the log-law from which the children of node n were drawn, without replacement and in the order of their
-    ranks; it is not read for nodes without children. None means that the tokens are not a sample: a point mass each.
+    ranks; it is not read for nodes without children. None means that the tokens are not a sample: each of them is a
+    point mass.
     """
 
     tokens: Int[Array, "*b N"]  # -1: nothing is proposed at this node; entry 0, the root, is not read
@@ -90,7 +92,7 @@ class StopLaw(NamedTuple):
     """The law of where a row's walk ends, before any random number is drawn."""
 
     node_probs: Float[Array, "N"]  # the probability that each node is the deepest accepted one; they sum to 1
-    next_logits: Callable[[Array], Array]  # of the token after a node, [V], by the node's id; of any scale
+    next_logits: Callable[[Array], Array]  # node id -> logits of the token after it, [V], not normalised
 
 
 class RoundResult(NamedTuple):
@@ -103,8 +105,8 @@ class RoundResult(NamedTuple):
 class Seen(NamedTuple):
     """The target's likeliest tokens after every node of a round, rejected ones included."""
 
-    tokens: Int[Array, "B N"]  # of the nodes; -1: nothing was drafted there, and the rest is undefined
-    ids: Int[Array, "B N K"]  # in the order of their logits; -1 where the vocabulary has no more
+    tokens: Int[Array, "B N"]  # the nodes' tokens; -1: nothing was drafted, `ids` and `logits` are undefined
+    ids: Int[Array, "B N K"]  # in descending order of their logits; -1 where the vocabulary has no more tokens
     logits: Float[Array, "B N K"]  # raw
 
 

@@ -18,10 +18,10 @@ from jaxspec.errors import InvalidConfig
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides how much of a proposal is accepted. A pure function for one row, without a random key.
+    """Decides how much of a proposal is accepted. A rule is a pure function, without a random key.
 
-    `noise` distinguishes two kinds: a `CoupledRule` compares tokens that target and drafter drew with the same noise, a
-    `WeighingRule` compares laws.
+    `noise` distinguishes two kinds of rules: a `CoupledRule` compares tokens that target and drafter drew with the same
+    noise, and a `WeighingRule` compares laws.
 
     Attributes:
         noise: the noise that the drafter draws with.
@@ -61,7 +61,7 @@ def refuse_pruned(rule: Rule, shape: TreeShape) -> None:
 
 @runtime_checkable
 class CoupledRule(Rule, Protocol):
-    """A rule whose `noise` is `Noise.SHARED`. It is batched, and asks for what it reads of the vocabulary."""
+    """A rule whose `noise` is `Noise.SHARED`. It is batched, and asks for the scores and the noise that it reads."""
 
     def __call__(
         self,
@@ -73,10 +73,10 @@ class CoupledRule(Rule, Protocol):
         """Returns the deepest accepted node of every row, and the token after it.
 
         Args:
-            scores: returns the target's tempered log-scores after nodes of each row.
-            noise: returns the Gumbel noise of the tokens after nodes of these depths.
+            scores: a function that returns the target's tempered log-scores after nodes of each row.
+            noise: a function that returns the Gumbel noise of the tokens after nodes of these depths.
             sampling: the rows' settings, without bias.
-            proposal: with one tree per row.
+            proposal: the proposal, with one tree per row.
         """
         ...
 
@@ -85,19 +85,19 @@ class CoupledRule(Rule, Protocol):
 class WeighingRule(Rule, Protocol):
     """A rule that compares laws; its drafts do not share the target's noise.
 
-    It returns the probability that the walk ends at each node, and the law of the token after it; the loop draws both.
-    So the code that a proof enumerates is the code that runs.
+    It returns the probability that the walk ends at each node, and the law of the token after it; the loop draws from
+    both. So the code whose outcomes a proof enumerates is the code that runs.
     """
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         """Returns the law of where the walk ends, and of the token after it.
 
-        If the proposal has a law, the children of greedy rows are the most likely tokens, not a sample. Rules need no
-        case for them: one that is exact for every draft law accepts a child against a point mass only if it is that
-        point, and otherwise emits the point.
+        If the proposal has a law, the children of greedy rows are the most likely tokens, not a sample. Rules do not
+        need a special case for them: if the target's law is a point mass, a rule that is exact for every draft law
+        accepts a child only if the child is that point, and otherwise emits the point.
 
         Args:
             law: the target's log-law after every node, truncated as in sampling; a point mass in greedy rows.
-            proposal: of the row. Proposed siblings are distinct.
+            proposal: the row's proposal. Proposed siblings have distinct tokens.
         """
         ...

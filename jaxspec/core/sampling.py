@@ -1,9 +1,9 @@
 """Sampling settings: temperature, top-k, top-p, min-p and a bias, with the same meaning for every drafter.
 
-The order is: bias, temperature, top-k, top-p of what remains, min-p. Each keeps all tokens at or above some score, so
-tokens of equal score are kept or dropped together. A token is kept by top-k if fewer than k tokens have a higher score,
-by top-p if the mass of the tokens with a higher score is below p, and by min-p if its probability is at least min_p
-times the highest.
+The order is: bias, temperature, top-k, top-p of what remains, min-p. Each truncation keeps all tokens at or above some
+score, so tokens of equal score are kept or dropped together. A token is kept by top-k if fewer than k tokens have a
+higher score, by top-p if the mass of the tokens with a higher score is below p, and by min-p if its probability is at
+least min_p times the highest.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ GREEDY = 1e-6
 """Temperatures below this mean exact greedy decoding."""
 
 MOST_ROWS = 1 << 24
-"""The most rows that have settings of their own; their arrays take 256 MB."""
+"""The largest number of rows that have settings of their own; their arrays take 256 MB."""
 _FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
-"""The least positive number that devices compute with in float32: they flush smaller ones to 0."""
+"""The least positive number that devices compute with in float32: they flush smaller numbers to 0."""
 _LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
     "temperature": (np.float32, lambda v: (v >= 0) & (v <= np.finfo(np.float32).max), "finite and at least 0"),
     "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
@@ -48,8 +48,8 @@ class Sampling:
         logit_bias: added to the logits before anything else; a mapping from token id to bias, or an array [V].
 
     Raises:
-        InvalidConfig: a value is outside its range, NaN, or not a number. Traced values are not checked, nor the leaves
-            that JAX puts into this pytree.
+        InvalidConfig: a value is outside its range, is NaN, or is not a number. Traced values and the leaves that JAX
+            puts into this pytree are not checked.
     """
 
     temperature: Any = 0.0
@@ -76,7 +76,7 @@ class Sampling:
 
     @classmethod
     def tree_unflatten(cls, _: None, fields: Any) -> "Sampling":
-        """Makes settings of unchecked fields: JAX may pass axes and sentinels."""
+        """Makes settings from unchecked fields, because JAX may pass axes and sentinels."""
         made = object.__new__(cls)
         for field, value in zip(dataclasses.fields(cls), fields, strict=True):
             object.__setattr__(made, field.name, value)
@@ -87,7 +87,7 @@ class Sampling:
         return f"Sampling({', '.join(f'{name}={_brief(getattr(self, name))}' for name in given)})"
 
     def _checked(self, name: str) -> np.ndarray | Array:
-        """Returns the checked values of a setting: one, or one per row."""
+        """Returns the checked values of a setting: one value, or one per row."""
         dtype, valid, wanted = _LIMITS[name]
         given = getattr(self, name)
         if isinstance(given, jax.core.Tracer):
@@ -102,13 +102,14 @@ class Sampling:
     def check(self, batch: int, vocab: int) -> dict[str, Any]:
         """Checks the settings for a batch and a vocabulary.
 
-        Of traced values only the shape is checked.
+        Only the shape of traced values is checked.
 
         Returns:
             The settings by name, each one value or one for each row, and the bias `[V]`, `[B, V]` or None.
 
         Raises:
-            InvalidConfig: a value is outside its range, NaN, or not one value per row; a size is not a whole number.
+            InvalidConfig: a value is outside its range, is NaN, or is not one value per row; or a size is not a whole
+                number.
             TokenOutOfRange: a bias is for a token that does not exist.
         """
         batch, vocab = whole("batch", batch, 0, MOST_ROWS), whole("vocab", vocab)
@@ -161,7 +162,7 @@ class Sampling:
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:
-    """Broadcasts a value. NumPy compiles nothing, and cannot read traced values."""
+    """Broadcasts a value, with NumPy if possible: NumPy compiles nothing, but it cannot read traced values."""
     own = jnp if isinstance(value, jax.core.Tracer) else np
     return jnp.asarray(own.broadcast_to(value, shape))
 
@@ -194,7 +195,7 @@ def _check_bias(token: Any, value: Any) -> int:
 
 
 def _brief(value: Any) -> str:
-    """Returns a setting in a few characters, for any value."""
+    """Describes any value of a setting in a few characters."""
     if isinstance(value, Mapping):
         return f"{{{len(value)} tokens}}"
     shape = getattr(value, "shape", None)

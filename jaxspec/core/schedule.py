@@ -20,11 +20,11 @@ from jaxspec.errors import InvalidConfig, shown
 class Schedule(Protocol):
     """Decides how deep each row may draft, round by round.
 
-    It may use the row's earlier rounds and the draft's law after each node. It must not use the tokens that it decides
-    about, which would bias rules that compare laws, nor other rows.
+    It may use the row's earlier rounds and the draft's law after each node. It must not use other rows. It must not use
+    the tokens that it decides about either, because that would bias rules that compare laws.
 
     Attributes:
-        widths: widths of target calls to compile, besides those of the decoder. A round runs at the smallest width that
+        widths: widths of target calls to compile, besides the decoder's widths. A round runs at the smallest width that
             holds all drafts.
     """
 
@@ -46,10 +46,10 @@ class Schedule(Protocol):
     def stop_after(
         self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
     ) -> Bool[Array, "*b"] | None:
-        """Returns the nodes below which nothing is drafted, by the draft's log-law after each; None for no such test.
+        """Returns the nodes below which nothing is drafted, by the draft's log-law after each node; None for no test.
 
         The law is the one that children are drawn from: tempered, and truncated if the rule reads it. `estimate` is
-        passed if the drafter has its own of how much of each law the target shares (`jaxspec.core.draw.Judged`).
+        passed if the drafter itself estimates how much of each law the target shares (`jaxspec.core.draw.Judged`).
         """
         ...
 
@@ -69,7 +69,7 @@ class Constant:
     """Drafts to the same depth in every round.
 
     Attributes:
-        length: the depth; None for that of the tree. A tree that is no deeper costs less.
+        length: the depth; None for the tree's depth. A shallower tree is cheaper than a smaller `length`.
         widths: see `Schedule`.
     """
 

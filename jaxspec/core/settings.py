@@ -24,7 +24,7 @@ def setting(
     """Declares a field of a dataclass together with its range, for `check_fields`.
 
     Args:
-        default: the default; without one the field must be given.
+        default: the default value; a field without a default must be given.
         choices: the allowed values of a string; empty for any string.
         least: the smallest allowed number; None for 1 if the field is an integer, and for any number above 0 if it is a
             float.

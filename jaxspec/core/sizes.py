@@ -7,28 +7,30 @@ SEED = 2**64 - 1
 """The largest seed."""
 
 MOST_SAMPLES = 1 << 20
-"""The most samples of a prompt."""
+"""The largest number of samples of a prompt."""
 
 BLOCK = 256
-"""Cache slots that attention reads at once. Capacities are multiples of it, so bits do not depend on the capacity."""
+"""The number of cache slots that attention reads at once. Capacities are multiples of it, so that the bits of a result
+do not depend on the capacity."""
 
 MAX_NODES = 1024
-"""The most drafted nodes of a tree, whose tables grow with their square. Published trees have up to 768 nodes."""
+"""The largest number of drafted nodes of a tree. The tables of a tree grow with the square of this number. Published
+trees have up to 768 nodes."""
 
 CHUNK = 64
 """The default number of prompt tokens read at once."""
 
 MOST_LOGPROBS = 1024
-"""The most alternatives recorded per token; their memory is that of the cache of a small model."""
+"""The largest number of alternatives recorded per token. They take as much memory as the cache of a small model."""
 
 
 def slots(length: int, window: int) -> int:
-    """Returns the slots that a text of `length` tokens needs, with room for a window after it."""
+    """Returns the number of slots that a text of `length` tokens needs, with room for a window after it."""
     return whole_blocks(length + window)
 
 
 def whole_blocks(slots: int) -> int:
-    """Rounds a number of slots up to whole blocks, as caches have them."""
+    """Rounds a number of slots up to whole blocks, because a cache consists of whole blocks."""
     return -(-slots // BLOCK) * BLOCK
 
 
@@ -40,15 +42,15 @@ def round_to_bucket(slots: int) -> int:
 def rows(count: int) -> int:
     """Rounds a number of rows up to a bucket, so that similar numbers share a compilation.
 
-    Buckets are powers of two and one and a half times those: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... Less than a third of the
-    rows are padding. A row more costs little, since the weights are read once for all rows, while a compilation takes
-    seconds. With powers of two alone up to half of the rows would be padding; with finer steps nearly every small
-    number of rows would be compiled.
+    Buckets are powers of two, and one and a half times powers of two: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... Less than a
+    third of the rows are padding. An additional row costs little, because the weights are read once for all rows, while
+    a compilation takes seconds. With powers of two alone, up to half of the rows would be padding. With finer steps,
+    nearly every small number of rows would be compiled separately.
     """
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
 def top_logprobs(count: int, vocab: int) -> int:
-    """Rounds a number of alternatives up to a power of two from 8, at most V, so that programs are shared."""
+    """Rounds a number of alternatives up to a power of two from 8, at most V, so that requests share programs."""
     return min(vocab, max(8, 1 << (count - 1).bit_length()))

@@ -18,12 +18,12 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
     chains (section 3.1).
 
     Args:
-        tree: of one topology, for all rows.
+        tree: the tables of one topology, for all rows.
         acceptance: the probability that the child of each depth and rank is accepted if its parent is.
-        xp: `jax.numpy` or `numpy`, which keeps float64.
+        xp: `jax.numpy`, or `numpy`, which keeps float64.
 
     Returns:
-        `[*b, N]`.
+        The probabilities, `[*b, N]`.
     """
     share = acceptance[..., tree.depths[1:] - 1, tree.ranks[1:]]
     share = xp.concatenate([xp.ones_like(share, shape=(*share.shape[:-1], 1)), share], -1)
@@ -31,11 +31,11 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
 
 
 class TokenCost(NamedTuple):
-    """What reading more tokens in a target call takes on a CPU, in calls of one token.
+    """The time that more tokens in a target call take on a CPU, in units of a call of one token.
 
     Attributes:
-        each: a token more, as long as reading the weights takes longer than multiplying.
-        at_once: the number of tokens that are multiplied in the time of a call of one.
+        each: the time of one more token, as long as reading the weights takes longer than multiplying by them.
+        at_once: the number of tokens that are multiplied in the time of a call of one token.
     """
 
     each: float
@@ -43,15 +43,15 @@ class TokenCost(NamedTuple):
 
 
 def assumed_cost(width: int, cpu: TokenCost | None, rows: int = 1) -> float:
-    """Returns the time of a target call of a width that is assumed before it is measured, in calls of width 1.
+    """Returns the assumed time of a target call of a width, before it is measured, in units of a call of width 1.
 
-    On a CPU a call of few tokens mostly reads the weights; from some more on, it takes as long as it has tokens. On
-    accelerators a token more costs little, up to the number that they multiply by a weight in the time in which they
-    read it (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16).
+    On a CPU, a call of few tokens mostly reads the weights. Beyond that, its time grows with the number of tokens. On
+    accelerators, more tokens are nearly free up to the number by which a weight is multiplied in the time in which it
+    is read (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16).
 
     Args:
         width: the number of tokens of each row.
-        cpu: what tokens take on the CPU (`jaxspec.kernels.library.token_cost`); None for an accelerator.
+        cpu: the time that tokens take on the CPU (`jaxspec.kernels.library.token_cost`); None for an accelerator.
         rows: the number of rows.
     """
     if cpu is None:
@@ -72,7 +72,7 @@ def best_length(acceptance: float, cost: float, longest: int) -> int:
         longest: the longest chain to consider; with acceptance 1 or cost 0, longer is always better.
 
     Raises:
-        InvalidConfig: a value outside its range.
+        InvalidConfig: a value is outside its range.
     """
     if not 0 <= acceptance <= 1:
         raise InvalidConfig(f"acceptance must be from 0 to 1, got {acceptance!r}")

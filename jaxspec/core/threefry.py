@@ -1,8 +1,8 @@
 """The random numbers of JAX's default keys, as expressions that a compiler fuses.
 
-`jax.random` computes the same numbers, but on a CPU in a loop over arrays in memory, which takes longer. The generator
+`jax.random` computes the same numbers, but on a CPU it loops over arrays in memory, which takes longer. The generator
 is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.2). Keys
-are those of `jax.random.key_data`, of two words.
+are the data that `jax.random.key_data` returns, two words each.
 """
 
 import jax
@@ -15,7 +15,7 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def words(key: UInt32[Array, "... 2"], high: Array, low: Array) -> tuple[Array, Array]:
-    """Returns the two words that the generator makes of a counter's two words."""
+    """Returns the two words that the generator makes from the two words of a counter."""
     first, second = key[..., 0], key[..., 1]
     schedule = (first, second, first ^ second ^ PARITY)
     left, right = high + schedule[0], low + schedule[1]
@@ -47,5 +47,5 @@ def gumbel(key: UInt32[Array, "... 2"], size: int) -> Float[Array, "... S"]:
 
 
 def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """Returns numbers of [0, 1) with 23 random bits."""
+    """Returns numbers in [0, 1) with 23 random bits."""
     return jax.lax.bitcast_convert_type(bits >> np.uint32(9) | np.uint32(0x3F800000), jnp.float32) - 1.0

@@ -22,7 +22,7 @@ class Topology:
         parents: the parent of every node, -1 for the root, in level order.
 
     Raises:
-        InvalidConfig: the parents are not those of a tree in level order.
+        InvalidConfig: the parents do not describe a tree in level order.
     """
 
     parents: tuple[int, ...]
@@ -53,7 +53,7 @@ class Topology:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The tables of `build`, as NumPy constants, which take less time and memory to make."""
+        """The tables that `build` returns, as NumPy constants, which take less time and memory to make."""
         nodes, parents = np.arange(self.shape.nodes), np.asarray(self.parents)
         ancestors, ranks = np.eye(nodes.size, dtype=bool), np.zeros(nodes.size, int)
         seen = collections.Counter()
@@ -107,9 +107,9 @@ class Dynamic:
     node's score is the product of the draft's probabilities along its path.
 
     Attributes:
-        beam: the number of nodes expanded per level, and of children of each.
-        depth: D, levels below the root, each with one call of the draft model.
-        nodes: N, root included.
+        beam: the number of nodes expanded per level, and the number of children of each of them.
+        depth: D, the number of levels below the root, each with one call of the draft model.
+        nodes: N, the number of proposed nodes, root included.
 
     Raises:
         InvalidConfig: a size is out of range, or the sizes contradict each other.
@@ -159,7 +159,7 @@ def dynamic(beam: int = 8, depth: int = 5, nodes: int = 32) -> Dynamic:
 
 
 def chain(length: int) -> Topology:
-    """Returns a chain of `length` drafted tokens; 0 is the root alone, plain autoregressive decoding."""
+    """Returns a chain of `length` drafted tokens; length 0 is the root alone, for plain autoregressive decoding."""
     return Topology(tuple(range(-1, whole("a draft length", length, 0, MAX_NODES))))
 
 
@@ -177,7 +177,7 @@ def branching(*counts: int) -> Topology:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
-    """Returns the tree of some paths of ranks and their prefixes: `[(0, 0), (1,)]` has the nodes 0, 1 and 0-0.
+    """Returns the tree with these paths of ranks and their prefixes: `[(0, 0), (1,)]` has the nodes 0, 1 and 0-0.
 
     Medusa lists its trees in this form (Cai et al. 2024, section 2.3.3).
 
@@ -217,7 +217,10 @@ def _items(paths: Any) -> Iterable[Any]:
 
 
 def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
-    """Returns the integers of a sequence; None if it is not one, is longer than `most`, or has other items."""
+    """Returns the integers of a sequence.
+
+    Returns None if the value is not a sequence, has more than `most` items, or has items that are not integers.
+    """
     if isinstance(values, (str, bytes, Mapping)):
         return None
     try:
@@ -233,7 +236,7 @@ def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | N
     """Returns a topology; a draft length becomes a chain, and None remains None.
 
     Raises:
-        InvalidConfig: the value is neither.
+        InvalidConfig: the value is neither a tree nor a whole number.
     """
     if tree is None or isinstance(tree, (Topology, Dynamic)):
         return tree

@@ -1,4 +1,5 @@
-"""Token trees, the shape of every draft. A chain is a tree without branches, no draft is the root alone.
+"""Token trees, the shape of every draft. A chain is a tree without branches. Without a draft, the tree is the root
+alone.
 
 Node 0 is the root: the last committed token. Nodes are numbered in level order, so the ids of a level are contiguous
 and a parent comes before its children.
@@ -16,9 +17,9 @@ class TreeShape:
     """The static sizes of a tree. They alone decide what is compiled.
 
     Attributes:
-        nodes: N, root included.
-        depth: D, edges from the root to the deepest node.
-        width: C, most children of a node.
+        nodes: N, the number of nodes, root included.
+        depth: D, the number of edges from the root to the deepest node.
+        width: C, the largest number of children of a node.
         pruned: whether the tree is dynamic: it keeps the most likely of the drafted tokens, which are not a sample of
             the draft's law. Rules that compare laws refuse such trees; see `refuse_pruned`.
     """

@@ -1,11 +1,11 @@
 """Search for the best tree, from the acceptance rate of children by rank.
 
 If a node is accepted with the product of the acceptance rates along its path, the expected tokens of a round are the
-sum of these products over all nodes (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1). No node's product
-exceeds that of its parent or of its elder sibling, so a greedy search finds the tree of Sequoia's dynamic program. With
-one vector per depth it finds Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
-`jaxspec.analysis` computes acceptance by rank for known laws, `jaxspec acceptance` measures it for two models; `Stats`
-has it by depth alone.
+sum of these products over all nodes (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1). The product of a node
+never exceeds the product of its parent or of its elder sibling, so a greedy search finds the tree of Sequoia's dynamic
+program. With one vector per depth it finds Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section
+2.3.3). `jaxspec.analysis` computes acceptance by rank for known laws, `jaxspec acceptance` measures it for two models;
+`Stats` has acceptance by depth only.
 """
 
 import heapq
@@ -29,21 +29,21 @@ depth D at most."""
 def best_tree(acceptance: Acceptance, nodes: int, depth: int | None = None) -> Topology:
     """Returns the tree with the most expected tokens per round.
 
-    It is optimal if acceptance does not rise with the rank. Measured rates may rise by chance; each depth is then
-    replaced by the closest vector that does not (least squares), since a child cannot be proposed without its elder
-    siblings.
+    It is optimal if acceptance does not rise with the rank. Measured rates may rise by chance. The rates of a depth are
+    then replaced by the closest vector that does not rise (least squares), because a child cannot be proposed without
+    its elder siblings.
 
     Args:
         acceptance: `[K]` or `[D, K]`; see `Acceptance`.
-        nodes: N, root included; the tree has fewer nodes if no other node could be accepted.
-        depth: the greatest depth; None for no limit, or for that of `[D, K]`.
+        nodes: N, the number of nodes, root included; the tree has fewer nodes if no other node could be accepted.
+        depth: the greatest depth; None for no limit, or for D if acceptance is `[D, K]`.
 
     Raises:
-        InvalidConfig: the acceptance holds no probabilities, or a size is below 1.
+        InvalidConfig: the acceptance does not hold probabilities, or a size is below 1.
     """
     nodes = whole("nodes of a tree, its root included,", nodes, 1, MAX_NODES + 1)
     table = [_falling(row) for row in _by_depth(acceptance, nodes - 1 if depth is None else depth)]
-    worth: dict[tuple[int, ...], float] = {(): 1.0}  # of the nodes of the tree
+    worth: dict[tuple[int, ...], float] = {(): 1.0}  # the product of each node of the tree
     waiting: list[tuple[float, tuple[int, ...]]] = []
 
     def wait(path: tuple[int, ...]) -> None:
@@ -68,7 +68,7 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
         acceptance: `[K]` or `[D, K]`; see `Acceptance`.
 
     Raises:
-        InvalidConfig: the acceptance holds no probabilities, or fewer ranks or depths than the tree.
+        InvalidConfig: the acceptance does not hold probabilities, or has fewer ranks or depths than the tree.
     """
     if not isinstance(topology, Topology):
         raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
@@ -95,7 +95,7 @@ def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft
         The tree; the root alone, which is plain decoding, if width 1 is considered and no tree is faster.
 
     Raises:
-        InvalidConfig: the acceptance holds no probabilities, there are no widths, or a cost is not positive.
+        InvalidConfig: the acceptance does not hold probabilities, there are no widths, or a cost is not positive.
     """
     if not isinstance(target_cost, Mapping) or not target_cost:
         raise InvalidConfig(f"target_cost must map at least one width to its cost, got {shown(target_cost)}")

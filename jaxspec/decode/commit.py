@@ -19,11 +19,11 @@ class Outcome(NamedTuple):
     path: Int[Array, "B D1"]  # accepted nodes, the root first; -1 after the last
     tokens: Int[Array, "B D1"]  # the token after each node of the path; after the last node, its token repeated
     count: Int[Array, "B"]  # the number of tokens that are committed  # pyright: ignore
-    status: Int[Array, "B"]  # of the row after the round
-    cache: Cache  # with the committed nodes of the path
-    features: Float[Array, "B D1 E"]  # of the path
+    status: Int[Array, "B"]  # the row's status after the round
+    cache: Cache  # the cache with the committed nodes of the path
+    features: Float[Array, "B D1 E"]  # the target's features at the nodes of the path
     logprobs: Logprobs | None  # of `tokens`; None if the state records none
-    seen: Seen | None  # after all nodes; None unless the drafter asks
+    seen: Seen | None  # likely tokens after all nodes; None unless the drafter needs them
 
 
 def cut(
@@ -32,10 +32,10 @@ def cut(
     """Returns how many of a round's tokens are committed, and each row's status after the round.
 
     The tokens are cut after the first stop token, at the budget, and before the first token drawn from logits that are
-    not finite. A finished row commits none.
+    not finite. A finished row commits no tokens.
 
     Args:
-        state: before the round.
+        state: the state before the round.
         path: accepted nodes, the root first; -1 after the last.
         tokens: the token after each node.
         healthy: whether the target's logits after each node are finite.
@@ -51,7 +51,7 @@ def cut(
     budget = state.limit - state.length
     running = state.status == Status.RUNNING
     count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
-    # A row without a token to commit would never end.
+    # A running row that commits no tokens would never end.
     status = jnp.where((sound <= reached) | (sound < 1), Status.ERROR, Status.RUNNING)
     status = jnp.where(count >= budget, Status.LENGTH, status)
     status = jnp.where(stop < count, Status.STOP, status)
@@ -72,10 +72,10 @@ def commit(
     Args:
         drafter: absorbs the committed tokens.
         schedule: is updated with the round's result.
-        weights: parameters of target and drafter.
-        state: before the round.
-        proposal: with one tree per row.
-        outcome: of its verification.
+        weights: the parameters of target and drafter.
+        state: the state before the round.
+        proposal: the proposal, with one tree per row.
+        outcome: the outcome of verifying the proposal.
         drafted: whether each node holds a drafted token.
     """
     tree = proposal.tree

@@ -35,8 +35,9 @@ def init(
         schedule: the schedule.
         weights: parameters of target and drafter.
         request: prompts and settings of all rows.
-        capacity: cache slots per row, rounded up to whole blocks: the room of a row's text.
-        top_logprobs: K, alternatives recorded per token where the request asks for log-probabilities.
+        capacity: the number of cache slots per row, rounded up to whole blocks. A row's text must fit into them.
+        top_logprobs: K, the number of alternatives recorded per token in rows for which the request asks for
+            log-probabilities.
     """
     batch, size = request.tokens.shape
     slots = whole_blocks(capacity)
@@ -70,7 +71,7 @@ def extend(drafter: Drafter, state: State, request: Request) -> State:
     noise is a function of a row's key and the position, and each row keeps its key.
 
     Raises:
-        InvalidConfig: the request asks for log-probabilities, and the state has no arrays for them.
+        InvalidConfig: the request asks for log-probabilities, but the state has no arrays for them.
     """
     if state.recorded is None and request.logprobs is not None:
         raise InvalidConfig("the state records no log-probabilities: its first request had logprobs None")
@@ -126,13 +127,13 @@ def row_axes(init: Callable[[Weights, Request], State], weights: Weights, reques
 
 
 def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "1"]) -> State:
-    """Replaces the row at `index` by the only row of `new`; -1 replaces none.
+    """Replaces the row at `index` with the only row of `new`; index -1 leaves all rows unchanged.
 
     Args:
-        axes: the leaves of what `row_axes` returns.
+        axes: the leaves of the pytree that `row_axes` returns.
         state: the state of all rows.
-        new: a state of one row and of the same capacity.
-        index: of the row.
+        new: a state with one row and the same capacity.
+        index: the index of the row to replace.
     """
     at = jnp.maximum(index[0], 0)
 

@@ -27,7 +27,7 @@ def along(
 ) -> Logprobs:
     """Returns the log-probabilities of the tokens after each node of a path, `[B, M]`.
 
-    Depths are computed one after another up to `count`, so the cost grows with the emitted tokens alone.
+    Depths are computed one after another up to `count`, so the cost grows only with the number of emitted tokens.
 
     Args:
         path: nodes, the root first; negative after the end of the path, where the result is undefined.

@@ -1,8 +1,8 @@
 """The decoder: one `lax.while_loop` from prompt to last token, in pure functions of arrays.
 
 In a round the drafter proposes a tree of tokens, the target scores all of them in one call, the rule accepts a path
-from the root, and that path and the target's next token are committed. Plain autoregressive decoding is the tree of one
-node.
+from the root, and that path and the target's next token are committed. Plain autoregressive decoding uses the tree of
+one node.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ class Decoder:
         check_member("rule", self.rule, Rule)
         check_member("schedule", self.schedule, Schedule)
         self.rule.check(self.drafter.shape)
-        _ = self.network  # refuses a target that does not give what the drafter reads
+        _ = self.network  # refuses a target without the features that the drafter reads
 
     @functools.cached_property
     def network(self) -> LanguageModel:
@@ -143,13 +143,13 @@ class Decoder:
     ) -> State:
         """Runs rounds while at least `least` rows are running.
 
-        Every round commits a token of each running row or ends the row, so there are no more rounds than a row has
-        tokens left.
+        Every round commits a token of each running row or ends the row, so the number of rounds is at most the largest
+        number of tokens that a row has left.
 
         Args:
             weights: parameters of target and drafter.
             state: after prefill.
-            max_rounds: the most rounds that are run; may be traced.
+            max_rounds: the largest number of rounds that are run; may be traced.
             least: the loop ends when fewer rows than this are running; an array counts as its maximum. May be traced.
             max_depth: the greatest depth of a draft; may be traced. None for the depth of the tree.
         """
@@ -216,8 +216,8 @@ class Decoder:
 def _call(calls: Sequence[Callable[[Cache], Outcome]], chosen: Array, cache: Cache) -> Outcome:
     """Returns the outcome of the chosen call. Each call is in a `while_loop` that runs at most once.
 
-    A loop writes to the cache in place, and only what its width has to write. The branch of a conditional would copy
-    the cache, and XLA:GPU would copy each layer of it before it is read.
+    A loop writes to the cache in place, and writes only the entries of its own width. A branch of a conditional would
+    copy the cache, and XLA:GPU would also copy each layer of the cache before reading it.
     """
     if len(calls) == 1:
         return calls[0](cache)
@@ -263,7 +263,7 @@ def _batched(decoder: Decoder, capacity: int):
                 request,
                 batched[1],
             )
-            # Written out, since -1 is ambiguous for arrays of width 0, such as no stop ids or no alternatives.
+            # Sizes are written out, because -1 is ambiguous for arrays of width 0, as without stop ids.
             flat = jax.tree.map(lambda leaf: leaf.reshape(size * leaf.shape[1], *leaf.shape[2:]), full)
             out = generate(weights, flat)
             out = jax.tree.map(lambda leaf: leaf.reshape(size, len(leaf) // size, *leaf.shape[1:]), out)

@@ -8,7 +8,7 @@ import jax
 class Notice:
     """Prints a line when compilation begins and another when it ends; all functions compiled in between share them.
 
-    Of several processes only the first prints.
+    If there are several processes, only the first one prints.
     """
 
     def __init__(self, verbose: bool = True):
@@ -31,7 +31,7 @@ class Notice:
         self._seconds += seconds
 
     def end(self) -> None:
-        """Prints the seconds of all compilations since `begin`; nothing if there were none."""
+        """Prints the seconds of all compilations since `begin`; prints nothing if there were none."""
         if self._seconds is not None:
             self.say(f"compiled in {self._seconds:.1f} s")
             self._seconds = None

@@ -1,7 +1,7 @@
 """Decoding on a mesh of devices.
 
-`shard_map` over the axis "data" encloses a whole function, loop included: every group of devices runs a loop of its own
-and never waits for another group. Over the axis "model" the compiler partitions the program by the shardings of the
+`shard_map` over the axis "data" encloses a whole function, loop included: every group of devices runs its own loop and
+never waits for another group. Over the axis "model" the compiler partitions the program by the shardings of the
 parameters (Xu et al. 2021, arXiv:2105.04663).
 """
 
@@ -31,7 +31,7 @@ class Partition:
     axes: State
 
     def put(self, arguments: tuple) -> tuple:
-        """Places arguments on the mesh. Weights and states must be there already."""
+        """Places arguments on the mesh. Weights and states must be on the mesh already."""
 
         def of(argument: Any, specs: Any) -> Any:
             if isinstance(argument, (Weights, State)):

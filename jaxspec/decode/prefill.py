@@ -22,7 +22,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         drafter: the drafter.
         chunk: the number of tokens read at once.
         weights: parameters of target and drafter.
-        state: rows of which any part may have been read already.
+        state: the state; any part of each row may have been read already.
     """
     causal = jnp.asarray(np.tri(chunk, dtype=bool))[None].repeat(state.length.shape[0], 0)
     steps = jnp.arange(chunk)
@@ -31,7 +31,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         state, last = carry
         cursor = state.cache.length
         positions = cursor[:, None] + steps
-        # One token more than a chunk: after a decode the drafter has already absorbed the root.
+        # One more token than a chunk has, because after decoding the drafter has already absorbed the root.
         text = jnp.take_along_axis(
             state.tokens,
             jnp.minimum(cursor[:, None] + jnp.arange(chunk + 1), state.tokens.shape[1] - 1),
@@ -41,7 +41,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
         features, entries = target.apply(weights.target, window, state.cache)
         count = jnp.clip(state.length - 1 - cursor, 0, chunk)
         cache = target.commit(state.cache, entries, None, count, features)
-        # A commit writes zeros for values that are not finite, so a row that has any must end here.
+        # A commit writes zeros in place of values that are not finite, so a row with such values must end here.
         broken = ~jnp.stack([jnp.isfinite(a).all((0, 2, 4)) for a in jax.tree.leaves(entries)]).all(0) & (
             steps < count[:, None]
         )

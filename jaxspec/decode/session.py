@@ -25,7 +25,7 @@ from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, jax.stages.Compiled] = collections.OrderedDict()
-# Only the most recently used: on a CPU each takes up to 1000 of the 65530 memory maps that Linux allows a process.
+# Only the most recently used are kept: on a CPU each takes up to 1000 of the 65530 memory maps of a Linux process.
 _KEPT = 32
 
 
@@ -117,10 +117,10 @@ class Session:
         self.state = self._prefill(self._call(lifecycle.extend, (self.decoder.drafter,), (self.state, request)))
 
     def replace(self, positions: Sequence[int], request: Request) -> None:
-        """Replaces rows by new ones, and reads their prompts while the others wait.
+        """Replaces rows with new rows, and reads the prompts of the new rows while the other rows wait.
 
         Args:
-            positions: of the replaced row in each group of devices; -1 for none.
+            positions: for each group of devices, the position in the group of the row to replace; -1 to replace none.
             request: the new rows, one for each group.
         """
         size = self.state.length.shape[0] // len(positions)
@@ -139,8 +139,9 @@ class Session:
         """Runs rounds until all rows have finished.
 
         Args:
-            max_rounds: the most rounds that are run.
-            least: for each group of devices, the number of running rows below which it stops; None for 1.
+            max_rounds: the largest number of rounds that are run.
+            least: for each group of devices, the number of running rows below which the group stops; None for 1 in
+                every group.
             max_depth: the greatest depth of a draft.
         """
         before = to_host(self.state.length).sum()
@@ -194,14 +195,14 @@ class Session:
         return command_buffer.options(self.mesh.devices.flat[0].platform, self.mesh.shape[MODEL] > 1)
 
     def _prefill(self, state: State) -> State:
-        """Reads the text that is not read yet; counts the time as prefill."""
+        """Reads the text that has not been read yet, and counts the time as prefill."""
         compiled = self._compiled(Decoder.prefill, (self.decoder,), (self.weights, state), donate=(1,))
         state, seconds = _timed(*compiled)
         self.timing.prefill_s += seconds
         return state
 
     def _call(self, function: Callable, static: tuple, arguments: tuple) -> Any:
-        """Returns `function(*static, *arguments)`, compiled for these arguments; its time is not counted."""
+        """Returns `function(*static, *arguments)`, compiled for these arguments; the call is not timed."""
         return _timed(*self._compiled(function, static, arguments))[0]
 
     def _compiled(
@@ -214,10 +215,11 @@ class Session:
         """Returns `function(*static, ...)` compiled for these arguments, and the arguments on the mesh.
 
         Args:
-            function: a module-level function or a method of `Decoder`. Equal ones with equal `static` compile once.
-            static: the first arguments, hashable.
-            arguments: the others, pytrees of arrays.
-            donate: indices of arguments whose buffers are donated.
+            function: a module-level function or a method of `Decoder`. Equal functions with equal `static` compile
+                once.
+            static: the first arguments, which are hashable.
+            arguments: the other arguments, which are pytrees of arrays.
+            donate: the indices of the arguments whose buffers are donated.
         """
         if self._partition is not None:
             arguments = self._partition.put(arguments)

@@ -34,10 +34,10 @@ class Weights(NamedTuple):
 
 
 class DraftPrompts(NamedTuple):
-    """Prompts in the tokens of a drafter that reads its own; see `PromptReader`."""
+    """Prompts in the tokens of a drafter with tokens of its own; see `PromptReader`."""
 
     tokens: Int[Array, "*b P"]  # padded on the right
-    count: Int[Array, "*b"]  # if more than P, the rest is missing  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: Int[Array, "*b"]  # tokens past P are missing  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Request(NamedTuple):
@@ -45,14 +45,14 @@ class Request(NamedTuple):
 
     tokens: Int[Array, "*b P"]  # prompts, padded on the right
     count: Int[Array, "*b"]  # tokens of the prompt  # pyright: ignore[reportIncompatibleMethodOverride]
-    new_tokens: Int[Array, "*b"]  # the budget: tokens emitted at most
+    new_tokens: Int[Array, "*b"]  # the budget: the largest number of emitted tokens
     key: Array  # typed PRNG keys, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1
     sampling: Sampling  # arrays [*b], the bias [*b V] or None
-    # Which rows record log-probabilities; traced, so that no value of it compiles again. None: no row does, and the
-    # program neither computes nor stores them.
+    # Which rows record log-probabilities. It is traced, so that another value does not compile again. None: no row
+    # records them, and the program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
-    draft_prompts: DraftPrompts | None = None  # None: a drafter with tokens of its own spells the target's
+    draft_prompts: DraftPrompts | None = None  # None: a drafter with tokens of its own spells the target's tokens
 
 
 class Logprobs(NamedTuple):
@@ -68,9 +68,9 @@ class Logprobs(NamedTuple):
 
 
 class RoundLog(NamedTuple):
-    """What each round of each row did; zeros for rounds that a row did not run.
+    """What each round of each row did; the counts are zero for rounds that a row did not run.
 
-    All counts are in one array, so that a round is recorded by one update. The leading axes are rows and rounds.
+    All counts are in one array, so that one update records a round. The leading axes are rows and rounds.
     """
 
     counts: Any  # [*b, 3 + D], int32: an array of JAX, or of NumPy on the host
@@ -91,22 +91,22 @@ class RoundLog(NamedTuple):
 
     @property
     def emitted(self) -> Int[Array | np.ndarray, "*b"]:
-        """Tokens committed."""
+        """The number of committed tokens."""
         return self.counts[..., 0]
 
     @property
     def accepted(self) -> Int[Array | np.ndarray, "*b"]:
-        """Drafted tokens among the emitted ones; they come first."""
+        """The number of drafted tokens among the emitted tokens; the drafted tokens come first."""
         return self.counts[..., 1]
 
     @property
     def drafted(self) -> Int[Array | np.ndarray, "*b"]:
-        """Drafted tokens."""
+        """The number of drafted tokens."""
         return self.counts[..., 2]
 
     @property
     def tested(self) -> Int[Array | np.ndarray, "*b D"]:
-        """Drafted tokens that the target's choice was compared with, at depth 1, 2, ..., D."""
+        """The number of drafted tokens that the target's choice was compared with, at depth 1, 2, ..., D."""
         return self.counts[..., 3:]
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ def from_draft(log: RoundLog) -> np.ndarray:
     """Returns whether each emitted token was proposed by the drafter, `[tokens]`, in the order of the text.
 
     Args:
-        log: of one row, `[rounds, 3 + D]`.
+        log: the log of one row, `[rounds, 3 + D]`.
     """
     emitted, accepted = np.asarray(log.emitted), np.asarray(log.accepted)
     place = np.arange(emitted.sum()) - np.repeat(np.cumsum(emitted) - emitted, emitted)  # within the round
@@ -65,10 +65,10 @@ class Stats:
         """Computes the statistics of one row.
 
         Args:
-            log: of the row, `[rounds, 3 + D]`.
-            calls: draft-model calls of a round that drafts the whole tree; a round that drafts less takes one per
-                level, at most one per node.
-            committed: tokens kept by a cut made after decoding (a stop string); None for all.
+            log: the log of the row, `[rounds, 3 + D]`.
+            calls: the number of draft-model calls of a round that drafts the whole tree; a round that drafts less takes
+                one call per level, counted as at most one call per drafted token.
+            committed: the number of tokens that a cut after decoding (at a stop string) has kept; None for all tokens.
         """
         emitted, accepted, drafted, tested = (
             np.asarray(counts, np.int64) for counts in (log.emitted, log.accepted, log.drafted, log.tested)
@@ -134,11 +134,12 @@ class Stats:
     def predicted_speedup(self, cost_ratio: float = COST_RATIO) -> float:
         """Predicts the speedup over plain decoding: `committed / sum(1 + k c)`, summed over rounds.
 
-        k is the number of draft-model calls of a round, c is `cost_ratio`, the cost of one in target calls. A target
-        call is assumed to cost the same at any width (Leviathan et al. 2023, arXiv:2211.17192, section 3.3).
+        k is the number of draft-model calls of a round, and c is `cost_ratio`, the cost of one such call in target
+        calls. A target call is assumed to cost the same at any width (Leviathan et al. 2023, arXiv:2211.17192, section
+        3.3).
 
         Raises:
-            InvalidConfig: a negative or non-finite ratio.
+            InvalidConfig: the ratio is negative or not finite.
         """
         if not (np.isfinite(cost_ratio) and cost_ratio >= 0):
             raise InvalidConfig(f"cost_ratio must be finite and at least 0, got {cost_ratio!r}")

@@ -61,7 +61,7 @@ def distinct(proposal: Proposal) -> Proposal:
 
 
 def accepted_path(proposal: Proposal, verdict: Verdict) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """Returns the nodes from the root to the verdict's, padded with -1, and the token after each node.
+    """Returns the nodes from the root to the verdict's node, padded with -1, and the token after each node.
 
     After the last node comes the verdict's token, which is repeated as padding.
     """
@@ -72,7 +72,7 @@ def accepted_path(proposal: Proposal, verdict: Verdict) -> tuple[Int[Array, "B M
 
 
 def first_nodes(proposal: Proposal, width: int) -> Proposal:
-    """Returns the proposal's first `width` nodes; nodes are in level order, so these are a tree."""
+    """Returns the proposal's first `width` nodes; nodes are in level order, so the first nodes are a tree."""
     tree, depths = proposal.tree, min(width, proposal.tree.paths.shape[-1])
     below = tree.children[:, :width]
     kept = Tree(
@@ -107,11 +107,11 @@ def apply_rule(
     """Returns where each row's walk ends and the token after it, and whether the logits of a path are finite.
 
     Args:
-        rule: see `Rule`.
-        noise: of the round.
+        rule: the rule; see `Rule`.
+        noise: the noise of the round.
         sampling: the rows' settings.
-        logits: the target's after every node.
-        proposal: with one tree per row.
+        logits: the target's logits after every node.
+        proposal: the proposal, with one tree per row.
     """
     tree, rows = proposal.tree, dataclasses.replace(sampling, logit_bias=None)
     if rule.noise is Noise.SHARED:
@@ -120,7 +120,7 @@ def apply_rule(
             return scores(jnp.take_along_axis(logits, nodes[..., None], 1), sampling)
 
         def drawn_are_finite(path: Array, tokens: Array) -> Array:
-            # A token drawn from scores among which one is not finite is such a one.
+            # If a score is NaN or +inf, argmax draws such a token, so checking the drawn token is enough.
             own = logits[jnp.arange(len(path))[:, None], path, tokens]
             if sampling.logit_bias is not None:
                 own = own + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
@@ -134,7 +134,7 @@ def apply_rule(
     number = noise.uniform()
     stop = functools.partial(_stop, cast(WeighingRule, rule))
     node, weights = jax.vmap(stop)(law, distinct(proposal), number)
-    # The token's noise is that of its position, as without a draft: no drafter of such a rule reads it.
+    # The token is drawn with the noise of its position, as without a draft. No drafter reads it under such a rule.
     extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1))[:, 0]
     extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)
     verdict = Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
@@ -151,6 +151,6 @@ def _stop(
 
 
 def pick(probs: Float[Array, "N"], number: Float[Array, ""]) -> Int[Array, ""]:
-    """Returns the index that a number of [0, 1) draws; never one of probability 0."""
+    """Returns the index that a number in [0, 1) draws; never an index of probability 0."""
     sums = jnp.cumsum(probs)
     return jnp.argmax(sums > jnp.minimum(number * sums[-1], jnp.nextafter(sums[-1], 0.0))).astype(jnp.int32)

@@ -1,7 +1,7 @@
 """Drafting a dynamic tree, as EAGLE-2 does (Li et al. 2024, arXiv:2406.16858, section 4); see `grow` and `Dynamic`.
 
-A node's worth is at most its parent's, the parent comes first in level order, and `top_k` takes the first of equal
-values. So the ancestors of every node that is picked are picked, too.
+The score of a node is at most the score of its parent, the parent comes first in level order, and `top_k` takes the
+first of equal values. So the ancestors of every selected node are selected as well.
 """
 
 import dataclasses
@@ -23,29 +23,31 @@ Count = Callable[[Float[Array, "B N1"]], Int[Array, "B"]]
 
 
 class DynamicState(NamedTuple):
-    """All F candidates so far, level by level, the root first; and the M that the next level expands, the best first.
+    """All F candidates so far, level by level, the root first, and the M candidates to expand next, the best first.
 
     Every level has room for the children of a whole beam.
     """
 
     tokens: Int[Array, "B F"]
-    worth: Float[Array, "B F"]  # logarithm of the product along the path
+    worth: Float[Array, "B F"]  # score: the logarithm of the product of probabilities along the path
     parents: Int[Array, "B F"]
-    slots: Int[Array, "B F"]  # -1: not read
-    beam: Int[Array, "B M"]  # candidates; F and more for padding
-    beam_parents: Int[Array, "B M"]  # places in the beam above
-    beam_ancestors: Bool[Array, "B M S"]  # the slots of their ancestors
+    slots: Int[Array, "B F"]  # -1: the candidate was not read
+    beam: Int[Array, "B M"]  # indices of candidates; F and more for padding
+    beam_parents: Int[Array, "B M"]  # indices in the beam of the level above
+    beam_ancestors: Bool[Array, "B M S"]  # the slots of the ancestors of each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DynamicTree:
-    """Expands the best candidates of each level, and picks the best of all. Slots are numbered level by level.
+    """Expands the best candidates of each level, and selects the best of all candidates.
+
+    Slots are numbered level by level.
 
     Attributes:
-        topology: the sizes.
+        topology: the sizes of the tree.
         draw: draws the children.
-        ids: the tokens of the logits; None for the whole vocabulary.
-        first: depth of the first level that is read.
+        ids: the token of each logit; None for the whole vocabulary.
+        first: the depth of the first level that is read.
         count: see `grow`.
     """
 
@@ -70,7 +72,7 @@ class DynamicTree:
         )
 
     def wants(self, state: DynamicState, depth: Array | int) -> Bool[Array, ""]:
-        """Tells whether some row drafts children below nodes of this depth."""
+        """Returns whether any row drafts children of nodes at this depth."""
         return self.draw.below(depth).any()
 
     def level(self, state: DynamicState, depth: Array | int) -> Level:
@@ -91,7 +93,10 @@ class DynamicTree:
     def add(
         self, state: DynamicState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates
     ) -> DynamicState:
-        """Expands a level's nodes by their logits, or by the only ones, and picks the beam among their children."""
+        """Expands a level's nodes by their logits, and selects the next beam among their children.
+
+        If there are logits for a single node, all nodes of the level share them.
+        """
         nodes, depth, width, (batch, room) = level.nodes, level.depth, self.topology.beam, state.tokens.shape
         if isinstance(logits, Candidates):
             ranked = self.draw.among(logits, depth, width)
@@ -101,8 +106,8 @@ class DynamicTree:
         tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
         worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
         worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
-        start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # overwrites the children of root padding
-        # XLA:GPU copies to a place that it knows by a call of the host, which no command buffer may hold.
+        start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # overwrites children of depth-0 padding
+        # With a constant offset, XLA:GPU makes the copy a call from the host, which a command buffer cannot contain.
         start = lax.optimization_barrier(start)
 
         def put(old: Array, new: Array) -> Array:
@@ -122,13 +127,14 @@ class DynamicTree:
         )
 
     def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
-        """Returns the best candidates as a proposal, and the slot of every node; -1 for those that were not read."""
+        """Returns the best candidates as a proposal, and the slot of every node; -1 if the node was not read."""
         topology, (batch, room) = self.topology, state.tokens.shape
         worth, best = lax.top_k(state.worth[:, 1 : topology.found], topology.nodes - 1)
         left = jnp.zeros(best.shape, bool)
         if self.count is not None:
             left = jnp.arange(topology.nodes - 1) >= self.count(worth)[:, None]
-        # In level order, with the root; what is left out comes last, so that a narrower call holds the others.
+        # In level order, root included. Nodes that are left out come last, so that a narrower call holds the other
+        # nodes.
         order = jnp.pad(jnp.sort(jnp.where(left, room, 0) + best + 1, axis=1), ((0, 0), (1, 0)))
         kept, left = order % room, order >= room
         ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)

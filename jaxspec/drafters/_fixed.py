@@ -18,8 +18,8 @@ class FixedState(NamedTuple):
     """The nodes drafted so far. The last entry is for padding."""
 
     tokens: Int[Array, "B S"]  # -1: not drafted
-    law: Float[Array, "B S V"] | None  # None unless the rule reads it
-    read: Int[Array, ""]  # levels read, the root's included
+    law: Float[Array, "B S V"] | None  # None unless the rule reads laws
+    read: Int[Array, ""]  # the number of levels read, the root's level included
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class FixedTree:
     Attributes:
         topology: the tree.
         draw: draws the children.
-        ids: the tokens of the logits; None for the whole vocabulary.
-        first: depth of the first level that is read.
+        ids: the token of each logit; None for the whole vocabulary.
+        first: the depth of the first level that is read.
     """
 
     topology: Topology
@@ -45,7 +45,7 @@ class FixedTree:
         return FixedState(tokens, self.draw.empty_law(slots), jnp.int32(self.first))
 
     def wants(self, state: FixedState, depth: Array | int) -> Bool[Array, ""]:
-        """Tells whether some row drafts children below nodes of this depth."""
+        """Returns whether any row drafts children of nodes at this depth."""
         nodes = self._nodes(depth)
         drafted = (state.tokens[:, nodes] >= 0) & (nodes < self.topology.shape.nodes)
         return (drafted & self.draw.below(depth)[:, None]).any()
@@ -64,8 +64,11 @@ class FixedTree:
         )
 
     def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates) -> FixedState:
-        """Draws the children of a level's nodes from their logits, or from the only ones: then nodes share their
-        children, unless the rule reads the law, which takes a draw for each."""
+        """Draws the children of a level's nodes from their logits.
+
+        If there are logits for a single node, all nodes of the level share its children. They do not if the rule reads
+        laws: the children of each node must then be drawn separately.
+        """
         nodes = level.nodes
         if isinstance(nodes, np.ndarray):  # as many children as this level's nodes have
             below = self._children[nodes]
@@ -87,7 +90,7 @@ class FixedTree:
         )
 
     def finish(self, state: FixedState) -> tuple[Proposal, Int[Array, "B N"]]:
-        """Returns the proposal, and the slot of every node; -1 for those that were not read."""
+        """Returns the proposal, and the slot of every node; -1 if the node was not read."""
         tree, shape = self.topology.tree, self.topology.shape
         inner = tree.children[:, :1].max(-1, initial=-1) >= 0
         slots = jnp.where(jnp.asarray(inner) & (tree.depths < state.read), jnp.arange(shape.nodes), -1)
@@ -102,14 +105,14 @@ class FixedTree:
 
     @functools.cached_property
     def _padded(self) -> np.ndarray:
-        """The nodes with children by depth, from `first` on."""
+        """The nodes with children at each depth from `first` on, padded with the spare entry."""
         levels = self.topology.parents_by_level[self.first :]
         widest, spare = max(map(len, levels)), self.topology.shape.nodes
         return np.stack([np.pad(level, (0, widest - len(level)), constant_values=spare) for level in levels])
 
     @functools.cached_property
     def _children(self) -> np.ndarray:
-        """The children of every node, `[S, C]`; the spare entry's for those that do not exist."""
+        """The children of every node, `[S, C]`; the spare entry where there is no child."""
         spare, children = self.topology.shape.nodes, self.topology.tree.children
         return np.pad(np.where(children >= 0, children, spare), ((0, 1), (0, 0)), constant_values=spare)
 

@@ -41,26 +41,25 @@ def grow(
 ) -> Grown:
     """Drafts a tree level by level: reads the nodes of a level, and draws their children.
 
-    It ends with the last level that has a child to draw in some row, and computes nothing for a draft that no row
-    wants.
+    The loop ends with the last level at which some row has a child to draw. If no row drafts, nothing is computed.
 
     Args:
-        topology: the tree, or the sizes of a dynamic one.
+        topology: the tree, or the sizes of a dynamic tree.
         root: the last token of each row's text.
         draw: draws the children.
-        read: `read(level, carry)` returns the logits after the nodes of a level, `[B, n, R]`, and the new carry.
-            Logits `[B, 1, R]` serve all nodes of the level. A drafter that estimates its acceptance returns `Judged`
-            logits. One without a law of its own may return `Candidates`, unless the rule reads laws.
-        carry: what `read` needs beyond the level's tokens, of the drafter's own making: nothing, keys and values, the
-            tokens of paths, hidden states. Arrays with one entry for each slot let a node read its parent's or its
-            ancestors' entries, see `Level`. Every entry starts with the value that the first level reads.
+        read: `read(level, carry)` returns the logits after the nodes of a level, `[B, n, R]`, and the new carry. Logits
+            `[B, 1, R]` serve all nodes of the level. A drafter that estimates its acceptance returns `Judged` logits. A
+            drafter without a distribution of its own may return `Candidates`, unless the rule reads laws.
+        carry: what `read` needs beyond the level's tokens. The drafter decides what this is: nothing, keys and values,
+            the tokens of paths, or hidden states. Arrays with one entry for each slot let a node read the entries of
+            its parent or its ancestors; see `Level`. Every entry starts with the value that the first level reads.
         root_logits: returns the logits after the root if the drafter already has them. Then reading starts with the
             root's children.
-        ids: the tokens of the logits if they cover a part of the vocabulary, ascending.
+        ids: the token of each logit, in ascending order, if the logits cover only a part of the vocabulary.
         unroll: compile `read` once per level, for its exact number of nodes and with the depth as a Python integer,
-            instead of once for all levels, padded to the widest.
-        count: returns how many nodes of a dynamic tree are proposed, by the worth of the best ones in descending order,
-            as logarithms; None for all of them.
+            instead of once for all levels, padded to the widest level.
+        count: returns how many nodes of a dynamic tree are proposed, given the scores of the best nodes as logarithms,
+            in descending order; None to propose all of them.
     """
     first, depth = int(root_logits is not None), topology.shape.depth
     if isinstance(topology, Dynamic):

@@ -20,7 +20,7 @@ class Level(NamedTuple):
     tokens: Int[Array, "B n"]  # 0 for padding
     depth: Int[Array, ""] | int  # a Python integer where the loop is unrolled
     slots: Int[Array, "n"]  # the slot of each node
-    parents: Int[Array, "B n"]  # the slot of each node's parent; one with the initial value for the first level
+    parents: Int[Array, "B n"]  # the slot of each node's parent; at the first level, a slot with its initial value
     ancestors: Bool[Array, "B n S"]  # the slots of each node's ancestors, without its own
 
     def of_parents(self, kept: Float[Array, "B S *x"] | Int[Array, "B S *x"]) -> Array:

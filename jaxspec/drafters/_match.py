@@ -4,16 +4,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 TRUST = (0.0, 0.2, 0.53, 0.69, 0.72, 0.82, 0.83, 0.87, *[0.92] * 8, 0.96)
-"""How often the next token is what followed a match of 0, 1, 2, ... tokens (`scripts/measure/replay.py`)."""
+"""How often the next token is the one that followed a match of 0, 1, 2, ... tokens (`scripts/measure/replay.py`)."""
 
 
 def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) -> Int[Array, "S"]:
-    """Returns, for each place of a text, how many tokens before it equal those at the end of the text.
+    """Returns, for each position of a text, how many tokens before it equal the tokens at the end of the text.
 
     Args:
         tokens: the text, and padding after it.
-        length: its length.
-        most: the number of tokens that are compared.
+        length: the length of the text.
+        most: the largest number of tokens that are compared.
     """
     places = jnp.arange(tokens.size)
     padded = jnp.concatenate([jnp.full((most,), -3, tokens.dtype), tokens])  # -1 ends an earlier answer
@@ -30,14 +30,16 @@ def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) ->
 def find_places(
     tokens: Int[Array, "S"], length: Int[Array, ""], count: int, least: int, most: int
 ) -> tuple[Int[Array, " J"], Int[Array, " J"]]:
-    """Returns the places of the longest matches, the latest of equal ones, each with another token, and the matches.
+    """Returns the positions after the longest matches, each with a different token, and the lengths of the matches.
+
+    Among matches of equal length, the latest position is taken.
 
     Args:
-        tokens: the text, and padding after it; -1 is never a place.
-        length: its length.
-        count: J.
-        least: least number of matching tokens; a place with fewer, or none, has a match of 0.
-        most: the number of tokens that are compared.
+        tokens: the text, and padding after it; a position that holds -1 does not match.
+        length: the length of the text.
+        count: J, the number of positions.
+        least: the least number of matching tokens; positions with fewer, and missing positions, have a match of 0.
+        most: the largest number of tokens that are compared.
     """
     match, found = count_matches(tokens, length, most), []
     match = jnp.where((match >= least) & (tokens >= 0), match, 0)

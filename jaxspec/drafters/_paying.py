@@ -1,8 +1,9 @@
-"""How many nodes a round should have, for drafters that choose: what is expected to pay, and what a row can afford.
+"""The number of nodes of a round, for drafters that choose it by the expected speed and by what a row can afford.
 
-A round is chosen for the tokens that are expected of it in the time that it takes. Expectations can be wrong, so each
-row has a budget: the time that its earlier rounds saved, and a small part of the text (`ALLOWANCE`). Without any left
-it drafts nothing, so that a text decoded alone loses at most that part and one rejected draft, if costs are as assumed.
+Each round has the size with the most expected tokens per unit of time. Expectations can be wrong, so each row has a
+budget: the time that its earlier rounds saved, and a small part of the time that the text takes (`ALLOWANCE`). A row
+without any budget left does not draft. So a text that is decoded alone loses at most that part and one rejected draft,
+if costs are as assumed.
 """
 
 from typing import NamedTuple
@@ -18,36 +19,36 @@ from jaxspec.core.theory import assumed_cost
 from jaxspec.kernels.library import token_cost
 
 ALLOWANCE = 0.03
-"""The time for drafts that every token brings, in rounds of plain decoding."""
+"""The time for drafts that every token adds to the budget, in rounds of plain decoding."""
 
 
 class Budget(NamedTuple):
     """What each row may spend, in rounds of plain decoding."""
 
     left: Float[Array, "B"]
-    cost: Float[Array, "B"]  # of the round that was proposed last, by assumption; 0 for none
+    cost: Float[Array, "B"]  # the assumed cost of the round that was proposed last; 0 for none
 
 
 def new_budget(rows: int) -> Budget:
-    """Returns the budget of texts that begin."""
+    """Returns the budget of rows whose texts begin."""
     return Budget(jnp.full((rows,), ALLOWANCE), jnp.zeros((rows,)))
 
 
 def count_paying(
     worth: Float[Array, "B N1"], widths: tuple[int, ...], draw: Draw, target: Params, budget: Budget
 ) -> Int[Array, "B"]:
-    """Returns how many nodes have the most expected tokens for their assumed cost, without the root.
+    """Returns the number of nodes, root excluded, with the most expected tokens per assumed cost.
 
-    The target reads as many tokens of every row. Where no draft can change a text, because the noise is shared, the
-    rows that draft choose together; elsewhere a row's text must not depend on other rows, and each chooses as if it was
-    alone. Rounds whose loss, times the probability that they lose, exceeds the budget are not chosen.
+    The target reads the same number of tokens in every row. With shared noise, drafts cannot change a text, so the rows
+    that draft choose together. Otherwise a row's text must not depend on other rows, so each row chooses as if it were
+    alone. A size is not chosen if its loss, times the probability of a loss, exceeds the budget.
 
     Args:
         worth: the logarithm of the probability that each node is accepted, in descending order.
-        widths: numbers of nodes to choose among, root included, besides that of all nodes; see `Needs`.
-        draw: of the round.
-        target: the target's parameters, whose type decides what tokens take on a CPU.
-        budget: of the rows.
+        widths: the numbers of nodes to choose among, root included, besides the number of all nodes; see `Needs`.
+        draw: the round's `Draw`.
+        target: the target's parameters, whose type decides the cost of tokens on a CPU.
+        budget: the budget of each row.
     """
     choices = _choices(widths, worth.shape[1] + 1)
     chances = jnp.exp(worth)
@@ -64,7 +65,7 @@ def count_paying(
 
 
 def spend(budget: Budget, drafted: Int[Array, "B N"], widths: tuple[int, ...], draw: Draw, target: Params) -> Budget:
-    """Returns the budget with the cost of a round that drafts these tokens, -1 for none; arguments as above."""
+    """Returns the budget with the cost of a round that drafts these tokens, -1 for none; see `count_paying`."""
     nodes = drafted.shape[1]
     needed = jnp.where(drafted >= 0, jnp.arange(nodes), 0).at[:, 0].set(0).max(-1) + 1
     if draw.kind is Noise.SHARED:
@@ -75,7 +76,7 @@ def spend(budget: Budget, drafted: Int[Array, "B N"], widths: tuple[int, ...], d
 
 
 def settle(budget: Budget, count: Int[Array, "B"]) -> Budget:
-    """Returns the budget after a round that committed so many tokens; text that was not drafted changes nothing."""
+    """Returns the budget after a round that committed `count` tokens; text without a proposal does not change it."""
     saved = (1 + ALLOWANCE) * count - budget.cost
     return Budget(budget.left + jnp.where(budget.cost > 0, saved, 0.0), jnp.zeros_like(budget.cost))
 

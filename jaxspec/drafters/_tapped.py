@@ -1,4 +1,4 @@
-"""What drafters share whose heads have layers of their own, and read taps of the target."""
+"""Functions shared by drafters whose heads have layers of their own and read taps of the target."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from jaxspec.models.transformer import TransformerLM
 
 
 def with_options(config: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the sizes with the base of rotary positions, and the taps, that the options state."""
+    """Returns the sizes of a head, with the rotary base and the taps that the options state."""
     if (theta := options.get("rope_theta")) is not None:
         rope = dataclasses.replace(config.decoder.rope, theta=theta)
         config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, rope=rope))
@@ -38,8 +38,9 @@ def with_options(config: Any, options: Mapping[str, Any]) -> Any:
 def prepare(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]:
     """Returns the sizes and the parameters with which a head drafts for the target.
 
-    The matrices have the dtype of the target's products, and are packed for the CPU kernels if its own are. A reduced
-    vocabulary has its own rows of the target's projection: a round reads far fewer bytes than from the whole matrix.
+    The matrices have the dtype of the target's matrix products, and are packed for the CPU kernels if the target runs
+    on them. A head with a reduced vocabulary gets a copy of its rows of the target's projection, so that a round reads
+    far fewer bytes than from the whole matrix.
     """
     dtype = dtype_of(target.lm)
     params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
@@ -56,7 +57,7 @@ def dtype_of(target: LanguageModel) -> str:
 
 
 def execution_of(target: LanguageModel) -> Execution:
-    """Returns how the head runs: like its target, on the same platform and with the same kernels."""
+    """Returns how the head runs: on the same platform and with the same kernels as its target."""
     return target.execution.of_head() if isinstance(target, TransformerLM) else Execution()
 
 

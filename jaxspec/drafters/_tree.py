@@ -1,4 +1,4 @@
-"""What drafters share that draft the tree of their field `tree`."""
+"""Base classes of drafters that draft the tree in their field `tree`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxspec.core.tree import TreeShape
 
 
 class TreeDrafter:
-    """A drafter of a topology, or of a dynamic tree of these sizes."""
+    """A drafter of a topology, or of a dynamic tree of given sizes."""
 
     tree: Topology | Dynamic
 

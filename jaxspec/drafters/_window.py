@@ -1,4 +1,4 @@
-"""Reading a drafted tree with a language model, whose cache ends before the tree: what drafters with keys share."""
+"""Functions that read a drafted tree with a language model whose cache ends before the tree."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def as_window(level: Level, start: Int[Array, "B"]) -> Window:
 
     Args:
         level: the nodes.
-        start: position of the root in each row's text.
+        start: the position of the root in each row's text.
     """
     batch, nodes = level.tokens.shape
     own = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (batch, nodes, nodes))
@@ -40,7 +40,7 @@ def as_window(level: Level, start: Int[Array, "B"]) -> Window:
 
 
 def put_entries(entries: Entries, level: Level, new: Entries) -> Entries:
-    """Writes the entries of a level's nodes; non-finite values as zeros, because a masked NaN would leak."""
+    """Writes the entries of a level's nodes, with zeros for non-finite values, because a masked NaN would leak."""
     return jax.tree.map(lambda a, b: level.put(a, jnp.where(jnp.isfinite(b), b, 0), axis=3), entries, new)
 
 
@@ -48,7 +48,7 @@ ModelRead = Callable[[Level, Entries], tuple[Array, Entries]]
 
 
 def model_reader(model: LanguageModel, params: Params, cache: Cache, start: Int[Array, "B"]) -> ModelRead:
-    """Returns the `read` of a language model; the carry is the entries of the nodes, at first `empty_entries`."""
+    """Returns the `read` of a language model, whose carry is the entries of the nodes, at first `empty_entries`."""
 
     def read(level: Level, entries: Entries) -> tuple[Array, Entries]:
         features, new = model.apply(params, as_window(level, start), cache, entries)

@@ -1,10 +1,11 @@
-"""The drafter "dflash": a DFlash or DSpark head, which names a block of tokens in one call (`jaxspec.heads.dflash`).
+"""The drafter "dflash": a DFlash or DSpark head, which predicts a block of tokens in one call (`jaxspec.heads.dflash`).
 
-Its cache holds keys and values of the target's states before the root, and no others: those of a block's rows are
-dropped. The nodes of a level share a row of the block, whose law the Markov head changes by the node's token, or by the
-tokens of its path. So the law after a node depends on nothing below it, for every rule, and neither does the estimate
-of a confidence head, which a schedule may read. Where rows see later ones, a block has all the rows it was trained
-with, however shallow the tree: fewer masks would be other laws.
+Its cache holds only the keys and values of the target's states before the root; the keys and values of a block's rows
+are dropped. The nodes of a level share a row of the block, whose law the Markov head adapts to the node's token, or to
+the tokens of the node's path. So the law after a node does not depend on anything below the node, under any rule. The
+estimate of a confidence head, which a schedule may read, does not depend on it either. Where rows attend to later rows,
+a block has all the rows it was trained with, however shallow the tree is, because fewer masks would give other
+distributions.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from jaxspec.models.layers import look_up
 
 
 class DFlashState(NamedTuple):
-    """What the head has read of the text; slot t of its cache is made of the target's state at position t."""
+    """What the head has read of the text; slot t of its cache is made from the target's state at position t."""
 
     cache: Cache
 
@@ -44,7 +45,7 @@ class DFlash(TreeDrafter):
     """Draws from the distributions of a DFlash or DSpark head on states of the target.
 
     Attributes:
-        config: sizes of the head; the option `taps` replaces what its file says.
+        config: the sizes of the head; the option `taps` replaces the taps in its file.
         target: the model whose states the head reads, and whose embedding and projection it may share.
         tree: the topology, or the sizes of a dynamic tree; at most `DFlashConfig.max_depth` deep.
 
@@ -90,7 +91,7 @@ class DFlash(TreeDrafter):
         )
 
     def absorb(self, params: Params, state: DFlashState, advance: Advance) -> DFlashState:
-        """Reads the target's states before the committed tokens, which are those before the new root."""
+        """Reads the target's states before the committed tokens, which are the new states before the root."""
         head, cache = self._module(params), state.cache
         _, features, count = pairs(advance)
         context = head.fuse(features)
@@ -131,7 +132,7 @@ class DFlash(TreeDrafter):
     def _read(
         self, head: DFlashHead, params: Params, target_params: Params, root: Int[Array, "B"], cache: Cache
     ) -> Float[Array, "B D E"]:
-        """Returns the states of the rows that name the tokens of each level."""
+        """Returns the states of the rows that predict the tokens of each level."""
         target: Any = self.target
         table = params["embed"] if self.config.own_embedding else target.embedding(target_params)
         rows = jnp.arange(self.config.rows_for(self.shape.depth))

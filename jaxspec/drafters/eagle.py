@@ -1,7 +1,7 @@
 """The drafter "eagle": an EAGLE head on any tree, with a cache of its own (`jaxspec.heads.eagle`).
 
-The cache holds rows that start from true states of the target, and no others: what was drafted is read again with the
-target's states once it is committed, in one call for all tokens of a round.
+The cache holds only rows that start from true states of the target. Drafted tokens are read again with the target's
+states once they are committed, in one call for all tokens of a round.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxspec.models.layers import look_up, matmul
 
 
 class EagleState(NamedTuple):
-    """What the head has read of the text; row t of its cache is made of the target's state at t and the token t + 1."""
+    """What the head has read of the text; row t of its cache comes from the target's state at t and the token t + 1."""
 
     cache: Cache
     hidden: Float[Array, "B E"]  # the state of the last row, which predicts the token after the root
@@ -39,7 +39,7 @@ class Eagle(TreeDrafter):
     """Draws from the distribution of an EAGLE head on states of the target; with a dynamic tree EAGLE-1 is EAGLE-2.
 
     Attributes:
-        config: sizes of the head; the options `rope_theta` and `taps` replace what its file says.
+        config: the sizes of the head; the options `rope_theta` and `taps` replace the values in its file.
         target: the model whose states the head reads, and whose embedding and projection it may share.
         tree: the topology, or the sizes of a dynamic tree.
 
@@ -67,7 +67,7 @@ class Eagle(TreeDrafter):
 
     @property
     def calls(self) -> int:
-        """Calls of the head in a round: one reads what was committed, which drafts the first level, too."""
+        """Calls of the head in a round. The call that reads the committed tokens also drafts the first level."""
         return self.tree.shape.depth
 
     @property
@@ -80,7 +80,7 @@ class Eagle(TreeDrafter):
         return EagleState(cache, jnp.zeros((batch, self.config.hidden_size), jnp.float32))
 
     def absorb(self, params: Params, state: EagleState, advance: Advance) -> EagleState:
-        """Reads committed tokens with the target's states before them; the text's first token has none."""
+        """Reads committed tokens, each with the target's state before it; the text's first token has no such state."""
         cache, (batch, size) = state.cache, advance.tokens.shape
         tokens, features, count = pairs(advance)
         steps = jnp.arange(size)

@@ -1,8 +1,8 @@
 """The drafter "medusa": draft heads, on any tree (Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.3).
 
-All heads read the target's feature at the token before the root, the last one computed. Heads that read no tokens are
-independent of each other: one pass computes the logits of all levels, and all nodes of a level have the same children,
-as in Medusa's Cartesian trees. Heads that read the tokens of the path (Hydra, arXiv:2402.05109; ReDrafter,
+All heads read the target's feature at the token before the root, which is the last feature computed. Heads that read no
+tokens are independent of each other: one pass computes the logits of all levels, and all nodes of a level have the same
+children, as in Medusa's Cartesian trees. Heads that read the tokens of the path (Hydra, arXiv:2402.05109; ReDrafter,
 arXiv:2403.09919) run level by level.
 """
 
@@ -42,7 +42,7 @@ class Medusa(TreeDrafter):
     """Draws from the distributions of Medusa, Hydra or ReDrafter heads on the target's last feature.
 
     Attributes:
-        config: sizes of the heads.
+        config: the sizes of the heads.
         target: the model whose features the heads read, and whose projection and embedding they share.
         tree: the topology, or the sizes of a dynamic tree; at most `HeadsConfig.max_depth` deep.
 
@@ -77,10 +77,10 @@ class Medusa(TreeDrafter):
         config: HeadsConfig = heads.config
         check_target(config, inputs.target)
         target: Any = inputs.target.lm
-        dtype = target.dtype if isinstance(target, TypedTarget) else None  # of the target's matrix products
+        dtype = target.dtype if isinstance(target, TypedTarget) else None  # the dtype of the target's products
         params = {"heads": jax.tree.map(lambda a: a.astype(dtype) if dtype and a.ndim == 2 else a, heads.params)}
         if config.draft_vocab_size is not None and config.projection == "shared":
-            # A copy of these rows: a round reads far fewer bytes than from the whole matrix.
+            # With a copy of these rows, a round reads far fewer bytes than from the whole matrix.
             params["rows"] = take_rows(lm.unembedding(inputs.target.params), heads.params["tokens"])
         if isinstance(target, TransformerLM) and target.execution.kernels:
             params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
@@ -165,7 +165,7 @@ class Medusa(TreeDrafter):
 
     @property
     def _width(self) -> int:
-        """R: a padded vocabulary is cut as the target's head cuts it."""
+        """R, the number of logits; a padded vocabulary is cut as the target's head cuts it."""
         return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows
 
 

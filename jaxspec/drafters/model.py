@@ -1,7 +1,7 @@
 """The drafter "model": a second, smaller language model, on any tree (Leviathan et al. 2023, arXiv:2211.17192).
 
 `ModelDraft` reads the text itself. `BridgedDraft` is for a draft model of another vocabulary: it reads the same text in
-tokens of its own, and drafts from the tokens that both have.
+tokens of its own, and drafts the tokens that both vocabularies have.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from jaxspec.text.bridge import Bridge, Side, build_bridge
 from jaxspec.text.tokenizer import same_vocab
 
 ROOM = 2
-"""The number of its own tokens that a draft model of another vocabulary reads, for each slot of the target's cache."""
+"""The number of tokens that a draft model of another vocabulary has room for, per slot of the target's cache."""
 NEAR, FAR = 2, 16
-"""Number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
+"""The number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
 
 
 class ModelState(NamedTuple):
     """What the draft model has read of the text. It reads the rest before its next draft."""
 
     cache: Cache
-    entries: Entries  # of the last proposal's nodes, [L, B, H, S, K]
-    slots: Int[Array, "B N"]  # the slots of its nodes in `entries`; -1: the node was not read
-    feature: Float[Array, "B E"]  # at the last token in the cache
+    entries: Entries  # the entries of the last proposal's nodes, [L, B, H, S, K]
+    slots: Int[Array, "B N"]  # the slots of these nodes in `entries`; -1: the node was not read
+    feature: Float[Array, "B E"]  # the feature at the last token in the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ModelDraft(TreeDrafter):
         return self.keep(state, advance.nodes, advance.count)
 
     def keep(self, state: ModelState, nodes: Int[Array, "B M"], count: Int[Array, "B"]) -> ModelState:
-        """Commits those of the first `count` nodes of an accepted path that were read while drafting."""
+        """Commits the nodes, among the first `count` of an accepted path, that were read while drafting."""
         slots = jnp.take_along_axis(state.slots, jnp.maximum(nodes, 0), axis=1)
         # A node is read only after its parent, so the nodes that were read come first.
         slots = jnp.where(nodes > 0, slots, -1)
@@ -111,7 +111,7 @@ class ModelDraft(TreeDrafter):
         self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
     ) -> ModelState:
         """Reads the first `length` tokens of each row's text, except those that the cache holds."""
-        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # the capacity has room for a window behind the text
+        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # the capacity has room for a window after the text
         for size, near in ((far, NEAR), (NEAR, 0)):
 
             def behind(state: ModelState, near: int = near) -> Array:
@@ -153,22 +153,22 @@ class BridgedState(NamedTuple):
     model: ModelState
     text: Int[Array, "B S"]
     length: Int[Array, "B"]  # more than S if the text did not fit; nothing is drafted then
-    covered: Int[Array, "B"]  # tokens of the target's text that `text` spells already
+    covered: Int[Array, "B"]  # the number of tokens of the target's text that `text` already spells
 
 
 @dataclasses.dataclass(frozen=True)
 class BridgedDraft:
     """Draws from the distribution of a draft model of another vocabulary, restricted to the tokens that both have.
 
-    The restricted distribution is the one that rules weigh, so every rule keeps its promise. What the target commits is
+    Rules weigh the restricted distribution, so every rule keeps its guarantees. The tokens that the target commits are
     appended to the draft model's text token by token, in the draft model's own spelling. A text that no longer fits
     into the draft model's room is decoded without drafts.
 
     Attributes:
         inner: the drafter of the draft model alone.
         begin: the draft token that a text without a prompt of its own begins with.
-        widest: the most draft tokens that spell one token of the target.
-        bridge: the tables, which the parameters hold, too; only the host reads these.
+        widest: the largest number of draft tokens that spell one token of the target.
+        bridge: the tables of both vocabularies, which only the host reads; the parameters hold a copy for the device.
     """
 
     inner: ModelDraft
@@ -208,12 +208,12 @@ class BridgedDraft:
         start, given, size = jnp.where(state.covered > 0, state.length, 0), covered > 0, tokens.shape[1]
         steps = jnp.arange(size)
         text = _write(state.text, tokens, start[:, None] + steps, given[:, None] & (steps < count[:, None]))
-        count = jnp.where(count > size, state.text.shape[1], count)  # the whole room: what is missing must not be read
+        count = jnp.where(count > size, state.text.shape[1], count)  # fills the room: missing tokens are not read
         length = jnp.where(given, start + count, state.length)
         return state._replace(text=text, length=length, covered=jnp.maximum(state.covered, covered))
 
     def absorb(self, params: Params, state: BridgedState, advance: Advance) -> BridgedState:
-        """Appends the draft model's spelling of committed tokens; then as `ModelDraft.absorb`."""
+        """Appends the draft model's spelling of committed tokens, and then continues as `ModelDraft.absorb` does."""
         steps, places = jnp.arange(advance.tokens.shape[1]), jnp.arange(self.widest)
         unspelled = (steps < advance.count[:, None]) & (advance.start[:, None] + steps >= state.covered[:, None])
         first = params["starts"][advance.tokens]
@@ -232,7 +232,7 @@ class BridgedDraft:
                 state.model,
             )
         else:
-            # Nodes are common tokens, of one piece each.
+            # Drafted nodes are common tokens, each of which is one piece.
             model = self.inner.keep(state.model, advance.nodes, added)
         return BridgedState(model, text, length, covered)
 
@@ -259,7 +259,7 @@ class BridgedDraft:
         return grown.proposal, state._replace(model=model._replace(entries=grown.carry, slots=grown.slots))
 
     def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"]) -> Bool[Array, "B"]:
-        """Tells which rows have room for a draft, and for what is written to scratch once there is none."""
+        """Returns the rows with room for a draft, and for what is still written to scratch when they stop drafting."""
         depth = self.shape.depth
         most = min(text.shape[1] - max(CHUNK, 2 * (depth + 1)), self.inner.model.context - depth)
         return length <= most
@@ -269,7 +269,7 @@ def bridged(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedD
     """Returns the drafter of a draft model across a bridge, and its parameters.
 
     Raises:
-        InvalidConfig: the tree has nodes of more children than there are common tokens.
+        InvalidConfig: the tree has nodes with more children than there are common tokens.
     """
     check_tree(inner.tree, len(bridge.common))
     names = "common", "as_target", "starts", "spelling"
@@ -278,7 +278,7 @@ def bridged(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedD
 
 
 def _write(text: Int[Array, "B S"], tokens: Array, at: Array, which: Array) -> Int[Array, "B S"]:
-    """Writes tokens at their places, those that are marked; what does not fit is dropped."""
+    """Writes the marked tokens at their positions; tokens that do not fit are dropped."""
     batch, size = text.shape
     tokens, at = (a.reshape(batch, -1) for a in (tokens, jnp.where(which, at, size)))
     return text.at[jnp.arange(batch)[:, None], at].set(tokens, mode="drop")

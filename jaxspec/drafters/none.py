@@ -17,7 +17,7 @@ class NoDraft(Stateless):
     """Proposes nothing: plain decoding.
 
     With a tree and a `width_matched` decoder, every target call has the width of the tree, and the text is
-    bit-identical to that of any other drafter on the same tree.
+    bit-identical to the text of any other drafter on the same tree.
     """
 
     tree: Topology | Dynamic = chain(0)

@@ -1,12 +1,12 @@
 """The drafter "pard": a draft model that guesses several tokens in one call, on any tree (PARD, arXiv:2504.18583).
 
-The model was trained to continue a text in which mask tokens stand for the last tokens. A round's call reads the text
-that it has not read yet and D - 1 masks; its last D rows are the distributions of the next D tokens. No row reads a
-drafted token, so all nodes of a level have the same children, as in Medusa's Cartesian trees. Only the text's keys and
-values are kept.
+The model was trained to continue a text in which mask tokens stand for the last tokens. In each round, one call reads
+the text that the model has not read yet, and D - 1 masks after it. The last D rows of this call are the distributions
+of the next D tokens. No row reads a drafted token, so all nodes of a level have the same children, as in Medusa's
+Cartesian trees. Only the text's keys and values are kept.
 
-PARD-2 (2026, arXiv:2605.08632) adds to the embedding of every token a projection of the target's states of the token
-before it. Masks have that of the last token of the text, as in amd's code (`pard2_infer.py`).
+PARD-2 (2026, arXiv:2605.08632) adds to the embedding of every token a projection of the target's states at the token
+before it. Masks get the projection of the last token of the text, as in AMD's code (`pard2_infer.py`).
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PardState(NamedTuple):
     """What the draft model has read of the text. It reads the rest in the call that drafts."""
 
     cache: Cache
-    added: Float[Array, "B S E"] | None = None  # of PARD-2, to the embedding at each position
+    added: Float[Array, "B S E"] | None = None  # PARD-2: what is added to the embedding at each position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Pard(TreeDrafter):
     Attributes:
         network: the draft model.
         token: the mask token, a row of the draft model's embedding.
-        vocab: V, the target's vocabulary; the draft model may have more rows, which are padding.
+        vocab: V, the size of the target's vocabulary; the draft model may have more rows, which are padding.
         tree: the topology, or the sizes of a dynamic tree.
-        states: of PARD-2, the taps of the target that are projected (`jaxspec.core.networks.TappedTarget`), in their
-            order; None stands for the target's own feature. Empty for PARD.
-        scale: factor applied to the projection.
+        states: the taps of the target that PARD-2 projects (`jaxspec.core.networks.TappedTarget`), in this order; None
+            stands for the target's own feature. Empty for PARD.
+        scale: the factor applied to the projection.
 
     Raises:
         InvalidConfig: the tree has only its root, or nodes with more children than the vocabulary has tokens.
@@ -106,7 +106,7 @@ class Pard(TreeDrafter):
         return PardState(self.network.init_cache(batch, capacity), added)
 
     def absorb(self, params: Params, state: PardState, advance: Advance) -> PardState:
-        """Reads a chunk of a prompt, but for its last token, which the next proposal starts from."""
+        """Reads a chunk of a prompt, except for its last token, from which the next proposal starts."""
         if state.added is not None:
             state = state._replace(added=self._project(params, state.added, advance))
         if advance.nodes is not None:
@@ -130,7 +130,7 @@ class Pard(TreeDrafter):
 
         feature = no_feature(self.network, self._network_params(params), state.cache)
         features = jnp.zeros((feature.shape[0], depth, feature.shape[1]), feature.dtype)
-        # One turn, unless a schedule has left some text unread.
+        # One iteration, unless a schedule has left some text unread.
         state, features = lax.while_loop(behind, read, (state, features))
         logits = lax.cond(
             drafting.any(),
@@ -157,7 +157,7 @@ class Pard(TreeDrafter):
         size: int,
         masks: int = 0,
     ) -> tuple[PardState, Float[Array, "B T E"]]:
-        """Reads the next tokens of the text, at most `size` and none from `length` on, and masks after them.
+        """Reads the next tokens of the text, at most `size` and only those before `length`, and masks after them.
 
         Returns:
             The state with the text's entries, and the features of the T = `size` + `masks` tokens: each row's text,
@@ -173,7 +173,7 @@ class Pard(TreeDrafter):
         if state.added is not None:
             last = jnp.clip(length - 1, 0, state.added.shape[1] - 1)[:, None]
             added = jnp.take_along_axis(state.added, jnp.minimum(places, last)[:, :, None], axis=1)
-        network: Any = self.network  # of PARD-2, a `TransformerLM`
+        network: Any = self.network  # a `TransformerLM` for PARD-2
         more = {} if added is None else {"added": added}
         features, entries = network.apply(self._network_params(params), Window(tokens, places, causal), cache, **more)
         entries = jax.tree.map(lambda a: a[:, :, :, :size], entries)
@@ -184,7 +184,7 @@ class Pard(TreeDrafter):
         return params["network"] if self.states else params
 
     def _project(self, params: Params, added: Float[Array, "B S E"], advance: Advance) -> Float[Array, "B S E"]:
-        """Projects the target's states before the committed tokens, for the tokens' positions."""
+        """Projects the target's state before each committed token, and writes it at the position of that token."""
         own, *tapped = jnp.split(advance.features, 1 + len(self.needs.taps), axis=-1)
         parts = [own if state is None else tapped.pop(0) for state in self.states]
         projected = (matmul(jnp.concatenate(parts, -1), params["projection"]) + params["bias"]) * self.scale
@@ -197,7 +197,7 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
     """Returns `Pard.states`, `Pard.scale` and the parameters of a PARD-2 model with the projection in a file.
 
     Raises:
-        InvalidConfig: the draft model is no PARD-2 model, or its layers or the projection do not fit the models.
+        InvalidConfig: the draft model is not a PARD-2 model, or its layers or the projection do not fit the models.
     """
     if not is_pard2(draft.settings) or not isinstance(draft.lm, TransformerLM):
         raise InvalidConfig(
@@ -233,7 +233,7 @@ def _rows(model: Model) -> int:
 
 
 def _check_vocab(draft: Model, target: Model) -> None:
-    """Refuses a draft model of another vocabulary; one without a tokenizer needs as many rows as the target.
+    """Refuses a draft model of another vocabulary; without a tokenizer, it needs as many rows as the target.
 
     Raises:
         VocabMismatch: the vocabularies differ.

@@ -1,9 +1,10 @@
-"""The drafter "prompt-lookup": copies tokens from earlier places of the row's own text, or of earlier answers.
+"""The drafter "prompt-lookup": copies tokens from earlier positions of the row's own text, or of earlier answers.
 
-This is prompt lookup decoding (Saxena 2023), computed on the device, for several places at once: those whose preceding
-tokens match the end of the text for longest, the latest of equal ones, each followed by another token. What followed a
-longer match is likelier to be right (`TRUST`), so the tokens likeliest to be accepted are proposed, of all places
-together, and no more of them than are expected to pay, and than the row can afford.
+This is prompt lookup decoding (Saxena 2023), computed on the device and for several positions at once. It copies from
+the positions whose preceding tokens have the longest match with the end of the text, the latest position among equal
+matches, each followed by a different token. What followed a longer match is likelier to be right (`TRUST`). So
+candidates from all positions are ranked by their estimated acceptance, and as many are proposed as are worth their cost
+and fit the row's budget.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jaxspec.errors import InvalidConfig
 TREE = dynamic(beam=4, depth=15, nodes=16)
 
 MOST_EARLIER = 1 << 16
-"""The most tokens of earlier answers: looking them through takes a part of every round."""
+"""The largest number of tokens of earlier answers; searching them takes a part of every round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +39,18 @@ class PromptLookup:
     """Copies what followed earlier occurrences of the last few tokens, one branch per occurrence.
 
     Attributes:
-        tree: the sizes: at most `beam` places, each copied to the depth, and the nodes of the largest round. A chain
-            copies from one place.
-        min_match: least number of matching tokens; a place with fewer is not copied.
-        max_match: number of tokens that are compared.
-        widths: numbers of nodes among which a row chooses in each round, besides that of the tree, root included: that
-            with the most expected tokens for its assumed cost (`jaxspec.core.theory.assumed_cost`), of those that it
-            can afford by what its drafts have saved. One node is plain decoding. Under a rule with shared noise, the
-            rows choose together.
-        earlier: the number of tokens of earlier answers that are copied from, too, where the rule is coupled: those of
-            other rows of the same call that have ended. 0 for none. Parameters are `{"earlier": tokens}`, -1 at first.
+        tree: the sizes of the tree: `beam` is the largest number of positions to copy from, `depth` the number of
+            tokens to copy from each, and `nodes` the number of nodes of the largest round. A chain copies from one
+            position.
+        min_match: the least number of matching tokens; a position with fewer is not copied from.
+        max_match: the largest number of tokens that are compared.
+        widths: the numbers of nodes, root included, among which a row chooses in each round, besides the number of
+            nodes of the tree. The row chooses the number with the most expected tokens per assumed cost
+            (`jaxspec.core.theory.assumed_cost`), among the numbers that it can afford with the time that its drafts
+            have saved. One node is plain decoding. Under a rule with shared noise, the rows choose together.
+        earlier: the number of tokens of earlier answers to copy from as well, if the rule is coupled. Earlier answers
+            are finished answers of other rows of the same call. 0 for none. The parameters are `{"earlier": tokens}`,
+            all -1 at first.
 
     Raises:
         InvalidConfig: the tree is neither a chain of at least one token nor dynamic, or the numbers are out of range.
@@ -84,7 +87,7 @@ class PromptLookup:
         return drafter, ({"earlier": jnp.full(drafter.earlier, -1, jnp.int32)} if drafter.earlier else None)
 
     def remember(self, params: Params, tokens: Sequence[int]) -> Params:
-        """Returns the parameters with an answer that has ended, in place of the oldest ones; -1 ends each."""
+        """Returns the parameters with a finished answer in place of the oldest tokens; -1 ends each answer."""
         kept = np.concatenate([np.asarray(params["earlier"]), np.asarray(tokens, np.int32), [-1]])
         return {"earlier": jnp.asarray(kept[-self.earlier :], jnp.int32)}
 
@@ -94,7 +97,7 @@ class PromptLookup:
 
     @property
     def shape(self) -> TreeShape:
-        """Not a pruned one: copies are no sample of a law, so that every rule may choose among them."""
+        """The shape with `pruned` False: copies are point masses, so every rule accepts this tree."""
         return dataclasses.replace(self.tree.shape, pruned=False)
 
     @property
@@ -126,7 +129,7 @@ class PromptLookup:
         return self.tree.beam if isinstance(self.tree, Dynamic) else 1
 
     def _look_up(self, tokens: Int[Array, "S"], length: Array) -> tuple[Int[Array, "D J"], Int[Array, " J"]]:
-        """Returns what followed J places of one row, and the number of tokens that match before each; 0 for none."""
+        """Returns the tokens from J positions of a row on, and the length of the match before each; 0 for none."""
         places, match = find_places(tokens, length, self._places, self.min_match, self.max_match)
         # A copy that reaches the end of the text repeats itself from there: the text is periodic.
         steps = jnp.arange(self.shape.depth)[:, None] % jnp.maximum(length - places, 1)
@@ -135,7 +138,7 @@ class PromptLookup:
     def _worth(self, match: Int[Array, "B J"]) -> Float[Array, "B D J"]:
         """Returns the logarithm of the probability that each copied token is accepted.
 
-        A place counts where those before it are wrong.
+        A position counts only where the positions before it are wrong.
         """
         trust = jnp.asarray(TRUST)
         steps = jnp.arange(self.shape.depth)[:, None]
@@ -147,7 +150,7 @@ class PromptLookup:
     def _best(
         self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw, target: Params, budget: Budget
     ) -> Proposal:
-        """Proposes the likeliest tokens, as many as pay: in level order, with those that do not pay behind them."""
+        """Proposes the best tokens in level order, as many as are worth their cost; padding follows them."""
         nodes, places, batch = self.shape.nodes, self._places, len(copies)
         highest, best = lax.top_k(worth.reshape(batch, -1), nodes - 1)
         paying, last = count_paying(highest, self.widths, draw, target, budget), copies[0].size

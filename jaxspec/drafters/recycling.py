@@ -1,10 +1,11 @@
 """The drafter "recycling": what followed the same tokens before, in the text or among the target's likely tokens.
 
-Token recycling (Luo et al. 2024, arXiv:2408.08696) keeps the target's likeliest tokens after every node that it has
-verified, rejected ones included, by the node's token. Here each row keeps them with their probabilities, and one tree
-has three sources: what followed the longest endings of the text that have occurred before, as prompt lookup; the tokens
-kept for the last one; and, for the root's children, the other likely tokens of the law that gave the root, as in
-LogitSpec (arXiv:2507.01449). A later source has the share of the probability that earlier ones leave.
+Token recycling (Luo et al. 2024, arXiv:2408.08696) keeps the target's likeliest tokens after every node that the target
+has verified, rejected nodes included, in a table indexed by the node's token. Here each row keeps these tokens with
+their probabilities, and one tree has three sources: the tokens that followed the longest earlier matches with the end
+of the text, as in prompt lookup; the tokens kept for the last token of a path; and, for the root's children, the other
+likely tokens of the law that gave the root, as in LogitSpec (arXiv:2507.01449). A later source gets the share of the
+probability that earlier sources leave.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 
 KEPT = 8
-"""Tokens kept after each token."""
+"""The number of tokens kept for each token."""
 
 GUESSES = tuple(0.3 / (rank + 1) for rank in range(KEPT))
 """Shares of the other likely tokens of the law that gave the root (`scripts/measure/replay.py`)."""
@@ -39,8 +40,9 @@ TREE = dynamic(beam=8, depth=7, nodes=32)
 class Tables(NamedTuple):
     """What is kept for each row. The entry of a token is in slot `token % M`; a later token replaces an earlier one."""
 
-    token: Int[Array, "B M"]  # whose entry it is; -1: empty
-    # What may follow it, -1 for none; K tokens of each slot. An axis of K alone would be padded to 128 on a TPU.
+    token: Int[Array, "B M"]  # the token of each slot's entry; -1: empty
+    # K tokens that may follow the token of each slot, -1 for none. A separate axis of K would be padded to 128 on a
+    # TPU.
     ids: Int[Array, "B MK"]
     probs: Float[Array, "B MK"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
@@ -48,11 +50,11 @@ class Tables(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Where nodes of a draft are in the text, for each place where it is copied from."""
+    """Where the nodes of a draft are in the text, for each of the J positions that it copies from."""
 
-    places: Int[Array, "B S J"]  # of the token that would be next; -1: the path has left it
-    match: Int[Array, "B J"]  # tokens that match before the root's next one
-    period: Int[Array, "B J"]  # a copy that reaches the end of the text goes on from so many tokens before
+    places: Int[Array, "B S J"]  # the position of the next token to copy; -1: the path has left the text
+    match: Int[Array, "B J"]  # the number of tokens that match before the first copied token
+    period: Int[Array, "B J"]  # a copy that reaches the end of the text continues this many tokens before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +64,14 @@ class Recycling(TreeDrafter):
     Its tables take 68 bytes for each slot and row.
 
     Attributes:
-        tree: the topology, or the sizes of a dynamic tree, which suits it better.
-        size: M, slots of a table.
-        places: the number of places that are copied from.
-        share: the share of the probability that the kept tokens get, of what the copies leave.
+        tree: the topology, or the sizes of a dynamic tree, which suits this drafter better.
+        size: M, the number of slots of a table.
+        places: the number of positions to copy from.
+        share: the share that the kept tokens get of the probability that the copies leave.
         widths: see `Needs`; for dynamic trees.
 
     Raises:
-        InvalidConfig: the tree has only its root, or nodes with more children than there are kept tokens.
+        InvalidConfig: the tree has only its root, or nodes with more children than tokens are kept.
     """
 
     tree: Topology | Dynamic = TREE
@@ -127,7 +129,7 @@ class Recycling(TreeDrafter):
             ids, probs = ids[:, 0], probs[:, 0] / 2
             again = ids == follower[:, None]
             first = 0.5 + jnp.where(again, probs, 0.0).sum(-1)
-            # The tokens before its own place, or all of them, move back by one.
+            # The tokens before the follower's old position, or all of them, move back by one.
             place = jnp.where(again.any(-1), jnp.argmax(again, -1), KEPT)
             back = jnp.arange(KEPT - 1) < place[:, None]
             ids = jnp.concatenate([follower[:, None], jnp.where(back, ids[:, :-1], ids[:, 1:])], 1)
@@ -139,15 +141,18 @@ class Recycling(TreeDrafter):
         return state._replace(guesses=jnp.where((advance.count > 0)[:, None], -1, state.guesses))
 
     def _absorb_round(self, state: Tables, advance: Advance, seen: Seen) -> Tables:
-        """Replaces the entries of a round's nodes. Of equal slots the last node's is kept: it has the longest path."""
+        """Replaces the entries of a round's nodes.
+
+        If nodes share a slot, the entry of the last node is kept, because it has the longest path.
+        """
         running, nodes = (advance.count > 0)[:, None], seen.tokens.shape[1]
         probs = jax.nn.softmax(seen.logits, -1)
         on = (seen.tokens >= 0) & running & jnp.isfinite(probs).all(-1)
         slot = jnp.where(on, seen.tokens % self.size, -1)
         later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)
-        # What is not kept goes to places of its own beyond the table, where it is dropped.
+        # Entries that are not kept get slots of their own beyond the table, where they are dropped.
         slot = jnp.where(on & ~later, slot, self.size + jnp.arange(nodes))
-        # The last token was drawn after the node of the token before it, the root if there is none.
+        # The last token was drawn after the node of the token before it, or after the root if there is no such node.
         path = advance.nodes if advance.nodes is not None else jnp.full(advance.tokens.shape, -1)
         end = jnp.take_along_axis(path, jnp.maximum(advance.count - 2, 0)[:, None], 1)
         end = jnp.where((advance.count > 1)[:, None], jnp.maximum(end, 0), 0)
@@ -168,7 +173,7 @@ class Recycling(TreeDrafter):
     def propose(self, params: Params, state: Tables, context: Context, draw: Draw) -> tuple[Proposal, Tables]:
         root = context.root
         if draw.kind is Noise.FRESH:
-            draw = dataclasses.replace(draw, kind=Noise.NONE)  # no sample of a law: point masses, for every rule
+            draw = dataclasses.replace(draw, kind=Noise.NONE)  # point masses, not a sample, for every rule
         paths = self._find(context, count_slots(self.tree))
 
         def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:
@@ -183,7 +188,7 @@ class Recycling(TreeDrafter):
         return proposal, state._replace(budget=budget)
 
     def _find(self, context: Context, slots: int) -> Paths:
-        """Returns the places where the longest endings of each text occurred before, followed by different tokens."""
+        """Returns the positions after the longest earlier matches with the end of each text, with different tokens."""
 
         find = functools.partial(find_places, count=self.places, least=1, most=len(TRUST) - 1)
         places, match = jax.vmap(find)(context.tokens, context.length)
@@ -214,7 +219,7 @@ class Recycling(TreeDrafter):
         return candidates, paths if at_root else paths._replace(places=level.put(paths.places, places))
 
     def _next(self, context: Context, places: Int[Array, "B n J"]) -> Int[Array, "B n J"]:
-        """Returns the token at each place; -1 for none."""
+        """Returns the token at each position; -1 for none."""
         flat = jnp.maximum(places, 0).reshape(len(places), -1)
         return jnp.where(places >= 0, jnp.take_along_axis(context.tokens, flat, 1).reshape(places.shape), -1)
 
@@ -227,7 +232,7 @@ def _put(
     probs: Float[Array, "B n K"],
     unique: bool = False,
 ) -> Tables:
-    """Writes entries; those of slots beyond the table are dropped."""
+    """Writes entries; entries of slots beyond the table are dropped."""
 
     def put(old: Array, new: Array, at: Array) -> Array:
         rows = jnp.arange(len(at)).reshape(-1, *[1] * (at.ndim - 1))
@@ -240,12 +245,12 @@ def _put(
 
 
 def _places(slot: Int[Array, "B n"]) -> Int[Array, "B n K"]:
-    """Returns where the entries of slots are."""
+    """Returns the indices of the K tokens of each slot."""
     return slot[..., None] * KEPT + jnp.arange(KEPT)
 
 
 def _merge(ids: Int[Array, "B n R"], shares: Float[Array, "B n R"]) -> Candidates:
-    """Returns each token once, with the sum of its shares; what is left of 1 is that of the tokens not listed."""
+    """Returns each token once, with the sum of its shares; the tokens not listed share the rest of 1."""
     same = (ids[..., :, None] == ids[..., None, :]) & (ids >= 0)[..., None]
     first = (ids >= 0) & ~jnp.tril(same, -1).any(-1)
     shares = jnp.where(first, (same * shares[..., None, :]).sum(-1), 0.0)

@@ -2,9 +2,9 @@
 
 A child drawn from the draft's law is accepted with probability min(1, target / draft). After a rejection, the target's
 law is replaced by the normalised residual max(target - draft, 0), and the rejected token is removed from the draft's
-law, because the next sibling was drawn without replacement. With one child this is speculative sampling (Leviathan et
-al. 2023, arXiv:2211.17192, section 2.3; Chen et al. 2023, arXiv:2302.01318); with several it is the recursion of
-SpecInfer (arXiv:2305.09781, section 4.3) and Sequoia (arXiv:2402.12374, section 3.2).
+law, because the next sibling was drawn without replacement. With one child, this is speculative sampling (Leviathan et
+al. 2023, arXiv:2211.17192, section 2.3; Chen et al. 2023, arXiv:2302.01318). With several children, it is the recursion
+of SpecInfer (arXiv:2305.09781, section 4.3) and Sequoia (arXiv:2402.12374, section 3.2).
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxspec.core.tree import Tree
 
 
 def excess(target: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """Returns max(target - exp(draft), 0): `target` are probabilities, possibly scaled, `draft` is a log-law."""
+    """Returns max(target - exp(draft), 0); `target` holds probabilities, possibly scaled, and `draft` is a log-law."""
     return jnp.maximum(target - jnp.exp(draft), 0.0)
 
 
@@ -33,7 +33,7 @@ def reject_in_order(
     weight: Float[Array, ""] | float = 0.0,
     log_lenience: float = 0.0,
 ) -> tuple[Float[Array, "C"], Float[Array, ""], Float[Array, "V"]]:
-    """Rejects the children of one node one after the other, with the log-weight of each when its turn comes.
+    """Tests a node's children in draw order, and returns the log-weight of each child at its test.
 
     The target's law is kept as probabilities: the mass of the residual is the probability of the rejection, so a
     residual that matters does not underflow. The draft's law stays logarithmic, because removing likely tokens may
@@ -70,7 +70,7 @@ def reject_in_order(
 
 
 def remove_token(law: Float[Array, "V"], token: Int[Array, ""]) -> Float[Array, "V"]:
-    """Returns the log-law without `token`, renormalised; a law with no other token is returned as it is."""
+    """Returns the log-law without `token`, renormalised; a law without another token is returned unchanged."""
     rest = jnp.where(jnp.arange(law.shape[0]) == token, -jnp.inf, law)
     rest = jnp.where(rest.max() > -jnp.inf, rest, law)
     return rest - jax.nn.logsumexp(rest)
@@ -83,7 +83,10 @@ def residual_law(
     weight: Float[Array, ""] | float = 0.0,
     log_lenience: float = 0.0,
 ) -> Float[Array, "V"]:
-    """Returns the target's log-law after a node whose children were all rejected; arguments as `reject_in_order`."""
+    """Returns the target's log-law after a node whose children were all rejected.
+
+    For `weight` and `log_lenience`, see `reject_in_order`.
+    """
     draft, tokens = None if proposal.law is None else proposal.law[node], child_tokens(proposal)[node]
     target = reject_in_order(jnp.exp(law[node]), draft, tokens, weight, log_lenience)[2]
     return jnp.where((tokens >= 0).any(), jnp.log(target), law[node])
@@ -106,7 +109,7 @@ def stop_probabilities(acceptance: Float[Array, "N C"], tree: Tree) -> Float[Arr
     """Returns the probability that the walk from the root stops at each node.
 
     Args:
-        acceptance: the probability of each child, by rank, given that its elder siblings were rejected.
+        acceptance: the acceptance probability of each child, by rank, given that its elder siblings were rejected.
         tree: the tree of the proposal.
     """
     none = jnp.zeros_like(acceptance, shape=(acceptance.shape[0], 1))

@@ -1,4 +1,4 @@
-"""Block verification: accepts a chain as a whole, and on average at least as many tokens as token by token.
+"""Block verification: accepts a chain as a whole, and on average at least as many tokens as token-by-token tests.
 
 Sun et al. 2025 (arXiv:2403.10444), algorithm 2. Their recursion w[i] = min(1, w[i-1] ratio[i]) is a walk reflected at
 1, which has a closed form: log w = S - max(0, running maximum of S), with S the running sum of the log-ratios.
@@ -27,7 +27,7 @@ class Block:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes chains."""
+        """Supports chains."""
         refuse_pruned(self, shape)
         if shape.width > 1:
             raise InvalidConfig(
@@ -39,7 +39,7 @@ class Block:
         if proposal.tree.children.shape[-1] > 1:
             self.check(TreeShape(law.shape[0], 0, proposal.tree.children.shape[-1]))
         following = jnp.concatenate([proposal.tokens[1:], jnp.full((1,), -1, proposal.tokens.dtype)])  # by node
-        last = jnp.cumprod(following >= 0) == 0  # without a proposed child, or not proposed itself
+        last = jnp.cumprod(following >= 0) == 0  # the node has no proposed child, or is not proposed itself
         token = jnp.maximum(following, 0)[:, None]
         drawn = 0.0 if proposal.law is None else jnp.take_along_axis(proposal.law, token, 1)[:, 0]
         ratio = jnp.take_along_axis(law, token, 1)[:, 0] - jnp.where(drawn > -jnp.inf, drawn, jnp.inf)

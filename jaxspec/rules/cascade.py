@@ -2,8 +2,8 @@
 
 Narasimhan et al. 2025 (arXiv:2405.19261), section 4.3, token-specific deferral: tokens whose target probability is
 within a factor of the highest keep the draft's probability, and the draft's mass on all other tokens is redistributed
-by the target's law. Other mixtures are other `transform` functions, which replace the target's law before
-verification.
+by the target's law. A `transform` function defines the mixture and replaces the target's law before verification; other
+functions define other mixtures.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class Cascade:
     lossless = False
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every fixed tree."""
+        """Supports every fixed tree."""
         refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:

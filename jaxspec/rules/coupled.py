@@ -1,12 +1,12 @@
 """Coupled verification: the target draws its token after every node with the noise that the drafter used.
 
 The walk descends while the target's token is among the children. Every emitted token is the target's own draw, so the
-text equals that of plain decoding with the same key, for any draft. Greedy verification is the case without noise.
-For one child this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3; with several, the children are the
-draft's highest perturbed scores under the shared noise.
+text equals the text of plain decoding with the same key, for any draft. Greedy verification is the case without noise.
+With one child per node, this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3. With several, the children
+are the tokens with the draft's highest perturbed scores under the shared noise.
 
-A walk from node to node draws after few of them. On a GPU, where launching a kernel costs more than its work, the
-target draws after all nodes at once. Both give the same verdict.
+A walk from node to node draws only after the few nodes that it reaches. On a GPU, where launching a kernel costs more
+than its work, the target draws after all nodes at once. Both ways give the same verdict.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape
 
 Read = Callable[[Int[Array, "B n"]], Float[Array, "B n V"]]
-"""Returns the scores after nodes, or the noise after nodes of these depths."""
+"""Returns the scores after these nodes, or the noise after nodes of these depths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Coupled:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Supports every tree."""
 
     def __call__(self, scores: Read, noise: Read, sampling: Sampling, proposal: Proposal) -> Verdict:
         accepted, drawn = gpu_dependent(
@@ -63,9 +63,9 @@ def draw_along_walk(
     nodes = jnp.arange(tokens.shape[1])
 
     def draw(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        # Most of a tree is not reached. Children come after their parents.
+        # Most nodes of a tree are never reached. Children come after their parents.
         turn, node, accepted, drawn = state
-        read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before others
+        read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before other rows
         own = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
         accepted |= (tree.parents == node[:, None]) & (tokens == own)
         drawn = jnp.where(nodes == node[:, None], own, drawn)

@@ -1,7 +1,7 @@
 """Verification of deterministic drafts: a child is accepted with its probability under the target.
 
-This is the rule for drafts that are not samples: the trees of EAGLE-2 and Medusa, prompt lookup, any greedy draft (Li
-et al. 2024, arXiv:2406.16858, section 4.2). At every node one token is drawn from the target, and the walk descends
+This is the rule for drafts that are not samples: the trees of EAGLE-2 and Medusa, prompt lookup, and any greedy draft
+(Li et al. 2024, arXiv:2406.16858, section 4.2). At every node one token is drawn from the target, and the walk descends
 if it is among the children.
 """
 
@@ -24,7 +24,7 @@ class Deterministic:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Supports every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         tree, tokens = proposal.tree, child_tokens(proposal)

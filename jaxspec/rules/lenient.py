@@ -37,7 +37,7 @@ class Lenient:
         return self.lenience == 1
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every fixed tree."""
+        """Supports every fixed tree."""
         refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:

@@ -24,7 +24,7 @@ class Rejection:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every fixed tree."""
+        """Supports every fixed tree."""
         refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:

@@ -26,7 +26,7 @@ class Traversal:
     lossless = True
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every fixed tree."""
+        """Supports every fixed tree."""
         refuse_pruned(self, shape)
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
@@ -50,7 +50,7 @@ class Traversal:
 
 
 def tested_before(tree: Tree) -> Bool[Array, "N N"]:
-    """Returns whether node m is tested before node n, at `[n, m]`: it is below n or in an elder branch."""
+    """Returns whether node m is tested before node n, at `[n, m]`: whether m is below n or in an elder branch."""
     nodes = tree.parents.shape[0]
     ranks = jnp.where(tree.paths >= 0, tree.ranks[jnp.maximum(tree.paths, 0)], nodes)  # the end of a path sorts last
     own, other = ranks[:, None], ranks[None, :]

@@ -36,7 +36,7 @@ class Typical:
             object.__setattr__(self, name, number(name, getattr(self, name), 0, 1, above=True))
 
     def check(self, shape: TreeShape) -> None:
-        """Takes every tree."""
+        """Supports every tree."""
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:
         tree = proposal.tree

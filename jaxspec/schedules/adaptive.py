@@ -23,7 +23,7 @@ from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
 
 LARGEST = 1e12
-"""The limit of settings and of ratios of costs, so that float32 holds their sums and products."""
+"""The limit of settings and of ratios of costs, so that their sums and products fit into float32."""
 SURPLUS_ROUNDS = 4
 """The balance is capped at `loss_budget` plus the cost of this many rounds at full depth, so that a row whose text
 becomes hard to predict cannot spend all that easy text has earned."""
@@ -33,7 +33,7 @@ class AdaptiveState(NamedTuple):
     """What a row has observed. Counts decay exponentially; costs are in units of plain rounds."""
 
     tested: Float[Array, "B D"]  # rounds that drafted to each depth with all shallower tokens accepted
-    accepted: Float[Array, "B D"]  # those whose token at this depth was accepted, too
+    accepted: Float[Array, "B D"]  # of these rounds, those whose token at this depth was accepted as well
     balance: Float[Array, "B"]  # the loss that drafting may still cause
     behind: Float[Array, "B"]  # rounds since the drafter last read the text
     depth: Int[Array, "B"]  # the depth of the next draft
@@ -49,7 +49,7 @@ class Adaptive:
 
     Every round updates the row's balance: the tokens that a draft saved, minus its cost beyond a plain round. A row
     drafts no deeper than its balance covers if no token is accepted. A text of n tokens therefore takes at most
-    `loss_budget + loss_per_token * n` plain rounds longer than plain decoding, whatever the estimates.
+    `loss_budget + loss_per_token * n` plain rounds longer than plain decoding, whatever the estimates are.
 
     Attributes:
         costs: the cost of a round that drafts to depth 0, 1, ..., in any unit; `jaxspec tune` measures them. Beyond
@@ -57,10 +57,10 @@ class Adaptive:
         resume: the cost, in the same unit, of each token that the drafter reads late because a round had no draft.
         prior_acceptance: the acceptance rate assumed at depth 1 before anything is observed; above 0, at most 1.
         loss_budget: what a row may lose to plain decoding at the start, in plain rounds.
-        loss_per_token: what it may lose in addition for each emitted token, in plain rounds.
+        loss_per_token: what a row may lose in addition for each emitted token, in plain rounds.
         decay_rounds: rounds after which an observation's weight has decayed to 1/e.
         prior_rounds: the weight of the prior, in rounds.
-        hysteresis: the depth changes only for one whose expected speed is better by this fraction.
+        hysteresis: the depth changes only to a depth whose expected speed is better by this fraction.
         widths: see `Schedule`.
     """
 
@@ -119,7 +119,7 @@ class Adaptive:
         return state._replace(depth=depth.astype(jnp.int32))
 
     def _extra_with_resume(self, state: AdaptiveState, extra: Float[Array, "D1"]) -> Float[Array, "B D1"]:
-        """Returns each depth's cost beyond a plain round, with what the drafter must read first."""
+        """Returns each depth's cost beyond a plain round, including the cost of text that it must read first."""
         return extra + (state.behind * (self.resume / self.costs[0]))[:, None]
 
     def acceptance(self, state: AdaptiveState) -> Float[Array, "B D"]:

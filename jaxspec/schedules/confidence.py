@@ -1,10 +1,10 @@
 """The schedule "confidence": stops drafting where the draft model is unsure of the next token.
 
-Confidence is the drafter's own estimate of how much of its law the target shares, where it has one: that of a
-confidence head (DSpark, 2026, arXiv:2607.05147). Otherwise it is the probability of the likeliest token (Hugging Face's
-assisted generation; Mamou et al. 2024, arXiv:2405.04304), or a bound from the entropy of the law: AdaEDL (Agrawal et
-al. 2024, arXiv:2410.18351), section 3. The latter methods draw a token, look at it, and keep it. This schedule decides
-before a token is drawn, so that drafted tokens remain samples of the law.
+If the drafter has a confidence head (DSpark, 2026, arXiv:2607.05147), confidence is the head's estimate of how much of
+the drafter's law the target shares. Otherwise it is the probability of the likeliest token (Hugging Face's assisted
+generation; Mamou et al. 2024, arXiv:2405.04304), or a bound from the entropy of the law: AdaEDL (Agrawal et al. 2024,
+arXiv:2410.18351), section 3. The last two methods draw a token, look at it, and keep it. This schedule decides before a
+token is drawn, so that drafted tokens remain samples of the law.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Confidence(Constant):
     """Stops drafting below a node where the draft model is unsure of the next token.
 
     Attributes:
-        threshold: 0 to 1.
+        threshold: the confidence below which drafting stops, 0 to 1.
         entropy: measure confidence as `1 - sqrt(0.2 H)`, with H the law's entropy in nats, instead of as the estimate
             of a confidence head or, without one, as the law's highest probability.
     """

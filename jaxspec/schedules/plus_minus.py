@@ -1,6 +1,6 @@
 """The schedule "plus-minus": drafts two tokens deeper after a fully accepted draft, one less after any other.
 
-This is the "heuristic" schedule of Hugging Face's assisted generation. It uses no costs and never stops drafting.
+This is the "heuristic" schedule of Hugging Face's assisted generation. It does not use costs and never stops drafting.
 """
 
 import dataclasses
