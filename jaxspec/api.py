@@ -24,7 +24,7 @@ STEP = 4
 
 @accepts(GenerateOptions)
 def generate(target: Model, prompts: Prompt | Iterable[Prompt], options: GenerateOptions) -> Output:
-    """Generates text by speculative decoding. With the default rule the text is that of plain decoding.
+    """Generates text by speculative decoding. With the default rule, the text is the same as with plain decoding.
 
     Returns:
         An `Output`: a sequence of `Generation` objects, with timing, statistics and a session.

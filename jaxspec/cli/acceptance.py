@@ -4,10 +4,10 @@ The target writes a text per prompt. Then both models read it, and their distrib
 Heads and PARD models have a distribution for each drafted token. These distributions are compared one by one, where all
 tokens before the drafted token are tokens of the text. The optimum is an upper bound for any lossless rule with the
 same candidates. For "rejection" the candidates are sampled without replacement from the draft's distribution after
-top-k, top-p and min-p. For "coupled" they are sampled from its distribution at the given temperature alone, and for
-"deterministic" they are the draft's most likely tokens. At one position, "block" and "traversal" accept as "rejection"
-does. Over a whole draft they accept more, which `jaxspec.analysis.text_chain_lengths` computes. Lossy rules have no
-such figure.
+top-k, top-p and min-p. For "coupled" they are sampled from the draft's distribution at the given temperature alone, and
+for "deterministic" they are the draft's most likely tokens. At one position, "block" and "traversal" accept as
+"rejection" does. Over a whole draft they accept more, which `jaxspec.analysis.text_chain_lengths` computes. Lossy rules
+have no such figure.
 """
 
 import argparse

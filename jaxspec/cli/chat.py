@@ -156,7 +156,7 @@ class Chat:
 
         Args:
             target: the target.
-            options: how answers are generated; their `max_new_tokens` is the maximum number of tokens of one answer.
+            options: how answers are generated; `max_new_tokens` is the maximum number of tokens of one answer.
             system: the system message; None for no system message.
             length: maximum number of tokens of the conversation; None for the default.
 

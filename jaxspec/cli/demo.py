@@ -179,7 +179,7 @@ def as_table(title: str, outputs: Mapping[str, "Output"], speeds: Speeds) -> Tab
 
 
 def verdict(same: bool) -> str:
-    """Returns a sentence that says if drafts changed a text."""
+    """Returns a sentence that says whether drafts changed a text."""
     if not same:
         return "A TEXT DIFFERS from that of plain decoding, which should not be: please report it."
     return (

@@ -143,7 +143,7 @@ def check_drafter_options(drafter: str, options: Iterable[str]) -> None:
     """Refuses options that the drafter does not have.
 
     Raises:
-        UsageError: there are any; the message names the first.
+        UsageError: there are such options; the message names the first.
     """
     for name in options:
         if name not in find("drafter", drafter).takes:
@@ -156,7 +156,7 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
     Args:
         drafter: the drafter's name.
         rule: the rule's name.
-        tree: the tree; None for the drafter's own.
+        tree: the tree; None for the drafter's own tree.
         written: the option that gives the tree, for the message.
 
     Raises:

@@ -107,7 +107,7 @@ def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
     """Returns the section about what a target's and a draft model's vocabularies have in common.
 
     Raises:
-        JaxspecError: one of them has no tokenizer, or they have nothing in common.
+        JaxspecError: one of the models has no tokenizer, or the vocabularies have nothing in common.
     """
     from jaxspec.checkpoints.source import open_checkpoint
     from jaxspec.text.bridge import Side, build_bridge

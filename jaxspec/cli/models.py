@@ -64,7 +64,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
 
     Args:
         args: the options of a command that decodes.
-        drafters: names of the drafters that the command uses; None for all that the models support.
+        drafters: names of the drafters that the command uses; None for all drafters that the models support.
 
     Raises:
         UsageError: no drafter takes the model or the heads of an option, or a drafter needs an option that is missing.

@@ -3,7 +3,8 @@
 Everything is kept in the folder, and the same command resumes an interrupted run. At the end, DIR/heads holds the heads
 with the tree fitted to them, a card and the figures: 'jaxspec generate --drafter eagle --heads DIR/heads'.
 
-'jaxspec train pard --start DRAFT ...' trains a draft model that names several tokens in one call; DIR/draft holds it.
+'jaxspec train pard --start DRAFT ...' trains a draft model that proposes several tokens in one call; DIR/draft holds
+it.
 """
 
 import argparse

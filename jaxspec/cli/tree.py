@@ -59,7 +59,7 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
 
 
 _BETWEEN = r"(?:\s*[,;xX*×/-]\s*|\s+)"
-"""What may stand between the sizes of a tree in other notations."""
+"""A pattern of the separators between the sizes of a tree in other notations."""
 
 
 def _similar_tree(spec: str) -> str | None:

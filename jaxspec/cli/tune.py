@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(measured: dict, nodes: int | None = None) -> list[str]:
-    """Returns the lines of a table with a row per depth; `nodes` is the number of nodes of a tree; None for a chain."""
+    """Returns the lines of a table with a row per depth, for a tree of `nodes` nodes; None for a chain."""
     from jaxspec.tuning.tune import by_depth
 
     timed = {int(depth): [seconds] for depth, seconds in measured["round_s"].items()}

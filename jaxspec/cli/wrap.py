@@ -1,4 +1,4 @@
-"""Wraps text between words, also text that arrives in pieces."""
+"""Wraps text between words, including text that arrives in pieces."""
 
 import re
 import shutil

@@ -185,7 +185,7 @@ class Drafting(DraftingOptions):
         drafter, draft_params = self.build_drafter(target)
         rule, schedule = make_rule(self.rule), self.schedule
         if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
-            fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule of chains gets a chain
+            fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule for chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
         schedule = default_schedule(drafter, target.params) if schedule is None else make_schedule(schedule)
         decoder = Decoder(target.lm, drafter, rule, schedule, **options)
@@ -195,7 +195,7 @@ class Drafting(DraftingOptions):
         return decoder, weights
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file. The drafter must be a name, the tree static, and the schedule a registered one.
+        """Writes a file. The drafter must be a name, the tree must be static, and the schedule must be registered.
 
         Models, heads and the rule are not saved; pass them together with the file.
 

@@ -1,4 +1,4 @@
-"""Checks and converts user input before anything compiles: prompts, keys, sampling, stop tokens; makes a `Request`."""
+"""Checks and converts user input before anything compiles: prompts, keys, sampling, stop tokens. Makes a `Request`."""
 
 import dataclasses
 import itertools
@@ -89,8 +89,8 @@ def read_turns(
     Raises:
         EmptyPrompt: a prompt has no token.
         TokenOutOfRange: a token id is not in the vocabulary.
-        InvalidConfig: a prompt is of the wrong type, or there are tools or variables for a chat template, but no prompt
-            is rendered by one. All messages name the prompt.
+        InvalidConfig: a prompt is of the wrong type, or there are tools or template variables, but no prompt is
+            rendered by a chat template. All messages name the prompt.
     """
     chat = target.chat_template is not None if chat is None else flag("chat", chat)
     prompts, tools = as_prompts(prompts), check_tools(tools)

@@ -45,7 +45,7 @@ class RowBatch(NamedTuple):
 
     @property
     def queue(self) -> list[int]:
-        """The rows that start when another one has finished."""
+        """The rows that start when another row has finished."""
         return self.rows[self.batch_size :]
 
 

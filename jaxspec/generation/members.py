@@ -73,7 +73,7 @@ def _trace_rule(rule: Rule, shape: TreeShape, law: bool, vocab: int) -> None:
         rule: the rule.
         shape: the sizes of the tree.
         law: whether the proposal has the law that its tokens were drawn from.
-        vocab: V.
+        vocab: V, the size of the vocabulary.
 
     Raises:
         InvalidConfig: the rule refuses the proposal, or cannot be traced.

@@ -65,7 +65,7 @@ class ResultsFile:
         self._sort()
 
     def append(self, row: int, text: Generation) -> None:
-        """Appends a text, and sorts the lines if it is the last one.
+        """Appends a text, and sorts the lines if it is the last text.
 
         Raises:
             StorageError: the line cannot be written; the file then ends with the last complete line.

@@ -1,7 +1,7 @@
 """Rollouts: texts drawn inside a training program, with their log-probabilities; `rollout` and `log_probs`.
 
 Everything is traced except the number and the lengths of the texts, and the drafting. The parameters of target and
-drafter may be the values of an outer program, so one compilation serves every step of a training.
+drafter may be the values of an outer program, so one compilation serves every training step.
 """
 
 import functools
@@ -95,8 +95,8 @@ def rollout(
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
         width_matched: whether every target call has the width of the tree, see `generate`.
-        mesh: devices to decode on, see `make_mesh`. Every group of devices draws its own rows, and does not
-            wait for the others.
+        mesh: devices to decode on, see `make_mesh`. Every group of devices draws its own rows, and does not wait for
+            the other groups.
 
     Raises:
         JaxspecError: an argument is invalid; raised while the program is traced.
@@ -127,7 +127,7 @@ def rollout(
 
 @checks.check_arguments
 def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logprobs:
-    """Computes the log-probabilities of a rollout's new tokens by one pass over its texts; differentiable.
+    """Computes the log-probabilities of a rollout's new tokens by one differentiable pass over its texts.
 
     With the parameters that drew the texts, the results are `rollout.logprobs`, up to rounding. With other parameters,
     a token that truncation would drop counts as kept, and all more likely tokens also count as kept. Every

@@ -105,7 +105,7 @@ class Stream(Iterator[Chunk]):
         return _Row(row, out, job.target, [*turn.prefix, *turn.ids], self._stops, self._on_token)
 
     def _collect(self, session: Session) -> None:
-        """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued ones."""
+        """Reads the new tokens, ends the rows that end on the host, and replaces finished rows by queued rows."""
         state = session.state
         tokens, length, start, status = map(to_host, (state.tokens, state.length, state.start, state.status))
         rounds = self._read_log(session)
@@ -218,7 +218,7 @@ class _Row:
         self._stops = StopStrings(stops.strings)
 
     def push(self, tokens: list[int], drafted: list[bool], reason: str | None) -> Chunk:
-        """Adds new tokens, up to the first that ends the row.
+        """Adds new tokens, up to the first token that ends the row.
 
         Args:
             tokens: the new tokens.

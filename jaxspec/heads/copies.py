@@ -13,7 +13,7 @@ from jaxspec.models.layers import look_up
 
 _ROWS, _SAME = 8192, 2**-8
 """The number of rows that are compared at once, and the largest difference between a copy and the target's table,
-relative to the largest value of these rows. It is the rounding error of bfloat16."""
+relative to the largest value of these rows. This difference is the rounding error of bfloat16."""
 
 
 def share_tables(config: HeadSizes, named: Mapping[str, Array], target: Any) -> tuple[Any, dict[str, Array]]:

@@ -176,8 +176,8 @@ class DFlashConfig(TappedSizes):
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.
 
         The tables `markov_in`, `selector_in` and `selector_out` have a row for each token of the vocabulary, and
-        `markov_out` has a row for each token that can be guessed. The static kernels of a layer are `[2, conv_size,
-        E]`: one convolution before the sublayer, and one after it.
+        `markov_out` has a row for each token that can be guessed. The static kernels of a layer are
+        `[2, conv_size, E]`: one convolution before the sublayer, and one after it.
         """
         e, r = self.hidden_size, self.markov_rank
         shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}

@@ -156,7 +156,7 @@ class DFlashReader(LayerReader):
         return value
 
     def _causal(self, windowed: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Returns whether each layer is causal inside a block; as in vLLM, the first key of config.json decides."""
+        """Returns whether each layer is causal inside a block; as in vLLM, the first key that states it decides."""
         if self._layout.nested:
             both_ways = self._flag("sliding_window_non_causal")
             return tuple(window and not both_ways for window in windowed)

@@ -58,7 +58,7 @@ class EagleHead(HeadNetwork):
         """Returns the states with which rows of committed text start.
 
         Args:
-            features: the features of the target at each token, followed by the head's taps.
+            features: the features of the target at each token, followed by the head's taps, if it has any.
         """
         c, width = self.config, self.config.feature_size
         if c.version == 1:

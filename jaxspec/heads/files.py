@@ -1,4 +1,4 @@
-"""Loads and saves draft heads, in jaxspec's own layout or in those of other systems (`jaxspec.heads.layouts`).
+"""Loads and saves draft heads, in jaxspec's own layout or in the layouts of other systems (`jaxspec.heads.layouts`).
 
 A directory in jaxspec's layout holds `heads.json` (sizes, tree) and `heads.safetensors`. In other layouts the shapes of
 the tensors determine the sizes. If config.json states other sizes, a note says so.
@@ -38,9 +38,10 @@ def load_heads(
 ) -> DraftHeads:
     """Loads draft heads in jaxspec's own layout, or in a layout of another system (`jaxspec.heads.layouts`).
 
-    A missing tensor is an error, and so is a tensor that the layout does not have. Each block of Medusa heads has its
-    own parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one block. If `target`
-    is given, heads share the target's embedding or projection instead of their copies of it (`HeadSizes.copies`).
+    A missing tensor is an error, and a tensor that the layout does not have is also an error. Each block of Medusa
+    heads has its own parameters; files of Medusa's own trainer with two or more blocks per head hold copies of one
+    block. If `target` is given, heads share the target's embedding or projection instead of their copies of it
+    (`HeadSizes.copies`).
 
     Args:
         source: a directory, a `.safetensors` or `.pt` file, a repository of the Hugging Face Hub, or heads that come
@@ -49,7 +50,8 @@ def load_heads(
             state the size of the vocabulary.
         dtype: the dtype of the matrices and of their products: "float32" or "bfloat16", or a type such as
             `jnp.bfloat16`; None: the dtype of the file.
-        allow_pickle: also read `.pt` files. They are pickles; no code in them is executed, and only tensors are read.
+        allow_pickle: whether to also read `.pt` files. They are pickles; no code in them is executed, and only tensors
+            are read.
 
     Raises:
         CheckpointError: there are no heads, or the tensors do not fit together; the message names file and tensor.

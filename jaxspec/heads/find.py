@@ -21,7 +21,7 @@ SHIPPED = pathlib.Path(__file__).parent / "shipped"
 
 
 def shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
-    """Returns the directory of a preset's heads for a drafter; None if none come with this package."""
+    """Returns the directory of a preset's heads for a drafter; None if this package has no such heads."""
     place = SHIPPED / preset / drafter
     return place if preset in PRESETS and (place / MANIFEST).exists() else None
 
@@ -57,7 +57,7 @@ def find_heads(
         report: called with one line of text per step of a download.
 
     Raises:
-        UnknownName: there are no such heads; the message lists those that come with this package.
+        UnknownName: there are no such heads; the message lists the heads that come with this package.
         CheckpointError: no such heads of a preset come with this package, or the path does not exist.
         FetchError: the download failed.
     """

@@ -26,7 +26,7 @@ from jaxspec.storage.reading import check_path
 VERSION = 1
 """The version of jaxspec's own layout."""
 FIRST_KIND = "medusa"
-"""The kind of heads in jaxspec's own layout whose `heads.json` does not name one."""
+"""The kind of heads in jaxspec's own layout whose `heads.json` does not name a kind."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,7 @@ class LayerReader(abc.ABC):
         """Returns the sizes.
 
         Args:
-            vocab: the size of the vocabulary, if tensors say it.
+            vocab: the size of the vocabulary, if the tensors show it.
             drafted: the number of tokens that are drafted; None for all.
 
         Raises:
@@ -111,7 +111,7 @@ class LayerReader(abc.ABC):
 
     @property
     def vocab(self) -> int | None:
-        """The size of the vocabulary that config.json states; None if it states none."""
+        """The size of the vocabulary that config.json states; None if config.json states no size."""
         return self._whole("vocab_size")
 
     @property
@@ -124,7 +124,7 @@ class LayerReader(abc.ABC):
 
         Args:
             hidden: E, the width of the head's states.
-            vocab: the size of the vocabulary, if tensors say it.
+            vocab: the size of the vocabulary, if the tensors show it.
             drafted: the number of tokens that are drafted; None for all.
             more: further fields of `ModelConfig`.
 

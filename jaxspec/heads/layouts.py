@@ -1,7 +1,8 @@
 """The layouts of all kinds of heads, by name, and the layout of a file. Nothing here imports JAX.
 
-A layout is a row of its kind (`jaxspec.heads.kinds`): recognition, reading, export, inspection, the choices of `jaxspec
-export` and the files to fetch from the Hub depend on these rows alone. A new layout therefore needs only a new row.
+A layout is a row of its kind (`jaxspec.heads.kinds`): recognition, reading, export, inspection, the choices of
+`jaxspec export` and the files to fetch from the Hub depend on these rows alone. A new layout therefore needs only a new
+row.
 """
 
 import dataclasses

@@ -26,8 +26,8 @@ class HeadsConfig(HeadSizes):
         inputs: the input of a head: "hidden", the target's feature (Medusa); "path", also the embeddings of the tokens
             between the feature and the guess (Hydra); or "recurrent", the output of the previous head and the embedding
             of the last such token (ReDrafter). Recurrent heads are one network, which runs once for each head.
-        projection: the matrix that turns features into logits: "shared", the target's; "own", one for each head; or
-            "single", one for all heads, which is not the target's.
+        projection: the matrix that turns features into logits: "shared", the target's matrix; "own", one matrix for
+            each head; or "single", one matrix for all heads, which is not the target's.
         bias: True if the linear maps of the blocks have a bias.
         draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
             tokens of the vocabulary.

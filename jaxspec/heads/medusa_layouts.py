@@ -181,7 +181,7 @@ def find_rows(
     Args:
         layout: the layout of the file, with its prefix.
         tensors: the tensors of the file.
-        stored: the number of rows of a projection in the file; 0: there is none.
+        stored: the number of rows of a projection in the file; 0 if the file has no projection.
         settings: the content of config.json.
 
     Raises:

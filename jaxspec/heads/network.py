@@ -82,7 +82,7 @@ def module(config: HeadSizes, params: Params, execution: Execution = Execution()
 
 
 def init_cache(config: TappedSizes, batch: int, capacity: int, dtype: DTypeLike, platform: str | None = None) -> Cache:
-    """Returns an empty cache for the keys and values of the head's layers; each slot is for one row of the head."""
+    """Returns an empty cache for the keys and values of the head's layers; each slot holds one row of the head."""
     c = config.decoder
     return caches.empty_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, platform=platform)
 
@@ -96,13 +96,14 @@ def init_params(
 ) -> Params:
     """Returns parameters before training, a pure dict of float32 arrays.
 
-    Medusa heads predict at first what the target predicts. In other heads, norms are 1, biases 0, and matrices normal.
+    Medusa heads at first predict what the target predicts. In other heads, norms are 1, biases are 0, and matrices are
+    drawn from a normal distribution.
 
     Args:
-        config: sizes of the heads.
+        config: the sizes of the heads.
         projection: the target's projection, with which the heads' own projections start. Required for Medusa heads with
             projections of their own. Without it, the projections of other heads are random.
-        tokens: the ids of a reduced vocabulary, ascending; required if there is one.
+        tokens: the ids of a reduced vocabulary, ascending; required if the vocabulary is reduced.
         key: the key of random matrices; None for `jax.random.key(0)`.
 
     Raises:
@@ -196,7 +197,7 @@ def check_target(config: HeadSizes, target: Any) -> None:
 
 
 def vocabulary(target: Any) -> int:
-    """Returns V for heads of this target, the number of rows of its projection with padding."""
+    """Returns V for heads of this target: the number of rows of its projection, including padding."""
     lm = target.lm
     return lm.unembedding(target.params).shape[0] if isinstance(lm, ProjectedTarget) else lm.vocab
 

@@ -85,7 +85,7 @@ class HeadSizes:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of the parameters, `[R, E]` like the target's projection, that project states to logits."""
+        """The names of the parameters that project states to logits; each is `[R, E]`, like the target's projection."""
         return ()
 
     @property

@@ -60,7 +60,7 @@ def read_ids(
     vocab = len(members) if members is not None else vocab
     count = rows if rows is not None else None if offsets is None else len(offsets)
     if count is None or vocab is None or count == vocab:
-        return vocab, None  # no map is read then
+        return vocab, None  # no ids are read then
     if offsets is None:
         raise CheckpointError(
             f"{where}: the head drafts {count} of {vocab} tokens, and the file does not say which: it has no {OFFSETS}"

@@ -29,8 +29,8 @@ def attend(
     """Computes softmax attention of each query to the row's cached tokens and to the window tokens that the query sees.
 
     Use it in a `LanguageModel` of your own; see docs/own-model.md. Shapes: B rows, H key/value heads, G query heads per
-    key/value head, T new tokens, W = P + T tokens of the window (the P earlier ones first), head width K, and paths of
-    D1 = D + 1 tokens.
+    key/value head, T new tokens, W = P + T tokens of the window (the P earlier tokens first), head width K, and paths
+    of D1 = D + 1 tokens.
 
     The prefix is read in blocks of fixed size up to the length of the longest row, with a running maximum and sum
     (Milakov and Gimelshein 2018, arXiv:1805.02867). The cost therefore depends on the text's length and not on the
@@ -155,7 +155,7 @@ def _with_xla(
     keys, values = window
     seen = jnp.broadcast_to(mask[:, None, :, :], (batch, groups, tokens, mask.shape[-1]))
     seen = seen.reshape(batch, 1, groups * tokens, -1)
-    # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
+    # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no other queries.
     finite = jnp.isfinite(values)
     spoiled = (seen & ~finite.all(-1)[:, :, None, :]).any(-1)
     values = jnp.where(finite, values, 0)

@@ -61,7 +61,7 @@ def attend_once(
     if first_seen is not None:
         cached &= slots >= jnp.tile(first_seen, (1, groups))[:, None, :, None]
     seen = jnp.broadcast_to(mask[:, None], (batch, groups, *mask.shape[1:])).reshape(batch, 1, groups * tokens, -1)
-    # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no others.
+    # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no other queries.
     finite = jnp.isfinite(own_values)
     if own_keys.shape[2] > MAX_SUMMED_TOKENS:
         own = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))

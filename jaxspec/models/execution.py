@@ -15,7 +15,7 @@ class Execution:
     """How the operations of a `TransformerLM` and of its draft heads run.
 
     Attributes:
-        kernels: use the CPU kernels for attention, norms and heads in programs for a CPU; packed matrices
+        kernels: whether to use the CPU kernels for attention, norms and heads in programs for a CPU; packed matrices
             (`jaxspec.models.packed`) always use them.
         shards: the number of devices that share a layer, by which the columns of fused matrices are grouped; see
             `jaxspec.models.columns.group_by_shard`.

@@ -92,7 +92,7 @@ def split_heads(
         shared: H, the number of heads of keys and values.
         width: K, the width of a head.
         dtype: the dtype of the result.
-        norms: the norms of queries and keys, each None if there is none.
+        norms: the norm of queries and the norm of keys; None for no norm.
         execution: whether to use the CPU kernel, and how many devices share the layer.
     """
     (batch, tokens, size), shards = projected.shape, execution.shards

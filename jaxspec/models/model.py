@@ -23,8 +23,8 @@ class Model:
     Attributes:
         lm: the network: any hashable object with the methods of `LanguageModel`.
         params: the parameters of the network, a pytree of arrays.
-        tokenizer: None for a model that only maps token ids.
-        chat_template: None if the model has none.
+        tokenizer: the tokenizer; None for a model that only maps token ids.
+        chat_template: the chat template; None if the model has no chat template.
         stop_ids: the token ids that end a text.
         name: the name of the model in tables and messages.
         preset: the name of the preset that the model was loaded from, whose draft model and heads are then the default;

@@ -73,7 +73,7 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def follow_platform(model: "Model", leader: "Model") -> "Model":
-    """Returns a model that runs on the platform of another one, such as a draft model on its target's."""
+    """Returns a model that runs on the platform of another model, as a draft model runs on its target's platform."""
     if not isinstance(model.lm, TransformerLM) or not isinstance(leader.lm, TransformerLM):
         return model
     return dataclasses.replace(model, lm=model.lm.with_execution(platform=leader.lm.execution.platform))

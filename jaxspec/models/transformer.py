@@ -94,7 +94,7 @@ class TransformerLM:
         execution: how the operations of the network run.
 
     Raises:
-        InvalidConfig: there is no such layer to tap.
+        InvalidConfig: a tap is not the number of a layer.
     """
 
     config: ModelConfig
@@ -152,7 +152,7 @@ class TransformerLM:
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)
-        if self.execution.shards > 1:  # sampling needs every row's whole law
+        if self.execution.shards > 1:  # sampling needs every row's whole distribution
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]
 

@@ -39,7 +39,7 @@ def g_test(counts: Any, law: Any, *, min_expected: float = 10.0, max_cells: int 
 
     Args:
         counts: the number of samples in each cell.
-        law: the probability of each cell, of the same shape; they sum to 1.
+        law: the probability of each cell, of the same shape as `counts`; the probabilities sum to 1.
         min_expected: the number of expected samples per pooled cell. Below about 5 the chi-squared approximation is
             poor.
         max_cells: the largest number of pooled cells. Fewer cells make a given bias easier to detect.

@@ -111,7 +111,7 @@ def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases:
 def rule_outcomes(rule: Rule, cases: Cases, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns the probability that each node stops the walk, `[M, N]`, and the law of the next token, `[M, N, V]`.
 
-    For a coupled rule both are point masses, given one draw of the noise for all cases.
+    For a coupled rule, both results are point masses, given one draw of the noise for all cases.
     """
     law, proposal = jnp.asarray(cases.law), jax.tree.map(jnp.asarray, cases.proposal)
     if rule.noise is not Noise.SHARED:

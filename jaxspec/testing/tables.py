@@ -95,7 +95,7 @@ def model_law(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling
 
     Args:
         lm: any language model with a small vocabulary: all texts of one length are read in one call.
-        params: its parameters.
+        params: the parameters of the model.
         prompt: the token ids of the prompt; the law describes the tokens after it.
         sampling: the sampling settings.
     """
@@ -179,7 +179,7 @@ def tie_gap(
 
     Args:
         lm: the target.
-        params: its parameters.
+        params: the parameters of the model.
         text: the tokens before the choice.
         tokens: the two tokens to compare.
         key: the row's key.
