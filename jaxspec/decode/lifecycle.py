@@ -148,7 +148,7 @@ def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "
 
 def _with_prompts(drafter: Drafter, state: State, request: Request, covered: Int[Array, "B"]) -> State:
     """Gives the drafter the prompts in its own tokens, if the request has them; see `PromptReader`."""
-    if request.draft_prompts is None:
+    if request.draft_prompts is None or not drafter.needs.prompts:
         return state
     reader = cast(PromptReader, drafter)
     return state._replace(draft=reader.read_prompt(state.draft, *request.draft_prompts, covered))

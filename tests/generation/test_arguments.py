@@ -396,7 +396,7 @@ class Silent(Unfinished):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("drafter", Unfinished(), "a drafter object; Unfinished has no shape, absorb, propose, see jaxspec.core.dra"),
+        ("drafter", Unfinished(), "a drafter object; Unfinished has no needs, shape, absorb, propose, see"),
         ("drafter", Unfinished, "a drafter object, got the class Unfinished; make an object of it"),
         ("drafter", Loose(), "a drafter is a static argument and must be hashable, Loose is not; make it a frozen dat"),
         ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.rule"),

@@ -238,4 +238,4 @@ def test_what_there_is_no_kernel_for_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="for TPUs and GPUs, the model runs on 'cpu'"):
         jaxspec.load(source, attention="pallas")
     lm: Any = jaxspec.load(source).lm
-    assert lm.attention == "xla"
+    assert lm.execution.attention == "xla"
