@@ -100,9 +100,9 @@ class Draw:
         Returns:
             The tokens, and the log-law, which is None if the rule does not read laws. A token is -1 if the law has no
             further token, if the row may not draft at this depth, or if the schedule stops at the node. The schedule
-            sees the law but not the tokens drawn from it, so drafts remain a sample. The law is truncated as the
-            target's law is. Drafts with shared noise are drawn from the tempered law without truncation, because more
-            of them are accepted.
+            sees the law, but not the tokens that are drawn from it, so drafts remain a sample. The law is truncated as
+            the target's law is. Drafts with shared noise are drawn from the tempered law without truncation, because
+            more of them are accepted.
         """
         law, sampling = None, self._of(ids)
         if self.kind is Noise.FRESH:

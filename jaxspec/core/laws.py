@@ -206,11 +206,12 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
 
 
 def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sampling) -> Int[Array, "N"]:
-    """Draws the token after every node of one row: the highest of `scores + noise` that top-p and min-p keep.
+    """Draws the token after every node of one row: the highest `scores + noise` among tokens that top-p and min-p keep.
 
-    Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens of lower score are excluded,
-    and another is drawn. The result is the same as if the law were truncated first. Most draws need only one check,
-    while sorting a large vocabulary costs more than a step of a small model. `noise` is not read in greedy rows.
+    Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens without a higher score are
+    excluded, and another token is drawn. The result is the same as if the law were truncated first. Most draws need
+    only one check, while sorting a large vocabulary costs more than a step of a small model. `noise` is not read in
+    greedy rows.
 
     Every check excludes at least one more token, so there are at most V of them, whatever the scores and settings are.
     """

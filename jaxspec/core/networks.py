@@ -67,7 +67,7 @@ class LanguageModel(Protocol):
                 padding; None for the window's tokens in their own order.
             count: the number of tokens to commit in each row, 0 to M. A row of count 0 must not change.
             after: an array that is computed before the cache is written, `[B, ...]`. XLA updates a cache in place if
-                the update depends on it; see `jaxspec.append_to_cache`. It does not change the result.
+                the update depends on this array; see `jaxspec.append_to_cache`. The array does not change the result.
         """
         ...
 

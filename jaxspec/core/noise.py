@@ -149,7 +149,7 @@ def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int,
 
     Args:
         keys: one key per row.
-        roots: one position per row.
+        roots: the position of depth 0 in each row.
         depths: D, static.
         needed: the number of depths that are drawn; the noise of deeper positions is zero and costs nothing.
         vocab: V, the size of the vocabulary.

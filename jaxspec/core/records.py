@@ -1,6 +1,6 @@
 """The data that the parts of a decoder exchange, and the invariants that they all keep.
 
-Letters: B rows, S cache slots, N nodes, D tree height, C most children of a node, V vocabulary, E feature
+Letters: B rows, S cache slots, N nodes, D tree depth, C largest number of children of a node, V vocabulary, E feature
 width, L layers, H key/value heads, K head width, T tokens in a window, P earlier tokens of a window.
 
 Invariants; each has a test of the same name in `tests/decode/test_invariants.py`:
@@ -61,7 +61,7 @@ class Window(NamedTuple):
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute
-    mask: Bool[Array, "B T PT"]  # which tokens of the window each token attends to, the P earlier ones first
+    mask: Bool[Array, "B T PT"]  # which tokens of the window each token attends to, the P earlier tokens first
     # Each token's path through the window, -1 past its end. With it, the decoder requests sums whose bits do not depend
     # on how much of the path is already in the cache. A model may ignore it; the bits of its sums may then depend on
     # that.
@@ -91,19 +91,19 @@ class Verdict(NamedTuple):
 class StopLaw(NamedTuple):
     """The law of where a row's walk ends, before any random number is drawn."""
 
-    node_probs: Float[Array, "N"]  # the probability that each node is the deepest accepted one; they sum to 1
+    node_probs: Float[Array, "N"]  # the probability that each node is the deepest accepted node; they sum to 1
     next_logits: Callable[[Array], Array]  # node id -> logits of the token after it, [V], not normalised
 
 
 class RoundResult(NamedTuple):
-    """What a schedule learns from a round, per row; finished rows are not updated."""
+    """What a schedule learns from a round, per row. The state of finished rows is not updated."""
 
     drafted: Int[Array, "B"]  # the depth of the deepest drafted node
     accepted: Int[Array, "B"]  # accepted tokens, before any cut
 
 
 class Seen(NamedTuple):
-    """The target's likeliest tokens after every node of a round, rejected ones included."""
+    """The target's likeliest tokens after every node of a round, rejected nodes included."""
 
     tokens: Int[Array, "B N"]  # the nodes' tokens; -1: nothing was drafted, `ids` and `logits` are undefined
     ids: Int[Array, "B N K"]  # in descending order of their logits; -1 where the vocabulary has no more tokens
@@ -123,7 +123,7 @@ class Advance(NamedTuple):
     nodes: Int[Array, "B M"] | None  # the node of the last proposal that each token was drafted at, -1 for none
     text: Int[Array, "B S"]  # the whole text, these tokens included, for drafters that have not read all of it
     start: Int[Array, "B"]  # the position of the first of these tokens
-    params: Params = None  # the target's
+    params: Params = None  # the target's parameters
     seen: Seen | None = None  # for a drafter that needs it; None for text that was not drafted
 
 
@@ -132,8 +132,8 @@ class Context(NamedTuple):
 
     tokens: Int[Array, "B S"]
     length: Int[Array, "B"]  # the root is tokens[length - 1]
-    cache: Cache  # the target's; without the root
-    params: Params  # the target's
+    cache: Cache  # the target's cache, without the root
+    params: Params  # the target's parameters
 
     @property
     def root(self) -> Int[Array, "B"]:

@@ -38,13 +38,13 @@ class Rule(Protocol):
         """Refuses trees that the rule does not support.
 
         Raises:
-            InvalidConfig: the rule does not support them; the message says which trees it supports.
+            InvalidConfig: the rule does not support these trees; the message says which trees it supports.
         """
         ...
 
 
 def refuse_pruned(rule: Rule, shape: TreeShape) -> None:
-    """Refuses dynamic trees; for the `check` of rules that weigh the law their drafts were sampled from.
+    """Refuses dynamic trees, for the `check` of rules that weigh the law that their drafts were sampled from.
 
     A dynamic tree keeps only the likeliest of the sampled tokens, and those are not a sample of the law.
 

@@ -48,8 +48,9 @@ class Schedule(Protocol):
     ) -> Bool[Array, "*b"] | None:
         """Returns the nodes below which nothing is drafted, by the draft's log-law after each node; None for no test.
 
-        The law is the one that children are drawn from: tempered, and truncated if the rule reads it. `estimate` is
-        passed if the drafter itself estimates how much of each law the target shares (`jaxspec.core.draw.Judged`).
+        The law is the distribution that children are drawn from: tempered, and truncated if the rule reads it.
+        `estimate` is passed if the drafter itself estimates how much of each law the target shares
+        (`jaxspec.core.draw.Judged`).
         """
         ...
 

@@ -37,7 +37,7 @@ class Tree(NamedTuple):
     depths: Int[Array, "*b N"]  # edges from the root
     ranks: Int[Array, "*b N"]  # index among the siblings, in draw order
     ancestors: Bool[Array, "*b N N"]  # [n, m]: whether m is on the path from the root to n, both included
-    children: Int[Array, "*b N C"]  # by rank, -1 for none
+    children: Int[Array, "*b N C"]  # the children by rank, -1 for none
     paths: Int[Array, "*b N D1"]  # node ids from the root to n, then -1
 
 

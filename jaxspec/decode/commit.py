@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
     status: Int[Array, "B"]  # the row's status after the round
     cache: Cache  # the cache with the committed nodes of the path
     features: Float[Array, "B D1 E"]  # the target's features at the nodes of the path
-    logprobs: Logprobs | None  # of `tokens`; None if the state records none
+    logprobs: Logprobs | None  # log-probabilities of `tokens`; None if the state does not record them
     seen: Seen | None  # likely tokens after all nodes; None unless the drafter needs them
 
 

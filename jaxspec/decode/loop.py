@@ -148,7 +148,7 @@ class Decoder:
 
         Args:
             weights: parameters of target and drafter.
-            state: after prefill.
+            state: the state after prefill.
             max_rounds: the largest number of rounds that are run; may be traced.
             least: the loop ends when fewer rows than this are running; an array counts as its maximum. May be traced.
             max_depth: the greatest depth of a draft; may be traced. None for the depth of the tree.

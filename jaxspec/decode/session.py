@@ -76,7 +76,7 @@ class Session:
         weights: parameters of target and drafter.
         state: the current state. Earlier states were donated.
         timing: seconds since the session began or was extended.
-        capacity: cache slots per row.
+        capacity: the number of cache slots per row.
         mesh: the devices; None for the default device.
         rows: the number of rows with a text, which come first; the rest of the batch is padding.
         notice: announces compilations; silent by default.

@@ -44,7 +44,7 @@ class Request(NamedTuple):
     """Prompts and settings of a batch, or of one prompt without the batch axis; may be vmapped."""
 
     tokens: Int[Array, "*b P"]  # prompts, padded on the right
-    count: Int[Array, "*b"]  # tokens of the prompt  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: Int[Array, "*b"]  # the length of the prompt  # pyright: ignore[reportIncompatibleMethodOverride]
     new_tokens: Int[Array, "*b"]  # the budget: the largest number of emitted tokens
     key: Array  # typed PRNG keys, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1
@@ -77,7 +77,7 @@ class RoundLog(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, rounds: int, depth: int) -> "RoundLog":
-        """Returns the log of rows that ran no round."""
+        """Returns the log of rows that have not run a round."""
         return cls(jnp.zeros((batch, rounds, 3 + depth), jnp.int32))
 
     @classmethod
@@ -125,13 +125,13 @@ class State(NamedTuple):
     stop_ids: Int[Array, "B M"]
     sampling: Sampling
     cache: Cache
-    absorbed: Int[Array, "B"]  # tokens that the drafter has absorbed
+    absorbed: Int[Array, "B"]  # the number of tokens that the drafter has absorbed
     draft: Any  # the drafter's state
     schedule: Any  # the schedule's state
     log: RoundLog  # counts of each round, [B, S, 3 + D]
     round: Int[Array, "B"]  # the number of rounds that each row has run
     recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
-    logprobs: Logprobs | None  # of the emitted tokens of those rows
+    logprobs: Logprobs | None  # log-probabilities of the emitted tokens of those rows
 
     def __repr__(self) -> str:
         return _brief(self)
@@ -150,7 +150,7 @@ class Result(NamedTuple):
     start: Int[Array, "*b"]  # the end of the prompt, where the new text begins
     status: Int[Array, "*b"]  # why the row finished: a `Status`
     log: RoundLog  # of each round; `log.emitted`, `log.accepted` and `log.drafted` are [*b, S], `log.tested` [*b, S, D]
-    logprobs: Logprobs | None  # of rows that asked for them; None if the request's `logprobs` was None
+    logprobs: Logprobs | None  # of the rows that asked for them; None if the request's `logprobs` was None
 
     def __repr__(self) -> str:
         return _brief(self)

@@ -51,7 +51,7 @@ class FixedTree:
         return (drafted & self.draw.below(depth)[:, None]).any()
 
     def level(self, state: FixedState, depth: Array | int) -> Level:
-        """Returns the nodes of a depth that have children. A traced depth pads them to the widest level's number."""
+        """Returns the nodes of a depth that have children, padded to the widest level if the depth is traced."""
         batch, nodes = state.tokens.shape[0], self._nodes(depth)
         parents, ancestors = (jnp.asarray(table)[nodes] for table in self._above)
         return Level(
@@ -66,8 +66,8 @@ class FixedTree:
     def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates) -> FixedState:
         """Draws the children of a level's nodes from their logits.
 
-        If there are logits for a single node, all nodes of the level share its children. They do not if the rule reads
-        laws: the children of each node must then be drawn separately.
+        If there are logits for a single node, all nodes of the level share its children, unless the rule reads laws.
+        The children of each node must then be drawn separately.
         """
         nodes = level.nodes
         if isinstance(nodes, np.ndarray):  # as many children as this level's nodes have

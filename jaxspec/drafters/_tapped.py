@@ -62,7 +62,7 @@ def execution_of(target: LanguageModel) -> Execution:
 
 
 def pairs(advance: Advance) -> tuple[Int[Array, "B M"], Float[Array, "B M F"], Int[Array, "B"]]:
-    """Returns committed tokens with the target's feature before each, and their number.
+    """Returns the committed tokens, the target's feature before each of them, and the number of tokens.
 
     The text's first token has no feature before it, and is left out.
     """

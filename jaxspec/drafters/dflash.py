@@ -3,9 +3,8 @@
 Its cache holds only the keys and values of the target's states before the root; the keys and values of a block's rows
 are dropped. The nodes of a level share a row of the block, whose law the Markov head adapts to the node's token, or to
 the tokens of the node's path. So the law after a node does not depend on anything below the node, under any rule. The
-estimate of a confidence head, which a schedule may read, does not depend on it either. Where rows attend to later rows,
-a block has all the rows it was trained with, however shallow the tree is, because fewer masks would give other
-distributions.
+same is true of the estimate of a confidence head, which a schedule may read. Where rows attend to later rows, a block
+has all the rows it was trained with, however shallow the tree is, because fewer masks would give other distributions.
 """
 
 import dataclasses

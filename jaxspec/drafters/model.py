@@ -124,7 +124,7 @@ class ModelDraft(TreeDrafter):
         return state
 
     def read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
-        """Reads the next tokens of the text: at most `size`, and none from `length` on."""
+        """Reads the next tokens of the text, at most `size` and only those before `length`."""
         cache, steps = state.cache, jnp.arange(size)
         places = cache.length[:, None] + steps
         tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)

@@ -161,7 +161,7 @@ class Pard(TreeDrafter):
 
         Returns:
             The state with the text's entries, and the features of the T = `size` + `masks` tokens: each row's text,
-            then masks to the end.
+            followed by masks.
         """
         cache, steps = state.cache, jnp.arange(size + masks)
         count = jnp.clip(length - cache.length, 0, size)

@@ -1,10 +1,10 @@
 """The drafter "prompt-lookup": copies tokens from earlier positions of the row's own text, or of earlier answers.
 
 This is prompt lookup decoding (Saxena 2023), computed on the device and for several positions at once. It copies from
-the positions whose preceding tokens have the longest match with the end of the text, the latest position among equal
-matches, each followed by a different token. What followed a longer match is likelier to be right (`TRUST`). So
-candidates from all positions are ranked by their estimated acceptance, and as many are proposed as are worth their cost
-and fit the row's budget.
+the positions whose preceding tokens have the longest match with the end of the text. Among equal matches it takes the
+latest position, and every position is followed by a different token. What followed a longer match is likelier to be
+right (`TRUST`). So candidates from all positions are ranked by their estimated acceptance, and as many are proposed as
+are worth their cost and fit the row's budget.
 """
 
 import dataclasses

@@ -41,8 +41,7 @@ class Tables(NamedTuple):
     """What is kept for each row. The entry of a token is in slot `token % M`; a later token replaces an earlier one."""
 
     token: Int[Array, "B M"]  # the token of each slot's entry; -1: empty
-    # K tokens that may follow the token of each slot, -1 for none. A separate axis of K would be padded to 128 on a
-    # TPU.
+    # K tokens that may follow each slot's token, -1 for none. A separate axis of K would be padded to 128 on a TPU.
     ids: Int[Array, "B MK"]
     probs: Float[Array, "B MK"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none

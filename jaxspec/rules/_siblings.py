@@ -45,7 +45,7 @@ def reject_in_order(
         tokens: the children's tokens in the order they were drawn, -1 for none.
         weight: the log-weight of the path to the node. At 0, the path is accepted with certainty and the first
             child is tested against the whole of the target's law.
-        log_lenience: added to the draft's log-probabilities; below 0 the rule is lossy.
+        log_lenience: a logarithm that is added to the draft's log-probabilities; if it is below 0, the rule is lossy.
 
     Returns:
         Each child's log-weight, given that its elder siblings were rejected (at weight 0, its log-probability of

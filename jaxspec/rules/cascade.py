@@ -30,7 +30,8 @@ class Tolerant:
     """Keeps the draft's probability of tokens that the target finds nearly as likely as its best one.
 
     Attributes:
-        tolerance: 0 to 1; a token qualifies with at least (1 - tolerance) times the target's highest probability.
+        tolerance: a number from 0 to 1; a token qualifies with at least (1 - tolerance) times the target's highest
+            probability.
     """
 
     tolerance: float = 0.3

@@ -2,8 +2,8 @@
 
 The walk descends while the target's token is among the children. Every emitted token is the target's own draw, so the
 text equals the text of plain decoding with the same key, for any draft. Greedy verification is the case without noise.
-With one child per node, this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3. With several, the children
-are the tokens with the draft's highest perturbed scores under the shared noise.
+With one child per node, this is Daliri, Musco and Suresh 2025 (arXiv:2408.07978), section 3. With several children,
+these are the tokens with the draft's highest perturbed scores under the shared noise.
 
 A walk from node to node draws only after the few nodes that it reaches. On a GPU, where launching a kernel costs more
 than its work, the target draws after all nodes at once. Both ways give the same verdict.

@@ -22,7 +22,8 @@ class Lenient:
     """Accepts a drafted token with probability min(1, target / (lenience * draft)).
 
     Attributes:
-        lenience: above 0 and at most 1; 1 is speculative sampling, which is lossless.
+        lenience: the factor that scales the draft's probabilities, above 0 and at most 1; with 1, the rule is
+            speculative sampling, which is lossless.
     """
 
     lenience: float = 0.5

@@ -119,7 +119,7 @@ class Adaptive:
         return state._replace(depth=depth.astype(jnp.int32))
 
     def _extra_with_resume(self, state: AdaptiveState, extra: Float[Array, "D1"]) -> Float[Array, "B D1"]:
-        """Returns each depth's cost beyond a plain round, including the cost of text that it must read first."""
+        """Returns each depth's cost beyond a plain round, including the text that the drafter must read first."""
         return extra + (state.behind * (self.resume / self.costs[0]))[:, None]
 
     def acceptance(self, state: AdaptiveState) -> Float[Array, "B D"]:

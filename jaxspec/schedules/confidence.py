@@ -25,8 +25,8 @@ class Confidence(Constant):
 
     Attributes:
         threshold: the confidence below which drafting stops, 0 to 1.
-        entropy: measure confidence as `1 - sqrt(0.2 H)`, with H the law's entropy in nats, instead of as the estimate
-            of a confidence head or, without one, as the law's highest probability.
+        entropy: whether to measure confidence as `1 - sqrt(0.2 H)`, with H the law's entropy in nats, instead of as the
+            estimate of a confidence head or, without such a head, as the law's highest probability.
     """
 
     widths: tuple[int, ...] = (3, 5, 9)

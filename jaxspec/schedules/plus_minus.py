@@ -1,4 +1,4 @@
-"""The schedule "plus-minus": drafts two tokens deeper after a fully accepted draft, one less after any other.
+"""The schedule "plus-minus": drafts two tokens deeper after a fully accepted draft, one token less deep after others.
 
 This is the "heuristic" schedule of Hugging Face's assisted generation. It does not use costs and never stops drafting.
 """
