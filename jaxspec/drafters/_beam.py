@@ -34,7 +34,7 @@ class DynamicState(NamedTuple):
     slots: Int[Array, "B F"]  # -1: the candidate was not read
     beam: Int[Array, "B M"]  # indices of candidates; F and more for padding
     beam_parents: Int[Array, "B M"]  # indices in the beam of the level above
-    beam_ancestors: Bool[Array, "B M S"]  # the slots of the ancestors of each
+    beam_ancestors: Bool[Array, "B M S"]  # for each candidate of the beam, the slots of its ancestors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

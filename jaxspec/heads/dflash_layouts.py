@@ -244,7 +244,7 @@ class DFlashKind(LayeredKind):
         if config.markov or config.confidence:
             return f"the layout {layout.name} has no place for the heads of DSpark"
         if config.from_anchor:
-            return f"in the layout {layout.name} the first row of a block names no token"
+            return f"in the layout {layout.name} the first row of a block does not predict a token"
         if config.own_embedding or config.own_projection or config.draft_vocab_size is not None:
             return f"the layout {layout.name} shares the target's embedding and projection, this head has its own"
         if len(set(config.causal)) > 1:

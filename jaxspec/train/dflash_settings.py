@@ -33,7 +33,7 @@ class _BlockSettings(TrainSettings):
         """Refuses taps that are not layers, and settings that blocks do not have; see `TrainSettings.check`."""
         parse_taps(self.taps)
         if not self.drafted:
-            raise InvalidConfig("block must be at least 2: its first row names no token")
+            raise InvalidConfig("block must be at least 2, because the first row of a block does not predict a token")
         if self.decay != TrainSettings.decay:
             raise InvalidConfig("the tokens of a block have the weights exp(-i / gamma): set gamma in place of decay")
 

@@ -189,7 +189,7 @@ def test_every_tensor(tmp_path, name):
     ("name", "changes", "layout", "said"),
     [
         ("DSpark", {}, "dflash", "no place for the heads of DSpark; these can be exported to dflash-speculators"),
-        ("DeepSpec's DFlash", {}, "dflash", "the first row of a block names no token"),
+        ("DeepSpec's DFlash", {}, "dflash", "the first row of a block does not predict a token"),
         ("speculators", {}, "dflash", "shares the target's embedding and projection, this head has its own"),
         ("z-lab", {"causal": (True, False)}, "dflash", "causal blocks in all layers or in none"),
         ("z-lab", {"causal": (True, True)}, "dflash-speculators", "causal blocks in all layers with sliding windows"),
