@@ -69,8 +69,9 @@ def text_chain_lengths(
     An average over drafts from the draft's law equals an average over texts from the target's law in which each text
     has the weight `draft / target`. So the mean over the positions is the expected length of a chain of `depth` tokens,
     without drafting. Each prefix of the chain has a weight. Under the rule "rejection", the weight is the product of
-    `min(1, draft / target)` over the tokens of the prefix. Under "block" (and "traversal"), it is the smallest `min(1,
-    draft / target)` over all prefixes of the prefix. In the bound, it is `min(1, draft / target)` of the whole prefix.
+    `min(1, draft / target)` over the tokens of the prefix. Under "block" (and "traversal"), it is the smallest value
+    of `min(1, draft / target)` over all prefixes of the prefix. In the bound, it is `min(1, draft / target)` of the
+    whole prefix.
 
     Args:
         target: the target's laws of the tokens, `[T, V]`; see `text_laws`.
