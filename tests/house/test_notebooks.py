@@ -1,7 +1,10 @@
 """Tests the notebooks: each is committed with its outputs, and runs from top to bottom."""
 
 import copy
+import json
 import re
+import subprocess
+import sys
 import tomllib
 
 import nbformat
@@ -14,6 +17,17 @@ SLOW = {"one_round", "train_medusa", "train_eagle"}
 """Train for minutes: they run in the slow tier."""
 LARGEST = 200_000
 """Bytes of a notebook, pictures included."""
+RULES = ("reportMissingImports", "reportUndefinedVariable", "reportAttributeAccessIssue", "reportCallIssue")
+"""Rules of pyright: every module, name, attribute and argument that a notebook uses must exist."""
+STALE = """
+import jaxspec
+from jaxspec.testing import no_such_name
+settings = jaxspec.MedusaSettings(no_such_setting=1)
+jaxspec.generate(jaxspec.load("smollm2-135m-instruct"), "ab", no_such_option=1)
+jaxspec.load("smollm2-135m-instruct").no_such_attribute
+no_such_variable
+"""
+"""Code of a notebook that was not changed when names were: each line but the first has one error."""
 
 
 @pytest.fixture(params=script.NOTEBOOKS, ids=lambda path: path.stem)
@@ -61,6 +75,35 @@ def test_paths_of_a_machine_are_found():
         cell.outputs = [nbformat.v4.new_output("stream", text=text)]
         assert set(found) <= set(script.paths_in(notebook))
         assert bool(found) == bool(script.paths_in(notebook))
+
+
+def find_unknown_names(folder, codes: dict[str, str]) -> dict[str, list[str]]:
+    """Returns the errors of pyright under `RULES`, by name of the code."""
+    for name, code in codes.items():
+        (folder / f"{name}.py").write_text(re.sub(r"^( *)%.*$", r"\1pass", code, flags=re.MULTILINE))
+    config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "off"} | dict.fromkeys(RULES, "error")
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "--project", folder]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors: dict[str, list[str]] = {name: [] for name in codes}
+    for found in json.loads(ran.stdout)["generalDiagnostics"]:
+        name = re.split(r"[/\\]", found["file"])[-1].removesuffix(".py")
+        errors[name].append(f"line {found['range']['start']['line'] + 1}: {found['message']}")
+    return errors
+
+
+def test_every_name_and_argument_exists(tmp_path):
+    """Also of the notebooks that only the slow tier runs; a renamed option is found without running anything."""
+    pytest.importorskip("pyright", reason="pyright is not installed: the names in notebooks were not checked")
+    notebooks = {path.stem: nbformat.read(path, as_version=4) for path in script.NOTEBOOKS}
+    codes = {
+        name: "\n\n".join(cell.source for cell in script.code_cells(notebook)) for name, notebook in notebooks.items()
+    }
+    errors = find_unknown_names(tmp_path, codes | {"stale": STALE})
+    stale = " ".join(errors.pop("stale"))
+    for name in ("no_such_name", "no_such_setting", "no_such_option", "no_such_attribute", "no_such_variable"):
+        assert name in stale
+    assert errors == {name: [] for name in codes}
 
 
 @pytest.mark.parametrize(
