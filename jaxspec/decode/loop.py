@@ -49,8 +49,8 @@ class Decoder:
         widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
             the schedule and of a drafter that chooses. A round runs at the smallest width that holds every drafted node
             of every row; by default a round without drafts runs at width 1.
-        width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. The
-            bits of the text then do not depend on the drafter.
+        width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. On a
+            CPU the bits of the text then do not depend on the drafter; on GPUs and TPUs this has not been shown.
         top_logprobs: the number of most likely tokens recorded with each emitted token, in rows that ask for
             log-probabilities; see `Request`.
 

@@ -16,8 +16,8 @@ from jaxspec.drafters._tree import Stateless
 class NoDraft(Stateless):
     """Proposes nothing: plain decoding.
 
-    With a tree and a `width_matched` decoder, every target call has the width of the tree, and the text is
-    bit-identical to the text of any other drafter on the same tree.
+    With a tree and a `width_matched` decoder, every target call has the width of the tree, as with another drafter on
+    the same tree. On a CPU the texts are then bit-identical.
     """
 
     tree: Topology | Dynamic = chain(0)

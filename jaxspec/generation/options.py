@@ -53,8 +53,9 @@ class CompileOptions(DraftingOptions):
         logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the
             distribution that is sampled from; a number also returns that many of the most likely tokens. See
             `Generation`.
-        width_matched: whether every target call has the width of the tree, even without a draft. The text is then
-            bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`.
+        width_matched: whether every target call has the width of the tree, even without a draft. On a CPU the text is
+            then bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`. On GPUs and TPUs
+            this has not been shown; see docs/guarantees.md.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
             to continue the session later.
         batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
