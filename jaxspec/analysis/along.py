@@ -120,10 +120,10 @@ def read_features(
         text: token ids.
         slots: the number of cache slots; None for as many as the text needs.
     """
-    cache = lm.init_cache(1, sizes.slots(len(text), sizes.CHUNK) if slots is None else slots)
-    for start in range(0, len(text), sizes.CHUNK):
-        chunk = list(text[start : start + sizes.CHUNK])
-        tokens = jnp.asarray([chunk + [0] * (sizes.CHUNK - len(chunk))])
+    cache = lm.init_cache(1, sizes.count_slots(len(text), sizes.PROMPT_CHUNK) if slots is None else slots)
+    for start in range(0, len(text), sizes.PROMPT_CHUNK):
+        chunk = list(text[start : start + sizes.PROMPT_CHUNK])
+        tokens = jnp.asarray([chunk + [0] * (sizes.PROMPT_CHUNK - len(chunk))])
         features, cache = _read(lm, params, tokens, cache)
         yield from np.asarray(features, np.float32)[0, : len(chunk)]
 

@@ -35,7 +35,7 @@ def describe() -> dict:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name: _version(name) for name in ("flax", "numpy", "reasoning-gym")} | versions(),
-        "noise_version": noise.VERSION,
+        "noise_version": noise.NOISE_VERSION,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": len(_usable_cores())},
         "system": platform.platform(),

@@ -27,7 +27,7 @@ from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.confined.process import CONFINED
 from jaxspec.core.checks import check_arguments, one_of
-from jaxspec.core.mesh import MODEL, check
+from jaxspec.core.mesh import MODEL, check_mesh
 from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import available, describe, use_kernels
 from jaxspec.models import sharding
@@ -85,7 +85,7 @@ def load(
     """
     dtype = one_of("dtype", dtype, WEIGHTS)
     if mesh is not None:
-        check(mesh)
+        check_mesh(mesh)
     one_of("attention", attention, ATTENTION)
     sharding.check_attention(attention, mesh)
     whole_layers = sharding.suits_kernels(mesh)

@@ -34,7 +34,7 @@ def add_options(parser: Parser) -> None:
     options.add_template(add)
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
-    add_option(add, "samples", type=whole(1, sizes.MOST_SAMPLES), metavar="N")
+    add_option(add, "samples", type=whole(1, sizes.MAX_SAMPLES), metavar="N")
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of prompts")
@@ -43,7 +43,7 @@ def add_options(parser: Parser) -> None:
     add_option(add, "batch", "default: all", type=COUNT, metavar="N")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
-    number = whole(0, sizes.MOST_LOGPROBS)
+    number = whole(0, sizes.MAX_LOGPROBS)
     add_option(add, "logprobs", "in the JSON", nargs="?", type=number, const=True, metavar="N")
     add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.core.descriptions import read_fields
-from jaxspec.core.sizes import INT32, SEED
+from jaxspec.core.sizes import MAX_INT32, MAX_SEED
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName, shown
 from jaxspec.storage.prompt_files import SPLITS
@@ -100,7 +100,7 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
-def whole(least: int, most: int = INT32) -> Callable[[str], int]:
+def whole(least: int, most: int = MAX_INT32) -> Callable[[str], int]:
     """Returns the type of an option whose value is a whole number within limits."""
 
     def check(text: str) -> int:
@@ -108,13 +108,13 @@ def whole(least: int, most: int = INT32) -> Callable[[str], int]:
         number = int(digits) if len(digits) <= 20 else most + 1
         if least <= number <= most:
             return number
-        limits = f"from {least} to {most}" if number > most or most < INT32 else f"from {least}"
+        limits = f"from {least} to {most}" if number > most or most < MAX_INT32 else f"from {least}"
         raise argparse.ArgumentTypeError(f"expected a whole number {limits}, got {shown(text)}")
 
     return check
 
 
-COUNT = whole(1, INT32)
+COUNT = whole(1, MAX_INT32)
 """The type of an option whose value is a number of things, at least one."""
 
 
@@ -323,10 +323,12 @@ def add_sampling(parser: Parser) -> Callable:
 
 def add_limits(add: Callable) -> None:
     """Adds the options of sampling other than the temperature, and the seed."""
-    add_option(add, "top_k", type=whole(0, INT32), metavar="K")
+    add_option(add, "top_k", type=whole(0, MAX_INT32), metavar="K")
     add_option(add, "top_p", type=setting("top_p"), metavar="P")
     add_option(add, "min_p", type=setting("min_p"), metavar="P")
-    add("--seed", type=whole(0, SEED), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
+    add(
+        "--seed", type=whole(0, MAX_SEED), default=0, metavar="N", help="the same seed gives the same text (default: 0)"
+    )
 
 
 def read_sampling(args: argparse.Namespace, temperature: float) -> "Sampling":

@@ -26,9 +26,9 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
         UsageError: the value does not follow the grammar, or the tree is too large.
     """
     from jaxspec.core.topology import branching, dynamic, from_paths
-    from jaxspec.core.tree_spec import NAMES, named_tree
+    from jaxspec.core.tree_spec import TREE_NAMES, named_tree
 
-    if spec in NAMES:
+    if spec in TREE_NAMES:
         return named_tree(spec)
     reason = "this is not a tree"
     if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
@@ -64,7 +64,7 @@ _BETWEEN = r"(?:\s*[,;xX*×/-]\s*|\s+)"
 
 def _similar_tree(spec: str) -> str | None:
     """Returns the tree that a text which is not a tree probably means: the same numbers, or a similar name."""
-    from jaxspec.core.tree_spec import NAMES
+    from jaxspec.core.tree_spec import TREE_NAMES
 
     numbers = re.findall(r"\d+", spec, re.ASCII)
     if re.match(r"\W*dyn", spec, re.IGNORECASE) and len(numbers) == 3:
@@ -72,7 +72,7 @@ def _similar_tree(spec: str) -> str | None:
     elif re.fullmatch(rf"\s*[\[(]?\d+({_BETWEEN}\d+)*[\])]?\s*", spec, re.ASCII):
         meant = "x".join(numbers)
     else:
-        meant = nearest(spec, NAMES)
+        meant = nearest(spec, TREE_NAMES)
     if meant is None or meant == spec:
         return None
     try:

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int
 from jaxspec.backend.layout import compact, default_platform, row_major
 from jaxspec.core.checks import whole
 from jaxspec.core.records import KV, Cache
-from jaxspec.core.sizes import BLOCK as BLOCK
-from jaxspec.core.sizes import whole_blocks
+from jaxspec.core.sizes import BLOCK_SLOTS as BLOCK_SLOTS
+from jaxspec.core.sizes import round_to_blocks
 from jaxspec.errors import InvalidConfig, shown
 
 
@@ -68,22 +68,22 @@ def empty_cache(
     except Exception:  # not a dtype
         number = False
     if not number:
-        raise InvalidConfig(f"dtype must be a dtype of numbers such as jnp.float32, got {shown(dtype)}")
-    slots, stored = whole_blocks(capacity), storage_dtype(jax.dtypes.canonicalize_dtype(dtype), platform)
+        raise InvalidConfig(f"dtype must be a numeric dtype such as jnp.float32, got {shown(dtype)}")
+    slots, stored = round_to_blocks(capacity), storage_dtype(jax.dtypes.canonicalize_dtype(dtype), platform)
     keys = jnp.zeros((layers, batch, heads, slots, width), stored)
     values = jnp.zeros((layers, batch, heads, slots, value_width or width), stored)
     return Cache(KV(keys, values), jnp.zeros((batch,), jnp.int32))
 
 
-def read(kv: KV, layer: int, block: Array | int, size: int = BLOCK) -> KV:
+def read_block(kv: KV, layer: int, block: Array | int, size: int = BLOCK_SLOTS) -> KV:
     """Reads one block of `size` slots of one layer, `[B, H, size, K]`."""
 
-    def one(slots: Array) -> Array:
+    def read(slots: Array) -> Array:
         _, batch, heads, _, width = slots.shape
         part = lax.dynamic_slice(slots, (layer, 0, 0, block * size, 0), (1, batch, heads, size, width))
         return as_values(compact(part)[0])
 
-    return KV(one(kv.keys), one(kv.values))
+    return KV(read(kv.keys), read(kv.values))
 
 
 def read_layer(kv: KV, layer: int) -> KV:
@@ -97,25 +97,25 @@ def as_values(stored: Array) -> Array:
     return stored if stored.dtype == dtype else lax.bitcast_convert_type(stored, dtype)
 
 
-def stack(entries: Sequence[KV]) -> KV:
+def stack_layers(entries: Sequence[KV]) -> KV:
     """Stacks the keys and values of single layers, `[B, H, T, K]`, into arrays of all layers, `[L, B, H, T, K]`."""
 
-    def whole(_: tuple, *layers: Array) -> Array:
+    def stack(_: tuple, *layers: Array) -> Array:
         return jnp.stack(layers)
 
-    return KV(*(_by_bits(whole, (), *layers) for layers in zip(*entries)))
+    return KV(*(_by_bits(stack, (), *layers) for layers in zip(*entries)))
 
 
-def take(kv: KV, nodes: Int[Array, "B M"]) -> KV:
+def select_entries(kv: KV, nodes: Int[Array, "B M"]) -> KV:
     """Selects keys and values of window tokens, `[L, B, H, M, K]`; -1 selects the first token, as padding."""
     if kv.keys.shape[3] == nodes.shape[1] == 1:
         return kv
 
-    def taken(nodes: Array, a: Array) -> Array:
+    def take(nodes: Array, a: Array) -> Array:
         index = jnp.maximum(nodes, 0)[None, :, None, :, None]
         return row_major(jnp.take_along_axis(a, index, axis=3, mode="promise_in_bounds"), on="cpu")
 
-    return KV(*(_by_bits(taken, nodes, a) for a in kv))
+    return KV(*(_by_bits(take, nodes, a) for a in kv))
 
 
 def as_bits(values: Array) -> Array:
@@ -160,13 +160,13 @@ def append_to_cache(
             drawn from them. Without it, XLA may schedule the write before the last layer has read the cache, and then
             copies the whole cache in every round.
     """
-    entries = entries if nodes is None else take(entries, nodes)
+    entries = entries if nodes is None else select_entries(entries, nodes)
     if not isinstance(after, int) and jnp.issubdtype(after.dtype, jnp.floating):
         after = jnp.isnan(after[:, 0, 0]).astype(jnp.int32)
-    return Cache(write(cache, entries, count, after), cache.length + count)
+    return Cache(write_entries(cache, entries, count, after), cache.length + count)
 
 
-def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> KV:
+def write_entries(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "B"] | int = 0) -> KV:
     """Returns the slots with the first `count` (0 to M) of `entries` [L, B, H, M, K] written at each row's length.
 
     Entries past the count may also be written, but only to scratch slots. Values that are not finite are written as
@@ -189,21 +189,21 @@ def write(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[Array, "
 
         # XLA turns a vmapped update into a scatter that transposes the cache twice. A loop updates the cache in place.
         def row_by_row(slots: Array) -> Array:
-            every = stored(new)
+            entries = stored(new)
 
             def row(b: Array, slots: Array) -> Array:
-                one = lax.dynamic_slice_in_dim(every, b, 1, axis=1)
-                return lax.dynamic_update_slice(slots, one, (0, b, 0, start[b], 0))
+                entry = lax.dynamic_slice_in_dim(entries, b, 1, axis=1)
+                return lax.dynamic_update_slice(slots, entry, (0, b, 0, start[b], 0))
 
             return lax.fori_loop(0, batch, row, slots)
 
         # Rounds are short on a CPU, so writing a whole path would be slow when only one token was committed.
         def token_by_token(slots: Array) -> Array:
-            held = as_bits(new)
+            bits = as_bits(new)
 
             def token(b: Array, at: Array, slots: Array) -> Array:
-                one = lax.dynamic_slice(held, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
-                return lax.dynamic_update_slice(slots, stored(as_values(one)), (0, b, 0, start[b] + at, 0))
+                entry = lax.dynamic_slice(bits, (0, b, 0, at, 0), (layers, 1, heads, 1, width))
+                return lax.dynamic_update_slice(slots, stored(as_values(entry)), (0, b, 0, start[b] + at, 0))
 
             def row(b: Array, slots: Array) -> Array:
                 return lax.fori_loop(0, count[b], functools.partial(token, b), slots)

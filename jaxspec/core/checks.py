@@ -9,16 +9,16 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from jaxspec.core.sizes import INT32
+from jaxspec.core.sizes import MAX_INT32
 from jaxspec.errors import InvalidConfig, WrongArguments, shown
 
 Function = TypeVar("Function", bound=Callable)
 
-FLOAT32 = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """The largest value of a setting, because devices compute with settings in float32."""
 
 
-def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
+def whole(name: str, value: Any, least: int = 1, most: int = MAX_INT32) -> int:
     """Returns a whole number within limits as an `int`.
 
     Accepts integers of Python, NumPy and JAX; refuses booleans and floats.
@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
     Raises:
         InvalidConfig: the value is not a whole number, or is outside the limits; the message names the argument.
     """
-    limits = f"from {least}" if most >= INT32 else f"from {least} to {most}"
+    limits = f"from {least}" if most >= MAX_INT32 else f"from {least} to {most}"
     number = index(value)
     if number is None or number < least:
         raise InvalidConfig(f"{name} must be a whole number {limits}, got {shown(value)}")
@@ -35,7 +35,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = INT32) -> int:
     return number
 
 
-def number(name: str, value: Any, least: float = 0.0, most: float = FLOAT32, above: bool = False) -> float:
+def number(name: str, value: Any, least: float = 0.0, most: float = MAX_FLOAT32, above: bool = False) -> float:
     """Returns a number within limits as a `float`; the limits are checked in float32, in which devices compute.
 
     Accepts numbers of Python and NumPy, and scalar arrays of them; refuses booleans.
@@ -50,7 +50,7 @@ def number(name: str, value: Any, least: float = 0.0, most: float = FLOAT32, abo
     Raises:
         InvalidConfig: the value is not a number, is NaN, or is outside the limits; the message names the argument.
     """
-    limits = f"{'above' if above else 'from'} {least:g}" + ("" if most >= FLOAT32 else f" and at most {most:g}")
+    limits = f"{'above' if above else 'from'} {least:g}" + ("" if most >= MAX_FLOAT32 else f" and at most {most:g}")
     try:
         array = np.asarray(value)
     except Exception:  # ragged lists, deleted arrays
@@ -110,10 +110,10 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
     Raises:
         InvalidConfig: the dtype is not one of `known`.
     """
-    found = dtype_name(value)
-    if not isinstance(found, str) or found not in known:
-        raise InvalidConfig(f"{name} must be one of {', '.join(known)}, got {shown(found)}")
-    return found
+    dtype = dtype_name(value)
+    if not isinstance(dtype, str) or dtype not in known:
+        raise InvalidConfig(f"{name} must be one of {', '.join(known)}, got {shown(dtype)}")
+    return dtype
 
 
 def check_arguments(function: Function) -> Function:
@@ -147,7 +147,7 @@ def check_member(kind: str, member: Any, protocol: type) -> None:
     """
     expected = f"{kind} must be a registered name or a {kind} object"
     if isinstance(member, type):
-        raise InvalidConfig(f"{expected}, got the class {member.__name__}; make an object of it")
+        raise InvalidConfig(f"{expected}, got the class {member.__name__}; pass an object of this class")
     names = _declared(protocol)
     missing = [name for name in names if not hasattr(member, name)]
     if len(missing) == len(names):
@@ -161,7 +161,7 @@ def check_member(kind: str, member: Any, protocol: type) -> None:
         hash(member)
     except TypeError:
         raise InvalidConfig(
-            f"a {kind} is a static argument and must be hashable, {name} is not; make it a frozen dataclass"
+            f"a {kind} must be hashable, because it is a static argument, but {name} is not; make it a frozen dataclass"
         ) from None
 
 

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-Kind = TypeVar("Kind", bound=type)
+DataClass = TypeVar("DataClass", bound=type)
 
 
 class Field(NamedTuple):
@@ -30,16 +30,16 @@ def parse_section(docstring: str | None, heading: str = "Attributes") -> dict[st
     """Returns the descriptions in a section of a docstring by name, each on one line."""
     text = inspect.cleandoc(docstring or "") + "\n"
     section = re.search(rf"^{heading}:\n((?: {{4}}.*\n)*)", text, re.MULTILINE)
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE)
-    return {name: " ".join(description.split()) for name, description in found}
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE)
+    return {name: " ".join(description.split()) for name, description in entries}
 
 
 def describe_fields(kind: type) -> dict[str, str]:
     """Returns the descriptions of the fields of a dataclass by name, the fields of its base classes first."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        found |= parse_section(vars(base).get("__doc__"))
-    return found
+        descriptions |= parse_section(vars(base).get("__doc__"))
+    return descriptions
 
 
 def with_section(docstring: str, heading: str, descriptions: Mapping[str, str]) -> str:
@@ -57,7 +57,7 @@ def _wrap(text: str) -> str:
     return textwrap.indent("\n".join(lines).replace("\0", " "), " " * 4)
 
 
-def inherit_descriptions(kind: Kind) -> Kind:
+def inherit_descriptions(kind: DataClass) -> DataClass:
     """Adds the descriptions of inherited fields to the docstring of a class; a decorator."""
     kind.__doc__ = with_section(kind.__doc__ or "", "Attributes", describe_fields(kind))
     return kind

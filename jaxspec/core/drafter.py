@@ -82,7 +82,7 @@ class Needs:
 
     def __post_init__(self):
         if not isinstance(self.taps, tuple):
-            raise InvalidConfig(f"taps must be a tuple of layers, got {shown(self.taps)}")
+            raise InvalidConfig(f"taps must be a tuple of layer numbers, got {shown(self.taps)}")
         whole("observed", self.observed, 0)
         whole("prompts", self.prompts, 0)
         flag("answers", self.answers)
@@ -188,5 +188,6 @@ def require_drafter(drafter: Any) -> None:
     methods = ("spell", "summary", "read_prompt") * bool(needs.prompts) + ("remember",) * needs.answers
     if missing := [method for method in methods if not hasattr(drafter, method)]:
         raise InvalidConfig(
-            f"the drafter {name} has no {', '.join(missing)}, which follow from its needs; see jaxspec.core.drafter"
+            f"the drafter {name} must have {', '.join(missing)}, because its `needs` ask for prompts or answers; see "
+            "jaxspec.core.drafter"
         )

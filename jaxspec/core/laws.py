@@ -60,16 +60,16 @@ def log_prob(
     decides may have been rounded differently in the program that drew the token.
     """
     greedy = (sampling.temperature < GREEDY)[:, None]
-    own = jnp.take_along_axis(scores, tokens[..., None], -1)
+    score = jnp.take_along_axis(scores, tokens[..., None], -1)
 
     def sampled() -> Array:
         top, kept = scores.max(-1, keepdims=True), _kept(scores, sampling)
-        kept |= drawn & (scores >= own)
+        kept |= drawn & (scores >= score)
         mass = total(jnp.where(kept, jnp.exp(scores - top), 0.0))
         inside = jnp.take_along_axis(kept, tokens[..., None], -1)
-        return jnp.where(inside, own - top, -jnp.inf)[..., 0] - jnp.log(mass)
+        return jnp.where(inside, score - top, -jnp.inf)[..., 0] - jnp.log(mass)
 
-    law = lax.cond(jnp.all(greedy), lambda: jnp.zeros_like(own[..., 0]), sampled)
+    law = lax.cond(jnp.all(greedy), lambda: jnp.zeros_like(score[..., 0]), sampled)
     point = 0.0 if drawn else jnp.where(scores.argmax(-1) == tokens, 0.0, -jnp.inf)
     return jnp.where(greedy, point, law)
 
@@ -176,8 +176,8 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
     Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because the
     cost of an iteration there is kernel launches rather than work. Returns NaN if there is no such x.
     """
-    whole = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
-    limits, bits = jnp.iinfo(whole), lax.bitcast_convert_type(values, whole)
+    integer = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
+    limits, bits = jnp.iinfo(integer), lax.bitcast_convert_type(values, integer)
     order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # integers in the order of the floats
     weights = weigh(values)
 
@@ -187,15 +187,15 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
         enough = spent(jnp.where(order >= middle[..., None], weights, 0))
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    def digit(turn: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def digit(iteration: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        step = lax.shift_left(whole(1), whole(limits.bits - 4 * (turn + 1)))
-        bars = low + step * jnp.arange(1, 16, dtype=whole).reshape(-1, *[1] * low.ndim)
-        enough = spent(jnp.where(order >= bars[..., None], weights, 0))
-        return low + step * enough.sum(0, dtype=whole), high
+        step = lax.shift_left(integer(1), integer(limits.bits - 4 * (iteration + 1)))
+        thresholds = low + step * jnp.arange(1, 16, dtype=integer).reshape(-1, *[1] * low.ndim)
+        enough = spent(jnp.where(order >= thresholds[..., None], weights, 0))
+        return low + step * enough.sum(0, dtype=integer), high
 
-    lowest = jnp.full(values.shape[:-1], limits.min, whole)
-    highest = jnp.full(values.shape[:-1], limits.max, whole)
+    lowest = jnp.full(values.shape[:-1], limits.min, integer)
+    highest = jnp.full(values.shape[:-1], limits.max, integer)
     low = gpu_dependent(
         lowest,
         highest,
@@ -231,10 +231,10 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
         drawn = first_highest(jnp.where(scores > excluded[:, None], perturbed, -jnp.inf))
         return checks + 1, excluded, jnp.where(done, token, drawn), done
 
-    def going(state: tuple[Array, ...]) -> Array:
+    def unfinished(state: tuple[Array, ...]) -> Array:
         return (state[0] < scores.shape[-1]) & ~state[3].all()
 
     laws, nodes = (scores, perturbed), scores.shape[:1]
-    whole = (sampling.temperature < GREEDY) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
-    start = jnp.int32(0), jnp.full(nodes, -jnp.inf), first_highest(perturbed), jnp.full(nodes, whole)
-    return lax.while_loop(going, check, start)[2]
+    untruncated = (sampling.temperature < GREEDY) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
+    start = jnp.int32(0), jnp.full(nodes, -jnp.inf), first_highest(perturbed), jnp.full(nodes, untruncated)
+    return lax.while_loop(unfinished, check, start)[2]

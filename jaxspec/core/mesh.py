@@ -36,24 +36,24 @@ def make_mesh(data: int = 1, model: int = 1, devices: Any = None) -> Mesh:
     if not all(isinstance(device, jax.Device) for device in devices):
         raise InvalidConfig(f"devices must be a list of jax.Device, got {shown(given)}")
     if len(devices) < data * model:
-        raise InvalidConfig(f"a mesh of {data} x {model} needs {data * model} devices, there are {len(devices)}")
-    laid = np.asarray(devices[: data * model]).reshape(data, model)
-    return Mesh(laid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+        raise InvalidConfig(f"a mesh of {data} x {model} needs {data * model} devices, but there are {len(devices)}")
+    grid = np.asarray(devices[: data * model]).reshape(data, model)
+    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
-def check(mesh: Any) -> None:
+def check_mesh(mesh: Any) -> None:
     """Refuses values that are not meshes with the axes of `make_mesh`.
 
     Raises:
         InvalidConfig: the value is not a mesh, has other axes, or has axes that are not of the type Auto.
     """
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {DATA, MODEL}:
-        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as from make_mesh; got {shown(mesh)}")
+        raise InvalidConfig(f"mesh must have the axes 'data' and 'model', as from jaxspec.make_mesh; got {shown(mesh)}")
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
-        raise InvalidConfig("the axes of the mesh must be of the type Auto, as those of make_mesh are")
+        raise InvalidConfig("the axes of the mesh must have AxisType.Auto; make the mesh with jaxspec.make_mesh")
 
 
-def groups(mesh: Mesh | None) -> int:
+def count_groups(mesh: Mesh | None) -> int:
     """Returns the number of groups of devices with rows of their own."""
     return 1 if mesh is None else mesh.shape[DATA]
 

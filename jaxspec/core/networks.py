@@ -146,7 +146,7 @@ class TypedTarget(LanguageModel, Protocol):
         ...
 
 
-NETWORK = ("vocab", "context", "init_cache", "apply", "commit", "head")
+NETWORK_MEMBERS = ("vocab", "context", "init_cache", "apply", "commit", "head")
 """The methods and properties of a `LanguageModel`."""
 
 
@@ -188,15 +188,15 @@ def with_taps(model: LanguageModel, taps: tuple[int, ...]) -> LanguageModel:
         return model
     if not isinstance(model, TappedTarget):
         raise InvalidConfig(
-            f"the drafter reads the target's residual stream, which {type(model).__name__} does not give; it needs "
-            "'taps' and 'depth', see docs/own-model.md"
+            f"the drafter reads the target's residual stream, but {type(model).__name__} has no 'taps' and 'depth'; "
+            "see docs/own-model.md"
         )
     check_taps(taps, model.depth)
     tapped: Any = model
     return dataclasses.replace(tapped, taps=taps)
 
 
-def no_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
+def empty_feature(model: LanguageModel, params: Params, cache: Cache) -> Float[Array, "B E"]:
     """Returns the feature before the first token: zeros of the width of the model's features."""
     feature = _shapes(model, params, cache)[0]
     return jnp.zeros((feature.shape[0], feature.shape[2]), feature.dtype)

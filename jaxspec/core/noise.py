@@ -3,10 +3,10 @@
 Sampling is greedy decoding of perturbed scores: the token sampled from a law is `argmax(log law + noise)` (Gumbel-max).
 A row's key has three streams, each with its own tag:
 
-- `gumbel`, by absolute position: the target draws every token with it, under every rule. Under a coupled rule the
+- `draw_gumbel`, by absolute position: the target draws every token with it, under every rule. Under a coupled rule the
   drafter reads the same noise, and therefore the same key gives the same text.
-- `fresh`, by round and node: under a rule that reads the draft's law, the drafter draws a node's children with it.
-- `uniform`, by round: under a rule that reads the draft's law, it decides where the walk ends.
+- `draw_fresh`, by round and node: under a rule that reads the draft's law, the drafter draws a node's children with it.
+- `draw_uniform`, by round: under a rule that reads the draft's law, it decides where the walk ends.
 
 A round is identified by the position of its root, which is different in all rounds of a row. So the random numbers do
 not depend on the number of rounds, on other rows, or on interruptions of a session.
@@ -23,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import threefry
 from jaxspec.core.checks import whole
-from jaxspec.core.sizes import SEED
+from jaxspec.core.sizes import MAX_SEED
 from jaxspec.errors import InvalidConfig, shown
 
-VERSION = 1
+NOISE_VERSION = 1
 """The version of the noise, recorded with every result; it changes when the same key begins to give other noise."""
 
 _POSITION = 0x706F73
@@ -43,7 +43,7 @@ def seed_key(seed: int) -> Array:
     Raises:
         InvalidConfig: the seed is not a whole number from 0 to 2^64 - 1.
     """
-    seed = whole("seed", seed, 0, SEED)
+    seed = whole("seed", seed, 0, MAX_SEED)
     if seed < 1 << 32:
         return jax.random.key(seed)
     with jax.enable_x64(True):
@@ -104,18 +104,18 @@ class RoundNoise:
             needed: the number of depths that are read, from 0 on; the noise of deeper tokens is zero.
         """
         needed = jnp.where(self.any_sampled, needed, 0)
-        return dataclasses.replace(self, shared=ahead(self.keys, self.roots, depths, needed, self.vocab))
+        return dataclasses.replace(self, shared=draw_ahead(self.keys, self.roots, depths, needed, self.vocab))
 
     def target(self, depth: Array | int) -> Float[Array, "B 1 V"]:
         """Returns the target's noise for the token after a node of this depth."""
         if self.shared is None:
-            return gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.any_sampled)
+            return draw_gumbel(self.keys, (self.roots + depth)[:, None], self.vocab, self.any_sampled)
         return jax.lax.dynamic_index_in_dim(self.shared, depth, axis=1)
 
     def target_at(self, depths: Int[Array, "B n"]) -> Float[Array, "B n V"]:
         """Returns the target's noise for the tokens after nodes of these depths."""
         if self.shared is None:
-            return gumbel(self.keys, self.roots[:, None] + depths, self.vocab, self.any_sampled)
+            return draw_gumbel(self.keys, self.roots[:, None] + depths, self.vocab, self.any_sampled)
         return jnp.take_along_axis(self.shared, depths[..., None], 1)
 
     def fresh(self, nodes: Int[Array, "n"], vocab: int) -> Float[Array, "B n V"]:
@@ -125,14 +125,14 @@ class RoundNoise:
             nodes: the ids of the nodes.
             vocab: the size of the drafter's vocabulary.
         """
-        return fresh(self.keys, self.roots, nodes, vocab, self.any_sampled)
+        return draw_fresh(self.keys, self.roots, nodes, vocab, self.any_sampled)
 
     def uniform(self) -> Float[Array, "B"]:
         """Returns one number in [0, 1) per row, which decides where its walk ends."""
-        return uniform(self.keys, self.roots)
+        return draw_uniform(self.keys, self.roots)
 
 
-def gumbel(
+def draw_gumbel(
     keys: Array, positions: Int[Array, "B n"], vocab: int, any_sampled: Array | bool = True
 ) -> Float[Array, "B n V"]:
     """Returns the noise of the tokens at `positions` of each row.
@@ -141,10 +141,12 @@ def gumbel(
     noise of the default mode does not exceed 15.9, and a token of probability 1e-8 would never be drawn.
     """
 
-    return _drawn(keys, _POSITION, (positions,), vocab, any_sampled)
+    return _draw(keys, _POSITION, (positions,), vocab, any_sampled)
 
 
-def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int, vocab: int) -> Float[Array, "B D V"]:
+def draw_ahead(
+    keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int, vocab: int
+) -> Float[Array, "B D V"]:
     """Returns the noise of positions `roots + d` at `[:, d]`, drawn one depth after another.
 
     Args:
@@ -156,21 +158,24 @@ def ahead(keys: Array, roots: Int[Array, "B"], depths: int, needed: Array | int,
     """
 
     def draw(depth: Array, noise: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(noise, gumbel(keys, (roots + depth)[:, None], vocab), depth, 1)
+        return jax.lax.dynamic_update_slice_in_dim(noise, draw_gumbel(keys, (roots + depth)[:, None], vocab), depth, 1)
 
     return jax.lax.fori_loop(0, needed, draw, jnp.zeros((roots.shape[0], depths, vocab), jnp.float32))
 
 
-def fresh(
+def draw_fresh(
     keys: Array, roots: Int[Array, "B"], nodes: Int[Array, "n"], vocab: int, any_sampled: Array | bool = True
 ) -> Float[Array, "B n V"]:
-    """Returns the noise of the children of `nodes` in the round with these roots; see `gumbel` for other arguments."""
+    """Returns the noise of the children of `nodes` in the round with these roots.
+
+    For the other arguments, see `draw_gumbel`.
+    """
     shape = (roots.shape[0], nodes.shape[0])
-    places = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)
-    return _drawn(keys, _FRESH, places, vocab, any_sampled)
+    numbers = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)
+    return _draw(keys, _FRESH, numbers, vocab, any_sampled)
 
 
-def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
+def draw_uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
     """Returns one number in [0, 1) per row, for the round with these roots.
 
     It has 32 random bits. `jax.random.uniform` has 23, and returns 0 so often that an event of probability 1e-9 would
@@ -184,22 +189,22 @@ def uniform(keys: Array, roots: Int[Array, "B"]) -> Float[Array, "B"]:
     return jnp.minimum(random.astype(jnp.float32) * 2.0**-32, 1 - 2.0**-24)
 
 
-def _drawn(
-    keys: Array, tag: int, places: tuple[Int[Array, "B n"], ...], vocab: int, any_sampled: Array | bool
+def _draw(
+    keys: Array, tag: int, numbers: tuple[Int[Array, "B n"], ...], vocab: int, any_sampled: Array | bool
 ) -> Float[Array, "B n V"]:
-    """Returns the Gumbel noise of keys into which a tag and the numbers in `places` are folded."""
+    """Returns the Gumbel noise of keys into which a tag and `numbers` are folded."""
 
     def draw() -> Array:
         if _is_threefry(keys):
-            return threefry.gumbel(_fold_all(keys[:, None], tag, places), vocab)
+            return threefry.gumbel(_fold_all(keys[:, None], tag, numbers), vocab)
 
-        def one(key: Array, place: tuple[Array, ...]) -> Array:
-            return jax.random.gumbel(_fold(key, tag, place), (vocab,), jnp.float32, mode="high")
+        def draw_vocab(key: Array, numbers: tuple[Array, ...]) -> Array:
+            return jax.random.gumbel(_fold(key, tag, numbers), (vocab,), jnp.float32, mode="high")
 
         # Keys of the kind "rbg" must not be vmapped: all but the first would be ignored.
-        return jax.lax.map(lambda row: jax.lax.map(lambda place: one(row[0], place), row[1]), (keys, places))
+        return jax.lax.map(lambda row: jax.lax.map(functools.partial(draw_vocab, row[0]), row[1]), (keys, numbers))
 
-    return jax.lax.cond(any_sampled, draw, lambda: jnp.zeros((*places[0].shape, vocab), jnp.float32))
+    return jax.lax.cond(any_sampled, draw, lambda: jnp.zeros((*numbers[0].shape, vocab), jnp.float32))
 
 
 def _is_threefry(keys: Array) -> bool:

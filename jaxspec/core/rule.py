@@ -53,9 +53,8 @@ def refuse_pruned(rule: Rule, shape: TreeShape) -> None:
     """
     if shape.pruned:
         raise InvalidConfig(
-            f"{type(rule).__name__} weighs the law its drafts were sampled from, and a dynamic tree keeps only the "
-            "likeliest, which are no sample; use a rule whose drafter draws with the target's noise or with none "
-            "('coupled', 'deterministic'), or a fixed tree"
+            f"{type(rule).__name__} needs a sample of the draft's distribution, but a dynamic tree keeps only the most "
+            "likely of the sampled tokens; use a fixed tree, or the rule 'coupled' or 'deterministic'"
         )
 
 

@@ -22,7 +22,7 @@ from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 GREEDY = 1e-6
 """Temperatures below this mean exact greedy decoding."""
 
-MOST_ROWS = 1 << 24
+MAX_ROWS = 1 << 24
 """The largest number of rows that have settings of their own; their arrays take 256 MB."""
 _FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -88,13 +88,13 @@ class Sampling:
 
     def _checked(self, name: str) -> np.ndarray | Array:
         """Returns the checked values of a setting: one value, or one per row."""
-        dtype, valid, wanted = _LIMITS[name]
+        dtype, valid, expected = _LIMITS[name]
         given = getattr(self, name)
         if isinstance(given, jax.core.Tracer):
             return jnp.asarray(given, dtype)
         value = _array(given)
         if value.dtype.kind not in ("iu" if dtype is np.int32 else _FLOATS) or not np.all(valid(value)):
-            raise InvalidConfig(f"{name} must be {wanted}, got {shown(given)}")
+            raise InvalidConfig(f"{name} must be {expected}, got {shown(given)}")
         if value.ndim > 1:
             raise InvalidConfig(f"{name} must be one value, or one for each row; got shape {value.shape}")
         return value.astype(dtype)
@@ -112,7 +112,7 @@ class Sampling:
                 number.
             TokenOutOfRange: a bias is for a token that does not exist.
         """
-        batch, vocab = whole("batch", batch, 0, MOST_ROWS), whole("vocab", vocab)
+        batch, vocab = whole("batch", batch, 0, MAX_ROWS), whole("vocab", vocab)
         checked: dict[str, Any] = {}
         for name in _LIMITS:
             value = self._checked(name)
@@ -143,7 +143,7 @@ class Sampling:
             for token, value in self.logit_bias.items():
                 number = _check_bias(token, value)
                 if number >= vocab:
-                    raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0 to {vocab - 1}")
+                    raise TokenOutOfRange(f"logit_bias has a token id {shown(token)}; ids go from 0 to {vocab - 1}")
                 bias[number] = max(float(value), -np.inf if value == -np.inf else _LOWEST)
         elif isinstance(self.logit_bias, jax.core.Tracer):
             bias = jnp.asarray(self.logit_bias, np.float32)
@@ -157,14 +157,14 @@ class Sampling:
         if np.isnan(bias).any() or np.isposinf(bias).any():
             raise InvalidConfig("logit_bias must not be NaN or +inf (use -inf to ban a token)")
         if np.isneginf(bias).all(-1).any():
-            raise InvalidConfig("logit_bias bans every token")
+            raise InvalidConfig("logit_bias bans every token; leave at least one token without -inf")
         return bias
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:
     """Broadcasts a value, with NumPy if possible: NumPy compiles nothing, but it cannot read traced values."""
-    own = jnp if isinstance(value, jax.core.Tracer) else np
-    return jnp.asarray(own.broadcast_to(value, shape))
+    module = jnp if isinstance(value, jax.core.Tracer) else np
+    return jnp.asarray(module.broadcast_to(value, shape))
 
 
 def is_abstract(value: Any) -> bool:
@@ -187,10 +187,10 @@ def _check_bias(token: Any, value: Any) -> int:
     """Returns the id of a biased token, checked as far as possible without the vocabulary."""
     number = index(token)
     if number is None or number < 0:
-        raise TokenOutOfRange(f"logit_bias for token {shown(token)}; ids go from 0")
+        raise TokenOutOfRange(f"logit_bias has a token id {shown(token)}; ids are whole numbers from 0")
     array = _array(value)
     if array.ndim or array.dtype.kind not in _FLOATS or not array < np.finfo(np.float32).max:  # NaN included
-        raise InvalidConfig(f"logit_bias of token {number} must be a number below infinity, no NaN; got {shown(value)}")
+        raise InvalidConfig(f"logit_bias of token {number} must be finite, or -inf to ban it; got {shown(value)}")
     return number
 
 

@@ -55,8 +55,8 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     must = f"{field.name} must be"
     if str in allowed:
         if not isinstance(value, str) or (choices and value not in choices):
-            one = f"one of {', '.join(choices)}" if choices else "a string"
-            raise InvalidConfig(f"{must} {one}, got {shown(value)}")
+            expected = f"one of {', '.join(choices)}" if choices else "a string"
+            raise InvalidConfig(f"{must} {expected}, got {shown(value)}")
     elif bool in allowed:
         if not isinstance(value, bool):
             raise InvalidConfig(f"{must} true or false, got {shown(value)}")
@@ -96,7 +96,7 @@ def _refuse_unknown(name: str, init: Callable, known: list[str]) -> Callable:
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise WrongArguments(f"{name}() takes keyword arguments alone, got {shown(args[0])}")
+            raise WrongArguments(f"{name}() takes only keyword arguments, got {shown(args[0])}")
         for key in kwargs:
             if key not in known:
                 raise WrongArguments.unknown(name, key, known)

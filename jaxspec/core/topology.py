@@ -31,7 +31,7 @@ class Topology:
         parents = _numbers(self.parents, MAX_NODES + 1)
         if parents is None or not parents or parents[0] != -1:
             raise InvalidConfig(
-                f"a tree must be the parents of its 1 to {MAX_NODES + 1} nodes, -1 for the root, which comes first; "
+                f"parents of a tree must be 1 to {MAX_NODES + 1} whole numbers, of which the first is -1 (the root); "
                 f"got {shown(self.parents)}"
             )
         object.__setattr__(self, "parents", parents)
@@ -41,7 +41,7 @@ class Topology:
                 raise InvalidConfig(f"node {node} must have a parent before it (0 to {node - 1}), got {parent}")
             depths.append(depths[parent] + 1)
             if depths[node] < depths[node - 1]:
-                raise InvalidConfig(f"nodes must be in level order; node {node} is less deep than {node - 1}")
+                raise InvalidConfig(f"nodes must be in level order, but node {node} is less deep than node {node - 1}")
 
     @functools.cached_property
     def shape(self) -> TreeShape:
@@ -94,7 +94,7 @@ def read_parents(parents: Any) -> Topology:
     if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
         raise InvalidConfig(f"tree must be a list of parents, got {parents!r:.40}")
     if len(parents) > MAX_NODES:
-        raise InvalidConfig(f"a tree of a file has at most {MAX_NODES} nodes, got {len(parents)}")
+        raise InvalidConfig(f"the tree in the file has {len(parents)} nodes; at most {MAX_NODES} are supported")
     return Topology(tuple(parents))
 
 
@@ -125,7 +125,7 @@ class Dynamic:
             object.__setattr__(self, name, size)
         if self.beam * self.depth > MAX_NODES:
             raise InvalidConfig(
-                f"a dynamic tree reads beam x depth nodes, at most {MAX_NODES}; got {self.beam} x {self.depth}"
+                f"a dynamic tree reads beam x depth nodes; {self.beam} x {self.depth} is more than {MAX_NODES}"
             )
         if not self.depth < self.nodes <= self.found:
             raise InvalidConfig(
@@ -169,7 +169,7 @@ def branching(*counts: int) -> Topology:
     for given in counts:
         count = whole("the children of a node", given, 1, MAX_NODES)
         if len(parents) - 1 + len(level) * count > MAX_NODES:
-            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, got the levels {shown(counts)}")
+            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes; branching{shown(counts)} has more")
         below = [(node, len(parents) + i * count + j) for i, node in enumerate(level) for j in range(count)]
         parents += [node for node, _ in below]
         level = [child for _, child in below]
@@ -189,14 +189,16 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
         path = _numbers(given, MAX_NODES)
         if path is None or any(rank < 0 for rank in path):
             raise InvalidConfig(
-                f"a path is a list of at most {MAX_NODES} ranks, whole numbers from 0, got {shown(given)}"
+                f"a path must be a list of at most {MAX_NODES} ranks (whole numbers from 0), got {shown(given)}"
             )
         wanted |= {path[:end] for end in range(1, len(path) + 1)}
         if len(wanted) > MAX_NODES:
-            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes, got more: {shown(paths)}")
+            raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes; these paths have more: {shown(paths)}")
     for path in wanted:
         if path[-1] and (*path[:-1], path[-1] - 1) not in wanted:
-            raise InvalidConfig(f"path {path} has no elder sibling of rank {path[-1] - 1}")
+            raise InvalidConfig(
+                f"paths has {path}, but not its sibling {(*path[:-1], path[-1] - 1)}; ranks must be 0, 1, 2, ..."
+            )
     order = [(), *sorted(wanted, key=lambda path: (len(path), path))]
     ids = {path: i for i, path in enumerate(order)}
     return Topology((-1, *(ids[path[:-1]] for path in order[1:])))
@@ -226,10 +228,10 @@ def _numbers(values: Any, most: int) -> tuple[int, ...] | None:
     try:
         if len(values) > most:
             return None
-        found = tuple(map(index, values))
+        numbers = tuple(map(index, values))
     except TypeError:  # no length, or an array without an axis
         return None
-    return None if None in found else found  # pyright: ignore[reportReturnType]
+    return None if None in numbers else numbers  # pyright: ignore[reportReturnType]
 
 
 def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | None:
@@ -242,7 +244,7 @@ def as_topology(tree: Topology | Dynamic | int | None) -> Topology | Dynamic | N
         return tree
     if index(tree) is None:
         raise InvalidConfig(
-            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length, a whole number from 0; got "
+            "tree must be a tree such as jaxspec.branching(4, 2), or a draft length (a whole number from 0); got "
             f"{shown(tree)}"
         )
     return chain(tree)

@@ -52,8 +52,8 @@ def build(parents: Any, shape: TreeShape, xp: Any = jnp) -> Tree:
     depths = ancestors.sum(-1) - 1
     siblings = (parents[:, None] == parents[None, :]) & (ids[None, :] < ids[:, None])
     ranks = siblings.sum(-1)
-    places = xp.arange(shape.width)
-    child = (parents[None, None, :] == ids[:, None, None]) & (ranks[None, None, :] == places[None, :, None])
+    child_ranks = xp.arange(shape.width)
+    child = (parents[None, None, :] == ids[:, None, None]) & (ranks[None, None, :] == child_ranks[None, :, None])
     children = xp.where(child, ids[None, None, :], -1).max(-1)
     steps = xp.arange(shape.depth + 1)
     on_path = ancestors[:, None, :] & (depths[None, None, :] == steps[None, :, None])

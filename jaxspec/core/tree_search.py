@@ -43,21 +43,21 @@ def best_tree(acceptance: Acceptance, nodes: int, depth: int | None = None) -> T
     """
     nodes = whole("nodes of a tree, its root included,", nodes, 1, MAX_NODES + 1)
     table = [_falling(row) for row in _by_depth(acceptance, nodes - 1 if depth is None else depth)]
-    worth: dict[tuple[int, ...], float] = {(): 1.0}  # the product of each node of the tree
-    waiting: list[tuple[float, tuple[int, ...]]] = []
+    products: dict[tuple[int, ...], float] = {(): 1.0}  # of each node of the tree
+    candidates: list[tuple[float, tuple[int, ...]]] = []  # a heap of negative products
 
-    def wait(path: tuple[int, ...]) -> None:
+    def add_candidate(path: tuple[int, ...]) -> None:
         depth, rank = len(path), path[-1]
         if depth <= len(table) and rank < len(table[0]) and table[depth - 1][rank] > 0:
-            heapq.heappush(waiting, (-worth[path[:-1]] * table[depth - 1][rank], path))
+            heapq.heappush(candidates, (-products[path[:-1]] * table[depth - 1][rank], path))
 
-    wait((0,))
-    while waiting and len(worth) < nodes:
-        less, path = heapq.heappop(waiting)
-        worth[path] = -less
-        wait((*path, 0))
-        wait((*path[:-1], path[-1] + 1))
-    return from_paths([path for path in worth if path])
+    add_candidate((0,))
+    while candidates and len(products) < nodes:
+        negative, path = heapq.heappop(candidates)
+        products[path] = -negative
+        add_candidate((*path, 0))
+        add_candidate((*path[:-1], path[-1] + 1))
+    return from_paths([path for path in products if path])
 
 
 def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
@@ -71,7 +71,7 @@ def expected_tokens(topology: Topology, acceptance: Acceptance) -> float:
         InvalidConfig: the acceptance does not hold probabilities, or has fewer ranks or depths than the tree.
     """
     if not isinstance(topology, Topology):
-        raise InvalidConfig(f"topology must be a Topology, as jaxspec.chain makes one, got {shown(topology)}")
+        raise InvalidConfig(f"topology must be a Topology, as from jaxspec.chain; got {shown(topology)}")
     shape = topology.shape
     table = _by_depth(acceptance, shape.depth)
     if table.shape[0] < shape.depth or table.shape[1] < shape.width:
@@ -106,13 +106,13 @@ def fastest_tree(acceptance: Acceptance, target_cost: Mapping[int, float], draft
     if not all(costs.values()):
         raise InvalidConfig(f"target_cost must give every width a cost above 0, got {shown(target_cost)}")
     draft_cost = _cost("draft_cost", draft_cost)
-    found = []
+    rates = []
     for width, cost in sorted(costs.items()):
         deepest = best_tree(acceptance, width).shape.depth
         for depth in range(deepest + 1):
             tree = best_tree(acceptance, width, depth)
-            found.append((expected_tokens(tree, acceptance) / (cost + depth * draft_cost), tree))
-    return max(found, key=lambda pair: pair[0])[1]
+            rates.append((expected_tokens(tree, acceptance) / (cost + depth * draft_cost), tree))
+    return max(rates, key=lambda pair: pair[0])[1]
 
 
 def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
@@ -126,7 +126,7 @@ def _by_depth(acceptance: Acceptance, depth: int) -> np.ndarray:
         raise InvalidConfig(f"acceptance must be [ranks] or [depths, ranks], got {shown(acceptance)}")
     if not (np.isfinite(table).all() and (table >= 0).all() and (table.sum(-1) <= 1 + 1e-6).all()):
         raise InvalidConfig(
-            f"acceptance must hold probabilities by rank that add up to 1 at most; got {shown(acceptance)}"
+            f"acceptance must hold probabilities by rank that add up to at most 1; got {shown(acceptance)}"
         )
     return np.broadcast_to(table, (depth, table.size)) if table.ndim == 1 else table[:depth]
 

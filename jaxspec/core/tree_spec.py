@@ -13,11 +13,11 @@ _PATHS = {
         "0000 0001",
     ),
 }
-NAMES = tuple(_PATHS)
+TREE_NAMES = tuple(_PATHS)
 
 
 def named_tree(name: str) -> Topology:
-    """Returns the tree of this name, one of `NAMES`.
+    """Returns the tree of this name, one of `TREE_NAMES`.
 
     Raises:
         UnknownName: there is no such tree; the message suggests the nearest name.

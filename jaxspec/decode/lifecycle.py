@@ -12,7 +12,7 @@ from jaxspec.core.drafter import Drafter, PromptReader
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Status
 from jaxspec.core.schedule import Schedule
-from jaxspec.core.sizes import whole_blocks
+from jaxspec.core.sizes import round_to_blocks
 from jaxspec.decode import logprobs
 from jaxspec.decode.state import Request, RoundLog, State, Weights
 from jaxspec.errors import InvalidConfig
@@ -40,7 +40,7 @@ def init(
             log-probabilities.
     """
     batch, size = request.tokens.shape
-    slots = whole_blocks(capacity)
+    slots = round_to_blocks(capacity)
     tokens = jnp.zeros((batch, slots), jnp.int32).at[:, :size].set(request.tokens)
     zeros = jnp.zeros((batch,), jnp.int32)
     state = State(
@@ -74,7 +74,10 @@ def extend(drafter: Drafter, state: State, request: Request) -> State:
         InvalidConfig: the request asks for log-probabilities, but the state has no arrays for them.
     """
     if state.recorded is None and request.logprobs is not None:
-        raise InvalidConfig("the state records no log-probabilities: its first request had logprobs None")
+        raise InvalidConfig(
+            "the request asks for log-probabilities, but the state has no arrays for them: its first request had "
+            "logprobs=None"
+        )
     rows = jnp.arange(state.length.shape[0])[:, None]
     positions = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may exceed the capacity
     tokens = state.tokens.at[rows, positions].set(request.tokens, mode="drop")

@@ -63,7 +63,7 @@ class Decoder:
     drafter: Drafter
     rule: Rule
     schedule: Schedule = Constant()
-    chunk: int = sizes.CHUNK
+    chunk: int = sizes.PROMPT_CHUNK
     widths: tuple[int, ...] = (1,)
     width_matched: bool = False
     top_logprobs: int = 0
@@ -95,7 +95,7 @@ class Decoder:
 
     def slots(self, length: int) -> int:
         """Returns the cache capacity for a text of `length` tokens, with room for one more window after it."""
-        return sizes.slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
+        return sizes.count_slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
         """Returns the state of a batch of prompts before any of them is read; `slots` computes `capacity`."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.mesh import DATA, groups, place
+from jaxspec.core.mesh import DATA, count_groups, place
 from jaxspec.decode.state import State, Weights
 
 
@@ -59,10 +59,12 @@ class Partition:
                 return jax.tree.map(lambda _: P(), argument)
             if isinstance(argument, State):
                 return self._of_state()
-            return jax.tree.map(lambda leaf: P(DATA) if jnp.ndim(leaf) and groups(self.mesh) > 1 else P(), argument)
+            return jax.tree.map(
+                lambda leaf: P(DATA) if jnp.ndim(leaf) and count_groups(self.mesh) > 1 else P(), argument
+            )
 
         return tuple(map(of, arguments))
 
     def _of_state(self) -> State:
-        alone = groups(self.mesh) == 1
+        alone = count_groups(self.mesh) == 1
         return jax.tree.map(lambda axis: P() if alone or axis < 0 else P(*[None] * axis, DATA), self.axes)

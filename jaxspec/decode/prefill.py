@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxspec.core.drafter import Drafter
-from jaxspec.core.networks import LanguageModel, no_feature
+from jaxspec.core.networks import LanguageModel, empty_feature
 from jaxspec.core.records import Advance, Status, Window
 from jaxspec.decode.state import State, Weights
 
@@ -66,5 +66,5 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
     def unread(carry: tuple[State, Array]) -> Array:
         return jnp.any(carry[0].absorbed < carry[0].length)
 
-    before_first = no_feature(target, weights.target, state.cache)
+    before_first = empty_feature(target, weights.target, state.cache)
     return lax.while_loop(unread, body, (state, before_first))[0]

@@ -16,7 +16,7 @@ from jaxspec.amounts import plural
 from jaxspec.backend import command_buffer
 from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.backend.layout import default_platform
-from jaxspec.core.mesh import MODEL, groups, place, to_host
+from jaxspec.core.mesh import MODEL, count_groups, place, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import FOREVER, Decoder
@@ -145,7 +145,7 @@ class Session:
             max_depth: the greatest depth of a draft.
         """
         before = to_host(self.state.length).sum()
-        counts = jnp.asarray([1] * groups(self.mesh) if least is None else least, jnp.int32)
+        counts = jnp.asarray([1] * count_groups(self.mesh) if least is None else least, jnp.int32)
         arguments = (self.weights, self.state, jnp.int32(max_rounds), counts, jnp.int32(max_depth))
         static = (self.decoder,)
         compiled, arguments = self._compiled(Decoder.run, static, arguments, donate=(1,))

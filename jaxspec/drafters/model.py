@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, empty_entries, no_feature
+from jaxspec.core.networks import LanguageModel, empty_entries, empty_feature
 from jaxspec.core.records import Advance, Cache, Context, Entries, Params, Proposal, Window
-from jaxspec.core.sizes import CHUNK, whole_blocks
+from jaxspec.core.sizes import PROMPT_CHUNK, round_to_blocks
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.drafters._grow import grow
@@ -88,7 +88,7 @@ class ModelDraft(TreeDrafter):
         cache = self.model.init_cache(batch, capacity)
         slots = jnp.full((batch, self.shape.nodes), -1, jnp.int32)
         entries = empty_entries(self.model, params, cache, count_slots(self.tree))
-        return ModelState(cache, entries, slots, no_feature(self.model, params, cache))
+        return ModelState(cache, entries, slots, empty_feature(self.model, params, cache))
 
     def absorb(self, params: Params, state: ModelState, advance: Advance) -> ModelState:
         """Reads a chunk of a prompt, or commits the accepted nodes that were read while drafting."""
@@ -199,7 +199,7 @@ class BridgedDraft:
 
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
         state = self.inner.init(params["model"], batch, ROOM * capacity)
-        text = jnp.zeros((batch, whole_blocks(ROOM * capacity)), jnp.int32).at[:, 0].set(self.begin)
+        text = jnp.zeros((batch, round_to_blocks(ROOM * capacity)), jnp.int32).at[:, 0].set(self.begin)
         return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read_prompt(
@@ -225,7 +225,10 @@ class BridgedDraft:
         length = state.length + added
         covered = jnp.maximum(state.covered, jnp.where(advance.count > 0, advance.start + advance.count, 0))
         if advance.nodes is None:
-            goal, size = jnp.where((advance.count > 0) & self._fits(text, length), length, 0), min(steps.size, CHUNK)
+            goal, size = (
+                jnp.where((advance.count > 0) & self._fits(text, length), length, 0),
+                min(steps.size, PROMPT_CHUNK),
+            )
             model = lax.while_loop(
                 lambda model: jnp.any(goal > model.cache.length),
                 lambda model: self.inner.read(params["model"], model, text, goal, size),
@@ -261,7 +264,7 @@ class BridgedDraft:
     def _fits(self, text: Int[Array, "B S"], length: Int[Array, "B"]) -> Bool[Array, "B"]:
         """Returns the rows with room for a draft, and for what is still written to scratch when they stop drafting."""
         depth = self.shape.depth
-        most = min(text.shape[1] - max(CHUNK, 2 * (depth + 1)), self.inner.model.context - depth)
+        most = min(text.shape[1] - max(PROMPT_CHUNK, 2 * (depth + 1)), self.inner.model.context - depth)
         return length <= most
 
 

@@ -21,7 +21,7 @@ from jaxspec.checkpoints.pard2 import is_pard2, parse, read_projection
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
-from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature
+from jaxspec.core.networks import LanguageModel, TappedTarget, empty_feature
 from jaxspec.core.records import Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.drafters._grow import grow
@@ -128,7 +128,7 @@ class Pard(TreeDrafter):
             rows = (jnp.maximum(count - 1, 0) + jnp.arange(depth))[:, :, None]
             return after, jnp.where(count[:, :, None] > 0, jnp.take_along_axis(features, rows, axis=1), kept)
 
-        feature = no_feature(self.network, self._network_params(params), state.cache)
+        feature = empty_feature(self.network, self._network_params(params), state.cache)
         features = jnp.zeros((feature.shape[0], depth, feature.shape[1]), feature.dtype)
         # One iteration, unless a schedule has left some text unread.
         state, features = lax.while_loop(behind, read, (state, features))
@@ -214,7 +214,7 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
             + (f"those from 1 to {depth}, or -{depth} to -1" if depth else "none to read")
         )
     weight, bias = read_projection(source)
-    width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[1]
+    width = empty_feature(lm, target.params, lm.init_cache(1, 1)).shape[1]
     expected = len(layers) * width, draft.lm.config.hidden_size
     if weight.shape != expected:
         raise InvalidConfig(

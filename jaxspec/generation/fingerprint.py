@@ -51,7 +51,7 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     drafter_free = decoder.rule.noise is Noise.SHARED and not decoder.width_matched
     drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
     return {
-        "noise": noise.VERSION,
+        "noise": noise.NOISE_VERSION,
         "network": static(lm),
         "context": lm.context,
         "weights": digest(weights(file_order(lm, job.target.params))),

@@ -265,9 +265,9 @@ def check_logprobs(value: Any) -> int | None:
     if isinstance(value, (bool, np.bool_)):
         return 0 if value else None
     number = index(value)
-    if number is None or not 0 <= number <= sizes.MOST_LOGPROBS:
+    if number is None or not 0 <= number <= sizes.MAX_LOGPROBS:
         raise InvalidConfig(
-            f"logprobs must be True, False, or the number of alternatives for each token, 0 to {sizes.MOST_LOGPROBS}; "
+            f"logprobs must be True, False, or the number of alternatives for each token, 0 to {sizes.MAX_LOGPROBS}; "
             f"got {shown(value)}"
         )
     return number

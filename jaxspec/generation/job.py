@@ -13,7 +13,7 @@ from jaxspec.core import sizes
 from jaxspec.core.checks import flag, whole
 from jaxspec.core.drafter import AnswerReader, PromptReader
 from jaxspec.core.draw import Noise
-from jaxspec.core.mesh import groups, replicate, to_host
+from jaxspec.core.mesh import count_groups, replicate, to_host
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
@@ -139,7 +139,7 @@ class Job:
     def batches(self, batch: int | None, capacity: int | None, rows: Sequence[int]) -> list[RowBatch]:
         """Divides rows into batches: all rows at once, or up to `batch` rows at a time with caches of one size.
 
-        Batch sizes are rounded up to the sizes of `sizes.rows` in each group of devices, but never above `batch`. Empty
+        Batch sizes are rounded up by `sizes.round_rows` in each group of devices, but never above `batch`. Empty
         positions of a batch do not run.
 
         With a queue, the longest prompts come first. A row that needs too much memory therefore fails early. Adjacent
@@ -162,8 +162,8 @@ class Job:
             return memory.fit_capacity(self.decoder, self.weights, longest, size, capacity)
 
         def rounded(count: int) -> int:
-            parts = groups(self.mesh)  # of equal size
-            each = sizes.rows(-(-count // parts))
+            parts = count_groups(self.mesh)  # of equal size
+            each = sizes.round_rows(-(-count // parts))
             return parts * (each if batch is None else min(each, -(-batch // parts)))
 
         if batch is None:
@@ -176,7 +176,7 @@ class Job:
 
     def memory(self, batch: RowBatch) -> int:
         """Returns the memory of a batch's caches in bytes; a queue needs one more row in every group of devices."""
-        rows = batch.batch_size + groups(self.mesh) * (bool(batch.queue))
+        rows = batch.batch_size + count_groups(self.mesh) * (bool(batch.queue))
         return memory.cache_bytes(self.decoder, self.weights, rows, batch.capacity)
 
 
@@ -188,7 +188,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     """
     drafting, mesh, sampling = options.resolve_drafting(), options.mesh, options.sampling
     max_new_tokens = whole("max_new_tokens", options.max_new_tokens)
-    samples = whole("samples", options.samples, 1, sizes.MOST_SAMPLES)
+    samples = whole("samples", options.samples, 1, sizes.MAX_SAMPLES)
     inputs.check_model("target", target)
     if mesh is not None:
         target = shard(target, mesh)
@@ -206,7 +206,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     alternatives = inputs.check_logprobs(options.logprobs)
     if alternatives is not None and alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives}: {target.name} has only {target.lm.vocab} tokens")
-    recorded_alternatives = sizes.top_logprobs(alternatives or 0, target.lm.vocab)
+    recorded_alternatives = sizes.round_top_logprobs(alternatives or 0, target.lm.vocab)
     width_matched = flag("width_matched", options.width_matched)
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
@@ -276,4 +276,6 @@ def report_bridge(notice: Notice, job: Job) -> None:
 def report_rounding(notice: Notice, capacity: int | None, batches: Sequence[RowBatch]) -> None:
     """Prints a notice if the requested capacity is rounded up."""
     if capacity is not None and batches and batches[0].capacity != capacity:
-        notice.say(f"capacity {capacity} is rounded up to {batches[0].capacity} slots, whole blocks of {sizes.BLOCK}")
+        notice.say(
+            f"capacity {capacity} is rounded up to {batches[0].capacity} slots, whole blocks of {sizes.BLOCK_SLOTS}"
+        )

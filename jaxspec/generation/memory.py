@@ -31,8 +31,8 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
         InvalidConfig: the capacity is not a whole number.
         CapacityError: the text exceeds the model's context or the requested capacity, or the caches exceed the memory.
     """
-    if capacity is not None and (index(capacity) is None or int(capacity) > sizes.INT32):
-        raise InvalidConfig(f"capacity must be a whole number of slots, at most {sizes.INT32}, got {shown(capacity)}")
+    if capacity is not None and (index(capacity) is None or int(capacity) > sizes.MAX_INT32):
+        raise InvalidConfig(f"capacity must be a whole number of slots up to {sizes.MAX_INT32}, got {shown(capacity)}")
     context = decoder.target.context
     if longest > context:
         raise CapacityError(
@@ -46,7 +46,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
             f"capacity {capacity} is too small: {longest} tokens and a window of {decoder.drafter.shape.nodes} "
             f"need {need} slots, a cache of {_memory(decoder, weights, batch, need)} for {plural(batch, 'row')}"
         )
-    slots = sizes.round_to_bucket(need) if capacity is None else sizes.whole_blocks(int(capacity))
+    slots = sizes.round_to_bucket(need) if capacity is None else sizes.round_to_blocks(int(capacity))
     if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
         raise CapacityError(
             f"a cache for {plural(batch, 'row')} of {slots} slots takes {_memory(decoder, weights, batch, slots)}, "

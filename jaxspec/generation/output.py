@@ -70,7 +70,7 @@ class Output(Sequence):
     rows: list[Generation]
     timing: Timing
     session: Session | None
-    noise_version: int = noise.VERSION
+    noise_version: int = noise.NOISE_VERSION
 
     def __getitem__(self, index):
         return self.rows[index]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jaxspec.core import checks
-from jaxspec.core.mesh import groups
+from jaxspec.core.mesh import count_groups
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
 from jaxspec.generation.inputs import Prompt
@@ -44,6 +44,6 @@ def _compile(job: Job, batch: RowBatch, notice: Notice) -> float:
     session = Session(job.decoder, job.weights, request, batch.capacity, job.mesh, notice=notice)
     session.run(0)
     if batch.queue:
-        count = groups(job.mesh)
+        count = count_groups(job.mesh)
         session.replace([-1] * count, job.request([None] * count, batch.capacity))
     return session.timing.compile_s

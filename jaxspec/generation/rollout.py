@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks, sizes
 from jaxspec.core.laws import log_prob, scores, tempered
-from jaxspec.core.mesh import DATA, MODEL, check, groups
+from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
 from jaxspec.core.records import Params, Window
@@ -104,12 +104,12 @@ def rollout(
     if not isinstance(drafting, Drafting):
         raise InvalidConfig(f"drafting must be a jaxspec.Drafting, got {shown(drafting)}")
     new = checks.whole("max_new_tokens", max_new_tokens)
-    samples = checks.whole("samples", samples, 1, sizes.MOST_SAMPLES)
+    samples = checks.whole("samples", samples, 1, sizes.MAX_SAMPLES)
     inputs.check_model("target", target)
     _check_mesh(target.lm, mesh)
     tokens, count = _check_prompts(tokens, count, target.lm.vocab)
     prompts = len(tokens)
-    rows, parts = prompts * samples, groups(mesh)
+    rows, parts = prompts * samples, count_groups(mesh)
     split = parts // math.gcd(prompts, parts)  # the groups that share a prompt, each of which reads it
     if samples % split:
         raise InvalidConfig(f"{prompts} prompts of {samples} samples cannot be shared evenly by {parts} groups")
@@ -261,7 +261,7 @@ def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
         InvalidConfig: the mesh was not made by `make_mesh`, or the model is split over another number of devices.
     """
     if mesh is not None:
-        check(mesh)
+        check_mesh(mesh)
     size = 1 if mesh is None else mesh.shape[MODEL]
     if isinstance(lm, TransformerLM) and lm.execution.shards != size:
         raise InvalidConfig(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.core.mesh import groups, to_host
+from jaxspec.core.mesh import count_groups, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
@@ -146,7 +146,7 @@ class Stream(Iterator[Chunk]):
 
     def _by_group(self) -> list[list["_Row | None"]]:
         """Returns the rows of each group of devices."""
-        count = groups(self._job.mesh)
+        count = count_groups(self._job.mesh)
         size = len(self._rows) // count
         return [self._rows[i * size : (i + 1) * size] for i in range(count)]
 

@@ -121,7 +121,7 @@ class DFlashHead(HeadNetwork):
         """
         turned = rotation(positions, self.config.decoder.rope, self.config.decoder.head_dim)
         entries = [block.heads(context, turned, dtype)[1] for block in self.layers]
-        return caches.stack(entries)
+        return caches.stack_layers(entries)
 
     def __call__(
         self, embeddings: Float[Array, "B b E"], positions: Int[Array, "B b"], cache: Cache

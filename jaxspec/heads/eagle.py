@@ -101,7 +101,7 @@ class EagleHead(HeadNetwork):
             return mixed
 
         states = self.run(states, embeddings, attention)
-        return states, caches.stack(entries)
+        return states, caches.stack_layers(entries)
 
     def run(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoints import folder, torch_file
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.checkpoints.folder import LazyTensor
-from jaxspec.core.sizes import INT32
+from jaxspec.core.sizes import MAX_INT32
 from jaxspec.core.topology import Topology, read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
 from jaxspec.heads.find import MANIFEST, OURS, TENSORS, find_heads
@@ -81,7 +81,7 @@ class HeadFile:
 
     def config_of_any_vocabulary(self) -> HeadSizes:
         """Returns the sizes without a target; a vocabulary of unknown size is assumed to be as large as possible."""
-        unknown: dict[str, Any] = {"vocab_size": INT32} if self._lacks_vocabulary else {}
+        unknown: dict[str, Any] = {"vocab_size": MAX_INT32} if self._lacks_vocabulary else {}
         return self.kind.sizes(**unknown | dict(self.sizes))
 
     @property

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.amounts import size
 from jaxspec.core import cache as caches
-from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
+from jaxspec.core.networks import ProjectedTarget, empty_feature, need_members
 from jaxspec.core.records import Cache, Params
 from jaxspec.core.topology import Topology
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch, shown
@@ -187,7 +187,7 @@ def check_target(config: HeadSizes, target: Any) -> None:
     """
     lm = target.lm
     need_members(lm, config.tables, "these heads read the target's")
-    width = no_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
+    width = empty_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
     sizes = (("features", config.feature_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
     for name, own, other in sizes:
         if own != other:

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
-from jaxspec.core.cache import BLOCK
+from jaxspec.core.cache import BLOCK_SLOTS
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls
@@ -69,8 +69,8 @@ def attend(
         from jaxspec.models.attention_pallas import attend_pallas  # a third of a second
 
         return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen, execution.platform)
-    size = block_size(prefix) if execution.on_gpu and paths is None else BLOCK
-    if size == prefix.keys.shape[3] > BLOCK:
+    size = block_size(prefix) if execution.on_gpu and paths is None else BLOCK_SLOTS
+    if size == prefix.keys.shape[3] > BLOCK_SLOTS:
         return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
     if not execution.kernels or not prefix.keys.shape[3]:
         return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
@@ -139,7 +139,7 @@ def _with_xla(
         return dot("bhqs,bhsk->bhqk", weights.astype(values.dtype), values)
 
     def block(i: Array | int) -> tuple[Array, Array]:
-        keys, values = caches.read(prefix, layer, i, size)
+        keys, values = caches.read_block(prefix, layer, i, size)
         slots = i * size + jnp.arange(size)
         seen = slots < border
         return scores(keys, seen if floor is None else seen & (slots >= floor)), values

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV
-from jaxspec.core.sizes import BLOCK
+from jaxspec.core.sizes import BLOCK_SLOTS
 
 MAX_ELEMENTS = 2**25
 """The largest number of elements of a layer's keys that are read at once. An H100 reads them in 20 us, which is the
@@ -18,12 +18,12 @@ MAX_SUMMED_TOKENS = 16
 
 
 def block_size(prefix: KV) -> int:
-    """Returns how many slots a GPU reads at once: all slots, or in large caches a power of two times `BLOCK`."""
+    """Returns how many slots a GPU reads at once: all slots, or in large caches a power of two times `BLOCK_SLOTS`."""
     _, batch, heads, slots, width = prefix.keys.shape
     at_once = MAX_ELEMENTS // (batch * heads * width)
     if slots <= at_once:
         return slots
-    size = BLOCK
+    size = BLOCK_SLOTS
     while 8 * size <= at_once and slots % (2 * size) == 0:  # in a loop the blocks are copied
         size *= 2
     return size

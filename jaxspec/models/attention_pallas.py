@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.cache import as_values
 from jaxspec.core.records import KV
-from jaxspec.core.sizes import BLOCK
+from jaxspec.core.sizes import BLOCK_SLOTS
 from jaxspec.errors import InvalidConfig
 
 GROUP = 32
@@ -31,7 +31,7 @@ this number of tokens of the window."""
 ROWS = {"tpu": 64, "gpu": 16}
 """The number of queries in one product. A TPU reads the cache once for all queries; a GPU runs the products in
 parallel."""
-SLOTS = {"tpu": BLOCK, "gpu": 64}
+SLOTS = {"tpu": BLOCK_SLOTS, "gpu": 64}
 """The number of slots in one product."""
 MAX_MASK_ELEMENTS = 2**18
 """The largest product of the number of queries of a head and the number of tokens in the window. The limit exists

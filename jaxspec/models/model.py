@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.core.networks import NETWORK, LanguageModel, need_members
+from jaxspec.core.networks import NETWORK_MEMBERS, LanguageModel, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source, shown
 from jaxspec.models.packed import is_packed, stored_types
@@ -56,7 +56,7 @@ class Model:
     def __post_init__(self):
         if not isinstance(self.settings, Mapping):
             raise InvalidConfig(f"settings must be a mapping from names to values, got {shown(self.settings)}")
-        need_members(self.lm, NETWORK, "a model's network needs")
+        need_members(self.lm, NETWORK_MEMBERS, "a model's network needs")
         try:
             hash(self.lm)
         except TypeError as error:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.backend.layout import default_platform
-from jaxspec.core.mesh import DATA, MODEL, check, place, replicate
+from jaxspec.core.mesh import DATA, MODEL, check_mesh, place, replicate
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, shown
@@ -40,7 +40,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
         InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its attention kernel
             runs on one device only.
     """
-    check(mesh)
+    check_mesh(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
         raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
     if isinstance(model.lm, TransformerLM):

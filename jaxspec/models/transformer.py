@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
         features = rms_norm(x, self.norm[...], self.config.norm_eps, self.execution.kernels)
         if taps:
             features = jnp.concatenate([features, *(streams[tap] for tap in taps)], axis=-1)
-        return features, caches.stack(entries)
+        return features, caches.stack_layers(entries)
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Applies the output head."""

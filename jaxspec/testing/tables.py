@@ -20,7 +20,7 @@ from jaxspec.core.drafter import Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.laws import log_law, scores
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.noise import gumbel
+from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.topology import Topology
@@ -190,7 +190,7 @@ def tie_gap(
     row = sampling.rows(1, lm.vocab)
     score = np.asarray(scores(logits[:, None], row), np.float64)[0, 0]
     greedy = float(row.temperature[0]) < GREEDY
-    noise = gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)
+    noise = draw_gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)
     perturbed = score + np.asarray(noise, np.float64)[0, 0]
     gaps = [abs(perturbed[tokens[0]] - perturbed[tokens[1]])]
     law = np.exp(score - score.max())

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.backend.compilation_cache import keep_compilations
-from jaxspec.core.networks import LanguageModel, no_feature
+from jaxspec.core.networks import LanguageModel, empty_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
@@ -30,7 +30,7 @@ class Reader:
 
     def size(self, params: Params, tokens: int) -> int:
         """Returns the number of bytes that the features of `tokens` tokens take in float16."""
-        return 2 * tokens * no_feature(self.lm, params, self.lm.init_cache(1, 0)).shape[-1]
+        return 2 * tokens * empty_feature(self.lm, params, self.lm.init_cache(1, 0)).shape[-1]
 
     def __call__(self, params: Params, tokens: np.ndarray, segments: np.ndarray) -> Any:
         """Returns features `[B, T, E]`; the last batch is padded, so that only one batch size is compiled."""

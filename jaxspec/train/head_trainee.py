@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxspec.core.networks import LanguageModel, TappedTarget, no_feature, with_taps
+from jaxspec.core.networks import LanguageModel, TappedTarget, empty_feature, with_taps
 from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads, init_params, vocabulary
 from jaxspec.heads.serving import served_by
@@ -105,7 +105,7 @@ def layers_like(target: Model, layers: int, qk_norm: bool) -> ModelConfig:
             rows, c.hidden_size, c.intermediate_size, layers, c.num_heads, c.num_kv_heads, c.head_dim, c.norm_eps,
             max_position=c.max_position, rope=Rope(c.rope.theta), activation=c.activation, qk_norm=qk_norm,
         )  # fmt: skip
-    width = no_feature(lm, target.params, lm.init_cache(1, 0)).shape[-1]
+    width = empty_feature(lm, target.params, lm.init_cache(1, 0)).shape[-1]
     heads = max(1, width // 64)
     return ModelConfig(
         rows, width, 3 * width, layers, heads, heads, 2 * (width // (2 * heads)), max_position=lm.context,

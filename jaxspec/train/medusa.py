@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.amounts import plural
-from jaxspec.core.networks import ProjectedTarget, need_members, no_feature
+from jaxspec.core.networks import ProjectedTarget, empty_feature, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
 from jaxspec.heads.medusa import normed
@@ -70,7 +70,7 @@ class MedusaTrainee(HeadTrainee):
         inputs = settings.inputs if start is None else start.config.inputs
         tables = ["unembedding"] if inputs == "hidden" else ["unembedding", "embedding"]
         need_members(lm, tables, f"heads with inputs {inputs!r} are trained on a target with a method")
-        no_text = no_feature(lm, params, lm.init_cache(1, 0))
+        no_text = empty_feature(lm, params, lm.init_cache(1, 0))
         width = no_text.shape[-1]
         for name in tables:
             shape = tuple(getattr(getattr(lm, name)(params), "shape", ()))

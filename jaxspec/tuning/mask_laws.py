@@ -44,7 +44,7 @@ def _unroll(
 ) -> Float[Array, "size D E"]:
     state = lax.while_loop(
         lambda state: (state.cache.length < length).all(),
-        lambda state: drafter.read(params, state, text, length, sizes.CHUNK)[0],
+        lambda state: drafter.read(params, state, text, length, sizes.PROMPT_CHUNK)[0],
         drafter.init(params, 1, text.shape[1]),
     )
 

@@ -24,7 +24,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jaxspec.backend import command_buffer
-from jaxspec.core.sizes import BLOCK
+from jaxspec.core.sizes import BLOCK_SLOTS
 from scripts.library import hlo, loops, thunks, tier
 from scripts.library.loops import Case
 from scripts.library.tier import Chip
@@ -68,7 +68,7 @@ def devices(chip: str, mesh: bool) -> Any:
 
 def turns(tokens: int, loop: hlo.Instruction) -> int:
     """The turns of a loop at a text of so many tokens; see the module."""
-    return -(-tokens // BLOCK) - 1 if re.search(r'op_name="[^"]*/blocks/', loop.rest) else 1
+    return -(-tokens // BLOCK_SLOTS) - 1 if re.search(r'op_name="[^"]*/blocks/', loop.rest) else 1
 
 
 def look(case: Case) -> dict[str, Any]:

@@ -161,8 +161,8 @@ MUTANTS = (
         "draft-noise-of-every-round-the-same",
         "draft noise is keyed by node, not by round (a speculator that bypasses the salted stream, local-inference #205)",
         "core/noise.py",
-        "places = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)",
-        "places = (jnp.broadcast_to(nodes, shape),)",
+        "numbers = jnp.broadcast_to(roots[:, None], shape), jnp.broadcast_to(nodes, shape)",
+        "numbers = (jnp.broadcast_to(nodes, shape),)",
         ("tests/decode/test_randomness.py::test_no_two_places_share_a_number",),
     ),
     Mutant(
@@ -209,8 +209,8 @@ MUTANTS = (
         "one-key-for-the-batch",
         "every row draws with the first row's key (per-request parameters: vLLM #9834; rbg keys under vmap)",
         "core/noise.py",
-        "_fold_all(keys[:, None], tag, places)",
-        "_fold_all(keys[:1, None], tag, places)",
+        "_fold_all(keys[:, None], tag, numbers)",
+        "_fold_all(keys[:1, None], tag, numbers)",
         ("tests/core/test_noise.py",),
     ),
     Mutant(

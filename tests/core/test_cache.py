@@ -46,7 +46,7 @@ def test_stacking_and_selecting_move_values_and_gradients(dtype):
     weights = jnp.asarray(rng.normal(size=(LAYERS, ROWS, HEADS, 3, WIDTH)), dtype)
 
     def chosen(layers):
-        return caches.take(caches.stack([KV(layer, 2 * layer) for layer in layers]), path)
+        return caches.select_entries(caches.stack_layers([KV(layer, 2 * layer) for layer in layers]), path)
 
     def reference(layers):
         taken = jnp.stack(layers)[:, jnp.arange(ROWS)[:, None], :, jnp.maximum(path, 0)]  # [B, M, L, H, K]

@@ -15,7 +15,7 @@ KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
 def drawn(keys, positions, vocab=V, wanted=True):
-    return np.asarray(jax.jit(noises.gumbel, static_argnums=2)(keys, jnp.asarray(positions), vocab, wanted))
+    return np.asarray(jax.jit(noises.draw_gumbel, static_argnums=2)(keys, jnp.asarray(positions), vocab, wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +75,7 @@ def test_the_noise_of_a_round_is_that_of_its_positions(kind):
     """As many depths as are wanted, to the bit; the rest are zeros."""
     keys, roots = jax.random.split(jax.random.key(4, impl=kind), 3), jnp.array([2, 9, 2])
     places = np.asarray(roots)[:, None] + np.arange(4)
-    ahead = jax.jit(noises.ahead, static_argnums=(2, 4))
+    ahead = jax.jit(noises.draw_ahead, static_argnums=(2, 4))
     for wanted in (0, 1, 4):
         found = np.asarray(ahead(keys, roots, 4, jnp.int32(wanted), V))
         np.testing.assert_array_equal(found[:, :wanted], drawn(keys, places)[:, :wanted])
@@ -104,5 +104,5 @@ def test_version_stands_for_the_noise():
     """The same key means the same text in later releases: who changes these values must raise VERSION."""
     keys = jax.random.split(jax.random.key(7), 2)
     values = drawn(keys, [[0, 1], [5, 1000]], 3)
-    assert noises.VERSION == 1
+    assert noises.NOISE_VERSION == 1
     np.testing.assert_allclose(values, GOLDEN, rtol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from helpers.tiers import with_slow
 from helpers.toys import allowed, draw
 from jaxspec.core.laws import choose, kth_highest, scores, total
-from jaxspec.core.noise import gumbel
+from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
 from jaxspec.testing import g_test
@@ -155,7 +155,7 @@ def test_the_law_of_the_draws(settings):
     count, vocab = 200_000, 6
     logits = np.array([1.0, 0.3, 0.2, -0.5, -1.0, -2.5], np.float32)
     settings = {"temperature": 1.0} | settings
-    noise = gumbel(jax.random.split(jax.random.key(5), 1), jnp.arange(count)[None], vocab)
+    noise = draw_gumbel(jax.random.split(jax.random.key(5), 1), jnp.arange(count)[None], vocab)
     tokens = chosen(np.broadcast_to(logits, (1, count, vocab)), noise, **settings)[0]
     kept = allowed(logits, **settings)
     law = np.where(kept, np.exp(logits / settings["temperature"]), 0.0)
@@ -177,7 +177,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn(kind, seed):
 
     @jax.jit
     def draws(key, start):
-        noise = gumbel(key, start + jnp.arange(chunk)[None], vocab)
+        noise = draw_gumbel(key, start + jnp.arange(chunk)[None], vocab)
         row = Sampling(*(getattr(sampling, n)[0] for n in ("temperature", "top_k", "top_p", "min_p")))
         return choose(jnp.broadcast_to(jnp.asarray(logits), (chunk, vocab)), noise[0], row)
 

@@ -86,7 +86,7 @@ def test_arguments_have_known_names():
     kind: Any = Derived
     with pytest.raises(WrongArguments, match=r"Derived\(\) has no argument 'counts'; did you mean count="):
         kind(counts=5)
-    with pytest.raises(WrongArguments, match=r"Derived\(\) takes keyword arguments alone, got 5"):
+    with pytest.raises(WrongArguments, match=r"Derived\(\) takes only keyword arguments, got 5"):
         kind(5)
 
 

@@ -11,7 +11,7 @@ from helpers.bounds import bounded
 from jaxspec.core.sizes import MAX_NODES
 from jaxspec.core.topology import Topology, branching, chain, from_paths, read_parents
 from jaxspec.core.tree import TreeShape, build
-from jaxspec.core.tree_spec import NAMES, named_tree
+from jaxspec.core.tree_spec import TREE_NAMES, named_tree
 from jaxspec.errors import InvalidConfig, UnknownName
 
 pytestmark = pytest.mark.quick
@@ -165,7 +165,7 @@ def test_medusas_tree():
 
 
 def test_named_trees():
-    assert all(named_tree(name).shape.nodes > 1 for name in NAMES)
+    assert all(named_tree(name).shape.nodes > 1 for name in TREE_NAMES)
     with pytest.raises(UnknownName, match="Did you mean 'mc_sim_7b_63'"):
         named_tree("mc_sim_7b_64")
 
@@ -180,8 +180,8 @@ def test_the_largest_trees_of_files_are_made_at_once(parents):
 @pytest.mark.parametrize(
     ("parents", "said"),
     [
-        ([-1] + [0] * 20_000, "at most 1024 nodes, got 20001"),
-        ([*range(-1, 20_000)], "at most 1024 nodes, got 20001"),
+        ([-1] + [0] * 20_000, "has 20001 nodes; at most 1024 are supported"),
+        ([*range(-1, 20_000)], "has 20001 nodes; at most 1024 are supported"),
         ([-1, 0.0], "list of parents"),
         ([-1, True], "list of parents"),
         ([-1, "0"], "list of parents"),
@@ -189,8 +189,8 @@ def test_the_largest_trees_of_files_are_made_at_once(parents):
         ("chain", "list of parents"),
         ({"0": -1}, "list of parents"),
         (3, "list of parents"),
-        ([], "the parents of its 1 to"),
-        ([0], "the parents of its 1 to"),
+        ([], "parents of a tree must be 1 to"),
+        ([0], "parents of a tree must be 1 to"),
         ([-1, 1], "node 1 must have a parent before it"),
         ([-1, 10**30], "node 1 must have a parent before it"),
     ],

@@ -85,7 +85,7 @@ def test_a_number_of_zero_or_almost_one_picks_nothing_impossible():
     for chances in ([0, 0.5, 0, 0.5, 0], [0, 1e-30, 0], [0.3, 0.7, 0, 0], [0, 0, 1.0], [0.1] * 9):
         for number in (0.0, 2.0**-32, 0.5, 1 - 2.0**-24):
             assert chances[int(pick(jnp.asarray(chances, jnp.float32), jnp.float32(number)))] > 0
-    numbers = noises.uniform(jax.random.split(jax.random.key(0), 20_000), jnp.zeros(20_000, int))
+    numbers = noises.draw_uniform(jax.random.split(jax.random.key(0), 20_000), jnp.zeros(20_000, int))
     assert 0 <= float(numbers.min()) < 1e-3
     assert 1 - 1e-3 < float(numbers.max()) < 1
 

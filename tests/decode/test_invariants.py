@@ -29,7 +29,7 @@ from helpers.toys import (
     truncate,
     whole,
 )
-from jaxspec.core.cache import BLOCK
+from jaxspec.core.cache import BLOCK_SLOTS
 from jaxspec.core.records import Status
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode import session as sessions
@@ -151,20 +151,20 @@ def test_scratch_is_never_read(real):
 
 def test_capacity_covers_the_window():
     """A text that fills the smallest capacity to the last slot is the text in a large one."""
-    longest = BLOCK - RAGGED.shape.nodes
-    assert TABLE.slots(longest) == BLOCK
-    assert TABLE.slots(longest + 1) == 2 * BLOCK
+    longest = BLOCK_SLOTS - RAGGED.shape.nodes
+    assert TABLE.slots(longest) == BLOCK_SLOTS
+    assert TABLE.slots(longest + 1) == 2 * BLOCK_SLOTS
     prompts = [(list(range(8)) * 15)[:n] for n in (3, 1, 96, 119, 118, 117, 110, 100, 64, 63, 20, 2)]
     budgets = [longest - len(prompt) for prompt in prompts]
     budgets[1] = 40
     asking = asked(0, stop_ids=jnp.full((B, 2), -1))
     asking = request(prompts, budgets, vocab=V, size=120)._replace(sampling=asking.sampling, key=asking.key)
-    tight, ample = (whole(TABLE, WEIGHTS, asking, c) for c in (TABLE.slots(longest), 2 * BLOCK))
-    assert tight.tokens.shape[1] == BLOCK
+    tight, ample = (whole(TABLE, WEIGHTS, asking, c) for c in (TABLE.slots(longest), 2 * BLOCK_SLOTS))
+    assert tight.tokens.shape[1] == BLOCK_SLOTS
     assert texts(tight) == texts(ample)
     assert (np.asarray(tight.length) == longest).sum() >= B - 1
     for a, b in zip(below(tight.cache), below(ample.cache)):
-        np.testing.assert_array_equal(a, b[:, :, :, :BLOCK])
+        np.testing.assert_array_equal(a, b[:, :, :, :BLOCK_SLOTS])
 
 
 def same_prefix(tight, ample):
@@ -180,7 +180,7 @@ def test_capacity_covers_the_prompt_chunks(chunk):
     config = dataclasses.replace(TABLE, chunk=chunk)
     asking = request([(list(range(8)) * 15)[:n] for n in (110, 113, 97, 5)], 6, vocab=V, size=114)
     tight = start(config, WEIGHTS, asking, config.slots(113 + 6))
-    same_prefix(tight, start(config, WEIGHTS, asking, 4 * BLOCK))
+    same_prefix(tight, start(config, WEIGHTS, asking, 4 * BLOCK_SLOTS))
 
 
 def test_capacity_covers_a_continuation():
@@ -188,7 +188,7 @@ def test_capacity_covers_a_continuation():
     config = dataclasses.replace(TABLE, chunk=64)
     asking = request([(list(range(8)) * 15)[:n] for n in (110, 100, 90, 4)], 6, vocab=V, size=114)
     more = request([[1, 2, 3], [], [4], [5] * 70], 6, vocab=V, size=72)
-    tight, ample = (start(config, WEIGHTS, asking, c) for c in (config.slots(113 + 6), 4 * BLOCK))
+    tight, ample = (start(config, WEIGHTS, asking, c) for c in (config.slots(113 + 6), 4 * BLOCK_SLOTS))
     same_prefix(*(extend(config, WEIGHTS, state, more) for state in (tight, ample)))
 
 

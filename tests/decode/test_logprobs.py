@@ -196,12 +196,12 @@ def test_a_session_may_begin_to_ask():
 
 def test_what_logprobs_may_be():
     assert [check_logprobs(value) for value in (False, True, 0, 7, np.int8(3), np.True_)] == [None, 0, 0, 7, 3, 0]
-    refused: list[Any] = [-1, 2.0, "5", None, [1], 2**63, sizes.MOST_LOGPROBS + 1, np.asarray([1, 2])]
+    refused: list[Any] = [-1, 2.0, "5", None, [1], 2**63, sizes.MAX_LOGPROBS + 1, np.asarray([1, 2])]
     for wrong in refused:
         with pytest.raises(InvalidConfig, match="logprobs must be True, False, or the number") as caught:
             jaxspec.generate(TARGET, [[1]], logprobs=wrong, max_new_tokens=2)
         assert "\n" not in str(caught.value)
     with pytest.raises(InvalidConfig, match=r"logprobs=25: .* has only 24 tokens"):
         jaxspec.generate(TARGET, [[1]], logprobs=25, max_new_tokens=2)
-    assert [sizes.top_logprobs(n, 49152) for n in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 32]
-    assert sizes.top_logprobs(2, 4) == 4
+    assert [sizes.round_top_logprobs(n, 49152) for n in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 32]
+    assert sizes.round_top_logprobs(2, 4) == 4

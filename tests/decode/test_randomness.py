@@ -27,10 +27,10 @@ def test_no_two_places_share_a_number(seed):
 
     @jax.jit
     def everything(keys):
-        position = noises.gumbel(keys, jnp.broadcast_to(jnp.arange(900), (8, 900)), 2)[..., 0]
+        position = noises.draw_gumbel(keys, jnp.broadcast_to(jnp.arange(900), (8, 900)), 2)[..., 0]
         each, roots = jnp.repeat(keys, 30), jnp.tile(jnp.arange(30), 8)
-        fresh = noises.fresh(each, roots, jnp.arange(16), 2)[..., 0]
-        return position, fresh, -jnp.log(-jnp.log(noises.uniform(each, roots)))
+        fresh = noises.draw_fresh(each, roots, jnp.arange(16), 2)[..., 0]
+        return position, fresh, -jnp.log(-jnp.log(noises.draw_uniform(each, roots)))
 
     values = np.concatenate([np.asarray(a).ravel() for a in everything(jax.random.split(jax.random.key(seed), 8))])
     assert values.size == 8 * (900 + 30 * 16 + 30)
@@ -44,9 +44,11 @@ def test_streams_are_independent():
     @jax.jit
     def columns(keys):
         roots = jnp.full(keys.shape, 7)
-        uniform = jnp.stack([noises.uniform(keys, roots), noises.uniform(keys, roots + 1)], axis=1)
-        fresh = noises.fresh(keys, roots, jnp.arange(2), 2)[..., 0]
-        return jnp.concatenate([uniform, fresh, noises.gumbel(keys, roots[:, None] + jnp.arange(2), 2)[..., 0]], axis=1)
+        uniform = jnp.stack([noises.draw_uniform(keys, roots), noises.draw_uniform(keys, roots + 1)], axis=1)
+        fresh = noises.draw_fresh(keys, roots, jnp.arange(2), 2)[..., 0]
+        return jnp.concatenate(
+            [uniform, fresh, noises.draw_gumbel(keys, roots[:, None] + jnp.arange(2), 2)[..., 0]], axis=1
+        )
 
     values = np.asarray(columns(jax.random.split(jax.random.key(1), 20_000)))
     off = np.corrcoef(values.T) - np.eye(6)
@@ -109,12 +111,12 @@ def test_every_place_is_drawn_from_once(name, monkeypatch):
         assert set(used.values()) == {1}
 
 
-FRESH = noises.fresh
+FRESH = noises.draw_fresh
 
 
 def position_noise(keys, roots, nodes, vocab, wanted=True):
     """What the drafter of a weighing rule must not see: on a chain node n draws the token at root + n."""
-    return noises.gumbel(keys, roots[:, None] + nodes, vocab, wanted)
+    return noises.draw_gumbel(keys, roots[:, None] + nodes, vocab, wanted)
 
 
 def same_noise_everywhere(keys, roots, nodes, vocab, wanted=True):
@@ -127,7 +129,7 @@ def same_noise_everywhere(keys, roots, nodes, vocab, wanted=True):
 def test_mixed_streams_bias_the_text(wrong, monkeypatch):
     """A rejection rule whose drafts are drawn with the noise of the token after them, or all with one array."""
     if wrong is not None:
-        monkeypatch.setattr(noises, "fresh", wrong)
+        monkeypatch.setattr(noises, "draw_fresh", wrong)
     # A decoder of its own for each: what was compiled for an equal one would be used again.
     decoder = Decoder(LM, ModelDraft(LM, chain(2), ), find("rule", "rejection")(), width_matched=True,
                       chunk=2 + [None, position_noise, same_noise_everywhere].index(wrong))  # fmt: skip

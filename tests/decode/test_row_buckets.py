@@ -37,7 +37,7 @@ def tokens(output) -> list[list[int]]:
 
 
 def test_sizes_are_few_and_waste_less_than_a_third():
-    found = [sizes.rows(count) for count in range(1, 5000)]
+    found = [sizes.round_rows(count) for count in range(1, 5000)]
     assert list(dict.fromkeys(found))[:12] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert found == sorted(found)
     assert all(count <= size < 1.5 * count for count, size in enumerate(found, start=1))
@@ -166,7 +166,7 @@ def test_a_session_goes_on_with_its_rows(batch):
 def test_a_batch_has_no_more_places_than_asked_for():
     for batch, count in [(5, 20), (7, 7), (7, 6), (8, 5), (99, 7), (1, 9)]:
         running = jaxspec.stream(TARGET, [[1]] * count, batch=batch, **OPTIONS)
-        assert len(not_none(running._session).state.length) == min(batch, sizes.rows(min(batch, count)))
+        assert len(not_none(running._session).state.length) == min(batch, sizes.round_rows(min(batch, count)))
 
 
 @pytest.mark.slow

@@ -243,9 +243,9 @@ def test_proposals_are_those_computed_by_hand(name, kind):
     tree, temperature = MIXED, 0.7 if kind is not Noise.NONE else 0.0
     proposal = proposed(name, tree, kind, temperature)
     ids = IDS if CONFIGS[name].draft_vocab_size else np.arange(V)
-    shared = np.asarray(noise.gumbel(KEYS, jnp.asarray(LENGTH)[:, None] + jnp.arange(3), V))
+    shared = np.asarray(noise.draw_gumbel(KEYS, jnp.asarray(LENGTH)[:, None] + jnp.arange(3), V))
     fresh = np.zeros((2, tree.shape.nodes, V))
-    fresh[..., ids] = noise.fresh(KEYS, jnp.asarray(LENGTH), jnp.arange(tree.shape.nodes), ids.size)
+    fresh[..., ids] = noise.draw_fresh(KEYS, jnp.asarray(LENGTH), jnp.arange(tree.shape.nodes), ids.size)
     for row, (root, head) in enumerate(by_hand(name, tree)):
         for node in range(tree.shape.nodes):
             below = [child for child in tree.tree.children[node] if child >= 0]
@@ -465,7 +465,7 @@ def test_what_does_not_fit_is_refused():
         say(heads=heads("dflash"), tree=5)
     with pytest.raises(InvalidConfig, match="8 children, the model a vocabulary of 7"):
         say(heads=heads("dspark, rnn"), tree=branching(8))
-    with pytest.raises(InvalidConfig, match="dynamic tree keeps only the likeliest"):
+    with pytest.raises(InvalidConfig, match="dynamic tree keeps only the most likely"):
         say(heads=heads("dspark"), tree=dynamic(2, 2, 4), rule="rejection")
     with pytest.raises(InvalidConfig, match="taps must be 2 layers"):
         say(heads=heads("dflash"), drafter_options={"taps": (1, 2, 3)})

@@ -14,7 +14,7 @@ from helpers.toys import decoder, eagle2, generate, log_softmax, noisy, request,
 from jaxspec.cli.options import UsageError
 from jaxspec.cli.tree import parse_tree
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.noise import RoundNoise, gumbel
+from jaxspec.core.noise import RoundNoise, draw_gumbel
 from jaxspec.core.records import Context
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import branching, chain, dynamic
@@ -81,7 +81,7 @@ def test_it_equals_eagle2(tree, kind):
     prompts, asked, found = proposals(tree, params, noise, temperature)
     table = np.asarray(params["table"])
     depths = jnp.broadcast_to(3 + jnp.arange(tree.depth), (BATCH, tree.depth))
-    extra = np.asarray(gumbel(asked.key, depths, V)) if kind == "perturbed" else np.zeros((BATCH, tree.depth, V))
+    extra = np.asarray(draw_gumbel(asked.key, depths, V)) if kind == "perturbed" else np.zeros((BATCH, tree.depth, V))
     closed = 0
     for row, prompt in enumerate(prompts):
 

@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused():
         say(heads=heads("3"), tree=0)
     with pytest.raises(InvalidConfig, match="8 children, the model a vocabulary of 7"):
         say(heads=heads("3.1"), tree=branching(8))
-    with pytest.raises(InvalidConfig, match="dynamic tree keeps only the likeliest"):
+    with pytest.raises(InvalidConfig, match="dynamic tree keeps only the most likely"):
         say(heads=heads("3"), tree=dynamic(2, 2, 4), rule="rejection")
     for taps in ("1,2", (1, 2), 5, "a,b,c", (0, 1, 2), (1, 2, 5)):
         with pytest.raises(InvalidConfig, match="taps"):

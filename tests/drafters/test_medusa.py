@@ -88,8 +88,8 @@ def by_hand(name: str, feature: np.ndarray, path: list[int]) -> np.ndarray:
 @functools.cache
 def drawn(nodes: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
     """The noise that positions share with the target, and that of each node."""
-    shared = noise.gumbel(KEYS, LENGTH[:, None] + jnp.arange(3), 61)
-    return np.asarray(shared), np.asarray(noise.fresh(KEYS, LENGTH, jnp.arange(nodes), ids))
+    shared = noise.draw_gumbel(KEYS, LENGTH[:, None] + jnp.arange(3), 61)
+    return np.asarray(shared), np.asarray(noise.draw_fresh(KEYS, LENGTH, jnp.arange(nodes), ids))
 
 
 def proposed(name: str, tree, kind: Noise):

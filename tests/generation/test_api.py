@@ -445,7 +445,7 @@ class TestDrafting:
             assert timing.decode_s > 0
             assert timing.tokens == first.stats.committed
             assert timing.tokens_per_s == pytest.approx(timing.tokens / timing.decode_s)
-        assert first.noise_version == noise.VERSION
+        assert first.noise_version == noise.NOISE_VERSION
 
 
 def sampling(**fields):

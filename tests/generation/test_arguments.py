@@ -397,8 +397,8 @@ class Silent(Unfinished):
     ("name", "value", "message"),
     [
         ("drafter", Unfinished(), "a drafter object; Unfinished has no needs, shape, absorb, propose, see"),
-        ("drafter", Unfinished, "a drafter object, got the class Unfinished; make an object of it"),
-        ("drafter", Loose(), "a drafter is a static argument and must be hashable, Loose is not; make it a frozen dat"),
+        ("drafter", Unfinished, "a drafter object, got the class Unfinished; pass an object of this class"),
+        ("drafter", Loose(), "a drafter must be hashable, because it is a static argument, but Loose is not; make it"),
         ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.rule"),
         ("rule", Silent(), "a rule object; Silent cannot be called"),
         ("schedule", Unfinished(), "a schedule object; Unfinished has no widths, limit, update"),
@@ -560,5 +560,5 @@ def test_settings_take_named_arguments_alone():
     kind: Any = jaxspec.MedusaSettings
     with pytest.raises(WrongArguments, match=r"MedusaSettings\(\) has no argument 'step'; did you mean steps="):
         kind(**{"step": 5})
-    with pytest.raises(WrongArguments, match=r"MedusaSettings\(\) takes keyword arguments alone, got 5"):
+    with pytest.raises(WrongArguments, match=r"MedusaSettings\(\) takes only keyword arguments, got 5"):
         kind(5)

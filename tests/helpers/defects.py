@@ -11,18 +11,18 @@ from jaxspec.models import transformer
 
 def copied_cache(monkeypatch):
     """As a loop under vmap does, a write chooses between the old cache and the new one."""
-    write = caches.write
+    write = caches.write_entries
 
     def chosen(cache, entries, count, after=0):
         some = jnp.broadcast_to(after >= 0, count.shape)[None, :, None, None, None]
         return jax.tree.map(lambda a, b: jnp.where(some, a, b), write(cache, entries, count, after), cache.kv)
 
-    monkeypatch.setattr(caches, "write", chosen)
+    monkeypatch.setattr(caches, "write_entries", chosen)
 
 
 def call_of_the_host(monkeypatch):
     """The drawn token goes through the host."""
-    write = caches.write
+    write = caches.write_entries
 
     @compute_on("device_host")
     @jax.jit
@@ -30,7 +30,7 @@ def call_of_the_host(monkeypatch):
         return jnp.maximum(token, 0)
 
     monkeypatch.setattr(
-        caches, "write", lambda cache, entries, count, after=0: write(cache, entries, count, told(after))
+        caches, "write_entries", lambda cache, entries, count, after=0: write(cache, entries, count, told(after))
     )
 
 

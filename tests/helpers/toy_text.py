@@ -83,7 +83,7 @@ def row_key(index: int, sample: int = 0, key: jax.Array = KEY) -> jax.Array:
 
 @jax.jit
 def _noise(key, start):
-    return noise.gumbel(key[None], start + jnp.arange(64)[None], V)[0]
+    return noise.draw_gumbel(key[None], start + jnp.arange(64)[None], V)[0]
 
 
 def expected(prompt: list[int], key: jax.Array, budget: int = 24, stops=(EOS,)) -> list[int]:

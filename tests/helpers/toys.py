@@ -11,7 +11,7 @@ import numpy as np
 
 from helpers.compiling import AS_USERS_DO, QUICK
 from jaxspec.core.drafter import Needs
-from jaxspec.core.noise import gumbel
+from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.records import Proposal, Status
 from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.topology import from_paths
@@ -173,7 +173,7 @@ def draw(logits, noise, temperature, top_k, top_p, min_p) -> int:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def all_noise(keys, length, vocab):
     """The noise of every position below `length`, `[B, length, V]`."""
-    return gumbel(keys, jnp.broadcast_to(jnp.arange(length), (*keys.shape, length)), vocab)
+    return draw_gumbel(keys, jnp.broadcast_to(jnp.arange(length), (*keys.shape, length)), vocab)
 
 
 def by_hand(table: np.ndarray, request: Request, noise: np.ndarray, row: int) -> list[int]:

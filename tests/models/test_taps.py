@@ -10,7 +10,7 @@ import pytest
 
 from helpers.toys import decoder, transformer
 from jaxspec.core.drafter import Needs
-from jaxspec.core.networks import TappedTarget, no_feature, with_taps
+from jaxspec.core.networks import TappedTarget, empty_feature, with_taps
 from jaxspec.core.records import Window
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
@@ -69,7 +69,7 @@ def test_features_begin_with_those_of_the_target():
     np.testing.assert_array_equal(tapped.head(PARAMS, jnp.asarray(np.concatenate(whole, -1))),
                                   LM.head(PARAMS, jnp.asarray(whole[0])))  # fmt: skip
     cache = tapped.init_cache(1, 1)
-    assert no_feature(tapped, PARAMS, cache).shape == (1, WIDTH * (1 + len(taps)))
+    assert empty_feature(tapped, PARAMS, cache).shape == (1, WIDTH * (1 + len(taps)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "packed", "packed int8"])
@@ -113,7 +113,7 @@ def test_the_reader_of_training_gives_them():
         (LM, (0,), "taps must be whole numbers from 1 to 3"),
         (LM, (True,), "taps must be whole numbers"),
         (dataclasses.replace(LM, layers=1), (2,), "from 1 to 1, since the target has 1 layers"),
-        (TableLM(8), (1,), "TableLM does not give; it needs 'taps' and 'depth'"),
+        (TableLM(8), (1,), "TableLM has no 'taps' and 'depth'"),
     ],
 )
 def test_taps_that_do_not_fit_are_refused(lm, taps, message):

@@ -12,7 +12,7 @@ from helpers.platforms import lowered_text
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED, allowed, decoder, generate, request
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.noise import RoundNoise, gumbel
+from jaxspec.core.noise import RoundNoise, draw_gumbel
 from jaxspec.core.records import Proposal
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import Topology, branching, chain
@@ -153,7 +153,7 @@ def test_match_probability_of_one_child():
     count, vocab = 400_000, 6
     rng = np.random.default_rng(2)
     keys, roots = jax.random.split(jax.random.key(0), count), jnp.full((count,), 7)
-    noise = gumbel(keys, roots[:, None], vocab)[:, 0]
+    noise = draw_gumbel(keys, roots[:, None], vocab)[:, 0]
     rows = Sampling(temperature=1.0).rows(count, vocab)
     draw = Draw(Noise.SHARED, RoundNoise(keys, roots, jnp.array(True), vocab), rows)
     for spread in (0.3, 1.0, 2.5):
