@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxspec.core import checks
-from jaxspec.decode.loop import FOREVER
+from jaxspec.decode.loop import NO_LIMIT
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
@@ -32,7 +32,7 @@ def generate(target: Model, prompts: Prompt | Iterable[Prompt], options: Generat
     Raises:
         JaxspecError: an argument is invalid; raised before anything compiles.
     """
-    rounds = FOREVER if options.rounds is None else options.rounds
+    rounds = NO_LIMIT if options.rounds is None else options.rounds
     running = start_stream(target, prompts, dataclasses.replace(options, rounds=rounds))
     for _ in running:
         pass

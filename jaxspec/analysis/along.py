@@ -120,7 +120,7 @@ def read_features(
         text: token ids.
         slots: the number of cache slots; None for as many as the text needs.
     """
-    cache = lm.init_cache(1, sizes.count_slots(len(text), sizes.PROMPT_CHUNK) if slots is None else slots)
+    cache = lm.init_cache(1, sizes.required_slots(len(text), sizes.PROMPT_CHUNK) if slots is None else slots)
     for start in range(0, len(text), sizes.PROMPT_CHUNK):
         chunk = list(text[start : start + sizes.PROMPT_CHUNK])
         tokens = jnp.asarray([chunk + [0] * (sizes.PROMPT_CHUNK - len(chunk))])

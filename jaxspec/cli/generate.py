@@ -103,10 +103,10 @@ def _into_file(target: "Model", prompts: list, options: "GenerateOptions") -> "O
     """Writes every text when it ends, and shows the progress."""
     from jaxspec.api import start_stream
     from jaxspec.cli import show
-    from jaxspec.decode.loop import FOREVER
+    from jaxspec.decode.loop import NO_LIMIT
 
     with show.Bar("decoding", parts=show.PARTS) as bar:
-        running = start_stream(target, prompts, dataclasses.replace(options, progress=bar, rounds=FOREVER))
+        running = start_stream(target, prompts, dataclasses.replace(options, progress=bar, rounds=NO_LIMIT))
         rows = len(prompts) * options.samples
         there = sum(row.finish_reason is not None for row in running.output)
         resumed = f", {'all' if there == rows else there} of them already in {options.out}" if there else ""

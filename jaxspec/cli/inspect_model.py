@@ -168,7 +168,7 @@ def memory_section(
     from jaxspec.models.config import is_table
 
     size = DTYPES[activation_dtype(dtype)].itemsize
-    slots = sizes.round_to_bucket(sizes.count_slots(length, sizes.PROMPT_CHUNK))
+    slots = sizes.round_to_bucket(sizes.required_slots(length, sizes.PROMPT_CHUNK))
     parameters = sum(map(native_bytes, stored)) if dtype == FILE else 0
     for name, shape in config.param_shapes().items() if dtype != FILE else ():
         if len(shape) == 1:  # vectors stay float32

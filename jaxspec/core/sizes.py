@@ -24,7 +24,7 @@ MAX_LOGPROBS = 1024
 """The largest number of alternatives recorded per token. They take as much memory as the cache of a small model."""
 
 
-def count_slots(length: int, window: int) -> int:
+def required_slots(length: int, window: int) -> int:
     """Returns the number of slots that a text of `length` tokens needs, with room for a window after it."""
     return round_to_blocks(length + window)
 

@@ -59,7 +59,7 @@ def init(
         log=RoundLog.empty(batch, slots, drafter.shape.depth),
         round=zeros,
         recorded=request.logprobs,
-        logprobs=None if request.logprobs is None else logprobs.empty(batch, slots, top_logprobs),
+        logprobs=None if request.logprobs is None else logprobs.empty_logprobs(batch, slots, top_logprobs),
     )
     return _with_prompts(drafter, state, request, request.count)
 

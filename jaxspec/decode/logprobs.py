@@ -10,13 +10,13 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.decode.state import Logprobs
 
 
-def empty(batch: int, size: int, top: int) -> Logprobs:
+def empty_logprobs(batch: int, size: int, top: int) -> Logprobs:
     """Returns zeros for `size` tokens per row, with `top` alternatives each."""
-    one, many = jnp.zeros((batch, size), jnp.float32), jnp.zeros((batch, size, top), jnp.float32)
-    return Logprobs(one, one, many, many.astype(jnp.int32))
+    chosen, alternatives = jnp.zeros((batch, size), jnp.float32), jnp.zeros((batch, size, top), jnp.float32)
+    return Logprobs(chosen, chosen, alternatives, alternatives.astype(jnp.int32))
 
 
-def along(
+def compute_logprobs(
     path: Int[Array, "B M"],
     tokens: Int[Array, "B M"],
     count: Int[Array, ""],
@@ -53,11 +53,11 @@ def along(
             ids,
         )
 
-    def put(depth: Array, found: Logprobs) -> Logprobs:
+    def put(depth: Array, logprobs: Logprobs) -> Logprobs:
         def write(rows: Array, new: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(rows, new.astype(rows.dtype), depth, 1)
 
-        return jax.tree.map(write, found, at(depth))
+        return jax.tree.map(write, logprobs, at(depth))
 
     batch, size = path.shape
-    return lax.fori_loop(0, count, put, empty(batch, size, top))
+    return lax.fori_loop(0, count, put, empty_logprobs(batch, size, top))

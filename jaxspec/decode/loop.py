@@ -30,10 +30,10 @@ from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit, cut
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
-from jaxspec.decode.verify import accepted_path, apply_rule, first_nodes, likeliest, rooted
+from jaxspec.decode.verify import accepted_path, apply_rule, complete_proposal, select_likeliest, take_first_nodes
 from jaxspec.errors import InvalidConfig, shown
 
-FOREVER = np.iinfo(np.int32).max
+NO_LIMIT = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Decoder:
 
     def slots(self, length: int) -> int:
         """Returns the cache capacity for a text of `length` tokens, with room for one more window after it."""
-        return sizes.count_slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
+        return sizes.required_slots(length, max(self.drafter.shape.nodes, self.drafter.shape.depth + 1, self.chunk))
 
     def init(self, weights: Weights, request: Request, capacity: int) -> State:
         """Returns the state of a batch of prompts before any of them is read; `slots` computes `capacity`."""
@@ -120,13 +120,15 @@ class Decoder:
         draw = Draw(self.rule.noise, noise, state.sampling, limit, self.schedule.stop_after)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
-        proposal = rooted(proposal, state.tokens, state.length, limit, self.target.vocab)
+        proposal = complete_proposal(proposal, state.tokens, state.length, limit, self.target.vocab)
 
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1
 
         def verify(width: int, cache: Cache) -> Outcome:
-            return self._verify(weights, state._replace(cache=cache), first_nodes(proposal, width), shape.depth, noise)
+            return self._verify(
+                weights, state._replace(cache=cache), take_first_nodes(proposal, width), shape.depth, noise
+            )
 
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
@@ -137,7 +139,7 @@ class Decoder:
         self,
         weights: Weights,
         state: State,
-        max_rounds: Array | int = FOREVER,
+        max_rounds: Array | int = NO_LIMIT,
         least: Array | int = 1,
         max_depth: Array | int | None = None,
     ) -> State:
@@ -156,15 +158,15 @@ class Decoder:
         least = jnp.maximum(jnp.max(least), 1)
         max_rounds = jnp.minimum(max_rounds, jnp.max(state.limit - state.length))
 
-        def going(carry: tuple[State, Array]) -> Array:
-            state, played = carry
-            return ((state.status == Status.RUNNING).sum() >= least) & (played < max_rounds)
+        def unfinished(carry: tuple[State, Array]) -> Array:
+            state, rounds = carry
+            return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds)
 
-        def play(carry: tuple[State, Array]) -> tuple[State, Array]:
-            state, played = carry
-            return self.step(weights, state, max_depth), played + 1
+        def run_round(carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, rounds = carry
+            return self.step(weights, state, max_depth), rounds + 1
 
-        return lax.while_loop(going, play, (state, jnp.int32(0)))[0]
+        return lax.while_loop(unfinished, run_round, (state, jnp.int32(0)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""
@@ -197,10 +199,10 @@ class Decoder:
             asking = state.recorded & (state.status == Status.RUNNING)
             longest = jnp.where(asking, (path >= 0).sum(-1), 0).max()
             settings = state.sampling, self.top_logprobs, self.rule.lossless
-            recorded = logprobs.along(path, tokens, longest, logits, *settings)
+            recorded = logprobs.compute_logprobs(path, tokens, longest, logits, *settings)
         seen = None
         if observed := self.drafter.needs.observed:
-            seen = likeliest(proposal.tokens, logits, observed, self.drafter.shape.nodes)
+            seen = select_likeliest(proposal.tokens, logits, observed, self.drafter.shape.nodes)
         return Outcome(
             path,
             tokens,
@@ -250,13 +252,13 @@ def _batched(decoder: Decoder, capacity: int):
     def rule(size, batched, weights, request):
         if any(jax.tree.leaves(batched[0])):  # parameters differ between examples, so they cannot share a batch
 
-            def one(index):
-                pick = jax.tree.map(
+            def generate_example(index):
+                arguments = jax.tree.map(
                     lambda leaf, mapped: leaf[index] if mapped else leaf, (weights, request), tuple(batched)
                 )
-                return generate(*pick)
+                return generate(*arguments)
 
-            out = lax.map(one, jnp.arange(size))
+            out = lax.map(generate_example, jnp.arange(size))
         else:
             full = jax.tree.map(
                 lambda leaf, mapped: leaf if mapped else jnp.broadcast_to(leaf[None], (size, *leaf.shape)),

@@ -19,14 +19,15 @@ from jaxspec.backend.layout import default_platform
 from jaxspec.core.mesh import MODEL, count_groups, place, to_host
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
-from jaxspec.decode.loop import FOREVER, Decoder
+from jaxspec.decode.loop import NO_LIMIT, Decoder
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
 
 _EXECUTABLES: collections.OrderedDict[tuple, jax.stages.Compiled] = collections.OrderedDict()
-# Only the most recently used are kept: on a CPU each takes up to 1000 of the 65530 memory maps of a Linux process.
-_KEPT = 32
+# Only the most recently used executables stay: on a CPU, each takes up to 1000 of the 65530 memory maps of a Linux
+# process.
+_MAX_EXECUTABLES = 32
 
 
 @dataclasses.dataclass(repr=False)
@@ -126,7 +127,7 @@ class Session:
         size = self.state.length.shape[0] // len(positions)
         for group, position in enumerate(positions):
             if self._cut is not None and position >= 0:
-                self._cut[group * size + position] = FOREVER
+                self._cut[group * size + position] = NO_LIMIT
         new = self._prefill(self._call(_init, (self.decoder, self.capacity), (self.weights, request)))
         static = (tuple(jax.tree.leaves(self._row_axes)),)
         arguments = (self.state, new, jnp.asarray(positions, jnp.int32))
@@ -135,7 +136,7 @@ class Session:
         self.state, seconds = _timed(compiled, arguments)
         self.timing.prefill_s += seconds
 
-    def run(self, max_rounds: int = FOREVER, least: Sequence[int] | None = None, max_depth: int = FOREVER) -> None:
+    def run(self, max_rounds: int = NO_LIMIT, least: Sequence[int] | None = None, max_depth: int = NO_LIMIT) -> None:
         """Runs rounds until all rows have finished.
 
         Args:
@@ -163,14 +164,14 @@ class Session:
             length: the new length of each row, at most the current one.
             status: the new status of each row.
         """
-        now = to_host(self.state.length)
-        if (length < now).any():
-            self.timing.tokens -= int((now - length).sum())
-            cut = np.where(length < now, length, FOREVER)
+        current = to_host(self.state.length)
+        if (length < current).any():
+            self.timing.tokens -= int((current - length).sum())
+            cut = np.where(length < current, length, NO_LIMIT)
             self._cut = cut if self._cut is None else np.minimum(self._cut, cut)
         new = status.astype(np.int32)
-        own = jnp.asarray(new) if self.mesh is None else place(new, self.state.status.sharding)
-        self.state = self.state._replace(status=own)
+        placed = jnp.asarray(new) if self.mesh is None else place(new, self.state.status.sharding)
+        self.state = self.state._replace(status=placed)
 
     def row_tokens(self, row: int) -> list[int]:
         """Returns the token ids of a row's whole text: prompts and answers."""
@@ -240,7 +241,7 @@ class Session:
             seconds = time.perf_counter() - start
             self.timing.compile_s += seconds
             self.notice.took(seconds)
-            if len(_EXECUTABLES) > _KEPT:
+            if len(_EXECUTABLES) > _MAX_EXECUTABLES:
                 _EXECUTABLES.popitem(last=False)
         _EXECUTABLES.move_to_end(key)
         return _EXECUTABLES[key], arguments

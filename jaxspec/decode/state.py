@@ -11,7 +11,7 @@ from jaxspec.core.records import Cache, Params
 from jaxspec.core.sampling import Sampling
 
 
-def _brief(held: Any) -> str:
+def _brief(record: Any) -> str:
     """Returns the fields of a tuple in one line: an array by dtype and shape, a pytree by its number of arrays."""
 
     def of(value: Any) -> str:
@@ -20,7 +20,7 @@ def _brief(held: Any) -> str:
             return f"{leaves[0].dtype}{list(leaves[0].shape)}"
         return f"{len(leaves)} arrays" if leaves else "None"
 
-    return f"{type(held).__name__}({', '.join(f'{name}={of(getattr(held, name))}' for name in held._fields)})"
+    return f"{type(record).__name__}({', '.join(f'{name}={of(getattr(record, name))}' for name in record._fields)})"
 
 
 class Weights(NamedTuple):

@@ -16,15 +16,15 @@ COST_RATIO = 0.125
 """Default cost of one draft-model call, in target calls."""
 
 
-def from_draft(log: RoundLog) -> np.ndarray:
+def mark_drafted(log: RoundLog) -> np.ndarray:
     """Returns whether each emitted token was proposed by the drafter, `[tokens]`, in the order of the text.
 
     Args:
         log: the log of one row, `[rounds, 3 + D]`.
     """
     emitted, accepted = np.asarray(log.emitted), np.asarray(log.accepted)
-    place = np.arange(emitted.sum()) - np.repeat(np.cumsum(emitted) - emitted, emitted)  # within the round
-    return place < np.repeat(accepted, emitted)
+    index = np.arange(emitted.sum()) - np.repeat(np.cumsum(emitted) - emitted, emitted)  # within the round
+    return index < np.repeat(accepted, emitted)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

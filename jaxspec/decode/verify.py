@@ -18,10 +18,10 @@ from jaxspec.core.sampling import GREEDY, Sampling
 from jaxspec.core.tree import Tree
 
 Finite = Callable[[Int[Array, "B D1"], Int[Array, "B D1"]], Bool[Array, "B D1"]]
-"""Tells whether the target's scores after nodes of a path are finite, given the nodes and the token after each."""
+"""Returns whether the target's scores after nodes of a path are finite, given the nodes and the token after each."""
 
 
-def rooted(
+def complete_proposal(
     proposal: Proposal, text: Int[Array, "B S"], length: Int[Array, "B"], limit: Int[Array, "B"], vocab: int
 ) -> Proposal:
     """Returns the proposal with the root's token, one tree per row, and no token deeper than the row's limit.
@@ -42,7 +42,7 @@ def rooted(
     return Proposal(tokens, tree, proposal.law)
 
 
-def distinct(proposal: Proposal) -> Proposal:
+def drop_invalid_children(proposal: Proposal) -> Proposal:
     """Removes children that no rule may accept.
 
     Such a child repeats the token of an earlier sibling, or has probability 0 or NaN under the law it should have been
@@ -55,8 +55,8 @@ def distinct(proposal: Proposal) -> Proposal:
     dropped = (siblings & (tokens[..., :, None] == tokens[..., None, :])).any(-1)
     if proposal.law is not None:
         rows = jnp.arange(tokens.shape[0])[:, None]
-        own = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
-        dropped |= ~(own > -jnp.inf)
+        drawn_from = proposal.law[rows, jnp.maximum(tree.parents, 0), jnp.maximum(tokens, 0)]
+        dropped |= ~(drawn_from > -jnp.inf)
     return proposal._replace(tokens=jnp.where(dropped, -1, tokens))
 
 
@@ -71,7 +71,7 @@ def accepted_path(proposal: Proposal, verdict: Verdict) -> tuple[Int[Array, "B M
     return path, jnp.where(below >= 0, tokens, verdict.token[:, None])
 
 
-def first_nodes(proposal: Proposal, width: int) -> Proposal:
+def take_first_nodes(proposal: Proposal, width: int) -> Proposal:
     """Returns the proposal's first `width` nodes; nodes are in level order, so the first nodes are a tree."""
     tree, depths = proposal.tree, min(width, proposal.tree.paths.shape[-1])
     below = tree.children[:, :width]
@@ -86,7 +86,7 @@ def first_nodes(proposal: Proposal, width: int) -> Proposal:
     return Proposal(proposal.tokens[:, :width], kept, None if proposal.law is None else proposal.law[:, :width])
 
 
-def likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], count: int, nodes: int) -> Seen:
+def select_likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], count: int, nodes: int) -> Seen:
     """Returns the `count` highest logits after each of the first W nodes, padded to `nodes` nodes.
 
     The shapes depend neither on the width of the target call nor on the vocabulary, which may have fewer tokens.
@@ -121,10 +121,10 @@ def apply_rule(
 
         def drawn_are_finite(path: Array, tokens: Array) -> Array:
             # If a score is NaN or +inf, argmax draws such a token, so checking the drawn token is enough.
-            own = logits[jnp.arange(len(path))[:, None], path, tokens]
+            drawn = logits[jnp.arange(len(path))[:, None], path, tokens]
             if sampling.logit_bias is not None:
-                own = own + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
-            return jnp.isfinite(tempered(own[..., None], rows)[..., 0])
+                drawn = drawn + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
+            return jnp.isfinite(tempered(drawn[..., None], rows)[..., 0])
 
         return cast(CoupledRule, rule)(after, noise.target_at, rows, proposal), drawn_are_finite
 
@@ -133,7 +133,7 @@ def apply_rule(
     law = log_law(jnp.where(finite[..., None], score, 0.0), rows)
     number = noise.uniform()
     stop = functools.partial(_stop, cast(WeighingRule, rule))
-    node, weights = jax.vmap(stop)(law, distinct(proposal), number)
+    node, weights = jax.vmap(stop)(law, drop_invalid_children(proposal), number)
     # The token is drawn with the noise of its position, as without a draft. No drafter reads it under such a rule.
     extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1))[:, 0]
     extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)

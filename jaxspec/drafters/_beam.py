@@ -29,7 +29,7 @@ class DynamicState(NamedTuple):
     """
 
     tokens: Int[Array, "B F"]
-    worth: Float[Array, "B F"]  # score: the logarithm of the product of probabilities along the path
+    scores: Float[Array, "B F"]  # the logarithm of the product of probabilities along the path
     parents: Int[Array, "B F"]
     slots: Int[Array, "B F"]  # -1: the candidate was not read
     beam: Int[Array, "B M"]  # indices of candidates; F and more for padding
@@ -71,7 +71,7 @@ class DynamicTree:
             jnp.zeros((batch, width, count_slots(self.topology)), bool),
         )
 
-    def wants(self, state: DynamicState, depth: Array | int) -> Bool[Array, ""]:
+    def drafts_below(self, state: DynamicState, depth: Array | int) -> Bool[Array, ""]:
         """Returns whether any row drafts children of nodes at this depth."""
         return self.draw.below(depth).any()
 
@@ -103,9 +103,9 @@ class DynamicTree:
         else:
             logits, estimate = logits if isinstance(logits, Judged) else (logits, None)
             ranked = self.draw.ranked(logits, depth, width, self.ids, estimate)
-        tokens, worth = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
-        worth = worth + jnp.take_along_axis(state.worth, jnp.minimum(nodes, room - 1), 1)[:, :, None]
-        worth = jnp.where((nodes < room)[:, :, None], worth, -jnp.inf)
+        tokens, scores = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
+        scores = scores + jnp.take_along_axis(state.scores, jnp.minimum(nodes, room - 1), 1)[:, :, None]
+        scores = jnp.where((nodes < room)[:, :, None], scores, -jnp.inf)
         start = jnp.where(depth == 0, 1, 1 + width + (depth - 1) * width**2)  # overwrites children of depth-0 padding
         # With a constant offset, XLA:GPU makes the copy a call from the host, which a command buffer cannot contain.
         start = lax.optimization_barrier(start)
@@ -113,34 +113,34 @@ class DynamicTree:
         def put(old: Array, new: Array) -> Array:
             return lax.dynamic_update_slice(old, new.reshape(batch, -1).astype(old.dtype), (0, start))
 
-        best = lax.top_k(worth.reshape(batch, -1), width)[1]
-        own = jnp.arange(level.ancestors.shape[2]) == level.slots[:, None]
+        best = lax.top_k(scores.reshape(batch, -1), width)[1]
+        itself = jnp.arange(level.ancestors.shape[2]) == level.slots[:, None]
         slots = jnp.broadcast_to(level.slots, nodes.shape)
         return DynamicState(
             put(state.tokens, tokens),
-            put(state.worth, worth),
-            put(state.parents, jnp.broadcast_to(nodes[:, :, None], worth.shape)),
+            put(state.scores, scores),
+            put(state.parents, jnp.broadcast_to(nodes[:, :, None], scores.shape)),
             state.slots.at[jnp.arange(batch)[:, None], nodes].set(slots, mode="drop"),
             start + best,
             best // width,
-            jnp.take_along_axis(level.ancestors | own, (best // width)[:, :, None], 1),
+            jnp.take_along_axis(level.ancestors | itself, (best // width)[:, :, None], 1),
         )
 
     def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
         """Returns the best candidates as a proposal, and the slot of every node; -1 if the node was not read."""
         topology, (batch, room) = self.topology, state.tokens.shape
-        worth, best = lax.top_k(state.worth[:, 1 : topology.found], topology.nodes - 1)
-        left = jnp.zeros(best.shape, bool)
+        scores, best = lax.top_k(state.scores[:, 1 : topology.found], topology.nodes - 1)
+        excluded = jnp.zeros(best.shape, bool)
         if self.count is not None:
-            left = jnp.arange(topology.nodes - 1) >= self.count(worth)[:, None]
+            excluded = jnp.arange(topology.nodes - 1) >= self.count(scores)[:, None]
         # In level order, root included. Nodes that are left out come last, so that a narrower call holds the other
         # nodes.
-        order = jnp.pad(jnp.sort(jnp.where(left, room, 0) + best + 1, axis=1), ((0, 0), (1, 0)))
-        kept, left = order % room, order >= room
-        ids = jnp.broadcast_to(jnp.arange(topology.nodes), kept.shape)
-        new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(ids)
-        above = jnp.take_along_axis(state.parents, kept, 1)
+        order = jnp.pad(jnp.sort(jnp.where(excluded, room, 0) + best + 1, axis=1), ((0, 0), (1, 0)))
+        selected, excluded = order % room, order >= room
+        ids = jnp.broadcast_to(jnp.arange(topology.nodes), selected.shape)
+        new = jnp.zeros((batch, room), jnp.int32).at[jnp.arange(batch)[:, None], selected].set(ids)
+        above = jnp.take_along_axis(state.parents, selected, 1)
         parents = jnp.where(above >= 0, jnp.take_along_axis(new, jnp.maximum(above, 0), 1), -1)
         tree = jax.vmap(lambda parents: build(parents, topology.shape))(parents)
-        tokens, slots = (jnp.take_along_axis(a, kept, 1) for a in (state.tokens, state.slots))
-        return Proposal(jnp.where(left, -1, tokens), tree), slots
+        tokens, slots = (jnp.take_along_axis(a, selected, 1) for a in (state.tokens, state.slots))
+        return Proposal(jnp.where(excluded, -1, tokens), tree), slots

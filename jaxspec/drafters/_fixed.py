@@ -44,7 +44,7 @@ class FixedTree:
         tokens = jnp.full((root.shape[0], slots), -1, jnp.int32).at[:, 0].set(root)
         return FixedState(tokens, self.draw.empty_law(slots), jnp.int32(self.first))
 
-    def wants(self, state: FixedState, depth: Array | int) -> Bool[Array, ""]:
+    def drafts_below(self, state: FixedState, depth: Array | int) -> Bool[Array, ""]:
         """Returns whether any row drafts children of nodes at this depth."""
         nodes = self._nodes(depth)
         drafted = (state.tokens[:, nodes] >= 0) & (nodes < self.topology.shape.nodes)

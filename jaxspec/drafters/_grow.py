@@ -16,7 +16,7 @@ from jaxspec.drafters._fixed import FixedTree
 from jaxspec.drafters._level import Level
 
 Carry = Any  # a pytree of arrays
-Read = Callable[[Level, Carry], tuple[Float[Array, "B n R"] | Judged | Candidates, Carry]]
+ReadLevel = Callable[[Level, Carry], tuple[Float[Array, "B n R"] | Judged | Candidates, Carry]]
 
 
 class Grown(NamedTuple):
@@ -31,7 +31,7 @@ def grow(
     topology: Topology | Dynamic,
     root: Int[Array, "B"],
     draw: Draw,
-    read: Read,
+    read: ReadLevel,
     carry: Carry,
     *,
     root_logits: Callable[[], Float[Array, "B 1 R"]] | None = None,
@@ -69,7 +69,7 @@ def grow(
     state = tree.start(root)
     if root_logits is not None:
         state = lax.cond(
-            tree.wants(state, 0),
+            tree.drafts_below(state, 0),
             lambda state: tree.add(state, tree.level(state, 0), root_logits()),
             lambda same: same,
             state,
@@ -82,16 +82,16 @@ def grow(
 
     if unroll:
         for level in range(first, depth):
-            one = functools.partial(descend, level)
-            state, carry = lax.cond(tree.wants(state, level), one, lambda *same: same, state, carry)
+            descend_level = functools.partial(descend, level)
+            state, carry = lax.cond(tree.drafts_below(state, level), descend_level, lambda *same: same, state, carry)
     elif first < depth:
 
-        def wanted(loop: tuple[Array, Any, Carry]) -> Bool[Array, ""]:
-            return (loop[0] < depth) & tree.wants(loop[1], loop[0])
+        def unfinished(loop: tuple[Array, Any, Carry]) -> Bool[Array, ""]:
+            return (loop[0] < depth) & tree.drafts_below(loop[1], loop[0])
 
         def step(loop: tuple[Array, Any, Carry]) -> tuple[Array, Any, Carry]:
             return loop[0] + 1, *descend(*loop)
 
-        _, state, carry = lax.while_loop(wanted, step, (jnp.int32(first), state, carry))
+        _, state, carry = lax.while_loop(unfinished, step, (jnp.int32(first), state, carry))
     proposal, slots = tree.finish(state)
     return Grown(proposal, carry, slots)

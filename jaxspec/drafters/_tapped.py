@@ -28,8 +28,8 @@ def with_options(config: Any, options: Mapping[str, Any]) -> Any:
         numbers = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts)
         if len(numbers) != config.num_taps:
             raise InvalidConfig(
-                f"taps must be {config.num_taps} layers of the target, as the head reads, such as "
-                f"(2, 15, 27) or '2,15,27'; got {shown(taps)}"
+                f"taps must be {config.num_taps} numbers of target layers, because the head reads as many states, such "
+                f"as (2, 15, 27) or '2,15,27'; got {shown(taps)}"
             )
         config = dataclasses.replace(config, taps=numbers)
     return config

@@ -21,9 +21,11 @@ def check_tree(tree: Topology | Dynamic, vocab: int) -> None:
     """
     width = tree.beam if isinstance(tree, Dynamic) else tree.shape.width
     if tree.shape.depth < 1:
-        raise InvalidConfig("a drafting model needs a draft length of at least 1")
+        raise InvalidConfig("a drafting model needs a tree of at least one drafted token; got the root alone")
     if width > vocab:
-        raise InvalidConfig(f"the tree has nodes of {width} children, the model a vocabulary of {vocab} tokens")
+        raise InvalidConfig(
+            f"the tree has nodes with {width} children, but the draft has a vocabulary of only {vocab} tokens"
+        )
 
 
 def as_window(level: Level, start: Int[Array, "B"]) -> Window:
@@ -34,9 +36,9 @@ def as_window(level: Level, start: Int[Array, "B"]) -> Window:
         start: the position of the root in each row's text.
     """
     batch, nodes = level.tokens.shape
-    own = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (batch, nodes, nodes))
+    itself = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (batch, nodes, nodes))
     positions = jnp.broadcast_to((start + level.depth)[:, None], (batch, nodes))
-    return Window(level.tokens, positions, jnp.concatenate([level.ancestors, own], axis=2))
+    return Window(level.tokens, positions, jnp.concatenate([level.ancestors, itself], axis=2))
 
 
 def put_entries(entries: Entries, level: Level, new: Entries) -> Entries:

@@ -64,7 +64,7 @@ class DFlash(TreeDrafter):
         check_tree(self.tree, self.config.rows)
         depth, most = self.tree.shape.depth, self.config.max_depth
         if depth > most:
-            raise InvalidConfig(f"a block of the head names {most} tokens, got a tree of depth {depth}")
+            raise InvalidConfig(f"a block of this head predicts at most {most} tokens, got a tree of depth {depth}")
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:

@@ -43,7 +43,8 @@ class EarlyExit(Stateless):
         target = inputs.target.lm
         if not isinstance(target, LayeredTarget):
             raise InvalidConfig(
-                f"early-exit needs a target made of layers; {type(target).__name__} has none that it can stop after"
+                f"early-exit needs a target that can stop after a layer, but {type(target).__name__} has no "
+                "'depth' and 'layers'; see docs/own-model.md"
             )
         total = target.depth
         layers = inputs.options.get("exit_layers", max(1, total // 3))

@@ -19,7 +19,7 @@ from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
-from jaxspec.drafters._grow import Read, grow
+from jaxspec.drafters._grow import ReadLevel, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
@@ -64,11 +64,11 @@ class Medusa(TreeDrafter):
         most = self.config.max_depth
         if not 1 <= depth <= most:
             raise InvalidConfig(
-                f"{self.config.num_heads} heads draft trees of depth 1 to {most}, got a tree of depth {depth}"
+                f"{self.config.num_heads} heads draft trees of depth 1 to {most}; got a tree of depth {depth}"
             )
         if width > self.config.rows:
             raise InvalidConfig(
-                f"a node of the tree has {width} children, and the heads have {self.config.rows} tokens"
+                f"the tree has nodes with {width} children, but the heads have a vocabulary of only {self.config.rows}"
             )
 
     @classmethod
@@ -83,7 +83,7 @@ class Medusa(TreeDrafter):
             # With a copy of these rows, a round reads far fewer bytes than from the whole matrix.
             params["rows"] = take_rows(lm.unembedding(inputs.target.params), heads.params["tokens"])
         if isinstance(target, TransformerLM) and target.execution.kernels:
-            params["heads"] = jax.tree_util.tree_map_with_path(_packed, params["heads"])
+            params["heads"] = jax.tree_util.tree_map_with_path(_pack_matrix, params["heads"])
             params |= {"rows": pack_param("head", params["rows"])} if "rows" in params else {}
         tree: Any = inputs.tree or heads.tree or chain(config.num_heads)
         return cls(config, lm, tree), params
@@ -110,7 +110,7 @@ class Medusa(TreeDrafter):
         ids = params["heads"].get("tokens")
         return grow(self.tree, root, draw, read, carry, ids=ids, unroll=True).proposal, state
 
-    def _independent_reader(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> Read:
+    def _independent_reader(self, params: Params, state: MedusaState, context: Context, draw: Draw) -> ReadLevel:
         """Returns the `read` of heads that read no tokens: one pass computes the logits of all levels."""
         config, depth = self.config, self.shape.depth
 
@@ -129,7 +129,7 @@ class Medusa(TreeDrafter):
 
         return read
 
-    def _path_reader(self, params: Params, state: MedusaState, context: Context) -> tuple[Read, Array]:
+    def _path_reader(self, params: Params, state: MedusaState, context: Context) -> tuple[ReadLevel, Array]:
         """Returns the `read` of heads that read the tokens of the path, and its carry `[B, S, *]`.
 
         The carry holds the tokens of each node's path, or the hidden state after it if the heads are recurrent.
@@ -169,7 +169,7 @@ class Medusa(TreeDrafter):
         return self.target.vocab if self.config.draft_vocab_size is None else self.config.rows
 
 
-def _packed(path: tuple, leaf: Array) -> Any:
+def _pack_matrix(path: tuple, leaf: Array) -> Any:
     """Packs a matrix of the heads; projections are `[O, I]`, other matrices `[I, O]`."""
     if leaf.ndim < 2:
         return leaf

@@ -28,10 +28,10 @@ from jaxspec.models.model import Model
 from jaxspec.text.bridge import Bridge, Side, build_bridge
 from jaxspec.text.tokenizer import same_vocab
 
-ROOM = 2
-"""The number of tokens that a draft model of another vocabulary has room for, per slot of the target's cache."""
-NEAR, FAR = 2, 16
-"""The number of tokens in a call that reads text: `NEAR` if at most that many are left to read, else `FAR`."""
+TOKENS_PER_SLOT = 2
+"""The number of slots in the cache of a draft model of another vocabulary, for each slot of the target's cache."""
+SHORT_READ, LONG_READ = 2, 16
+"""The number of tokens in a call that reads text: `SHORT_READ` if at most that many are unread, else `LONG_READ`."""
 
 
 class ModelState(NamedTuple):
@@ -71,10 +71,10 @@ class ModelDraft(TreeDrafter):
             return drafter, draft.params
         if None in tokenizers:
             raise VocabMismatch(
-                f"the draft model has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}; both need a "
-                "tokenizer, or they must share one vocabulary"
+                f"the draft model has a vocabulary of {sizes[0]} tokens and the target has one of {sizes[1]}; load "
+                "both with their tokenizers, or use a draft model with the target's vocabulary"
             )
-        return bridged(drafter, draft.params, build_bridge(_side(target), _side(draft)))
+        return make_bridged_draft(drafter, draft.params, build_bridge(_side(target), _side(draft)))
 
     @property
     def needs(self) -> Needs:
@@ -111,25 +111,27 @@ class ModelDraft(TreeDrafter):
         self, params: Params, state: ModelState, text: Int[Array, "B S"], length: Int[Array, "B"]
     ) -> ModelState:
         """Reads the first `length` tokens of each row's text, except those that the cache holds."""
-        far = min(FAR, self.tree.shape.nodes + NEAR + 1)  # the capacity has room for a window after the text
-        for size, near in ((far, NEAR), (NEAR, 0)):
+        long = min(
+            LONG_READ, self.tree.shape.nodes + SHORT_READ + 1
+        )  # the capacity has room for a window after the text
+        for size, rest in ((long, SHORT_READ), (SHORT_READ, 0)):
 
-            def behind(state: ModelState, near: int = near) -> Array:
-                return jnp.any(length - state.cache.length > near)
+            def unread(state: ModelState, rest: int = rest) -> Array:
+                return jnp.any(length - state.cache.length > rest)
 
             def read(state: ModelState, size: int = size) -> ModelState:
                 return self.read(params, state, text, length, size)
 
-            state = lax.while_loop(behind, read, state)
+            state = lax.while_loop(unread, read, state)
         return state
 
     def read(self, params: Params, state: ModelState, text: Array, length: Array, size: int) -> ModelState:
         """Reads the next tokens of the text, at most `size` and only those before `length`."""
         cache, steps = state.cache, jnp.arange(size)
-        places = cache.length[:, None] + steps
-        tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)
+        positions = cache.length[:, None] + steps
+        tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), axis=1)
         causal = jnp.broadcast_to(steps[:, None] >= steps, (length.shape[0], size, size))
-        features, entries = self.model.apply(params, Window(tokens, places, causal), cache)
+        features, entries = self.model.apply(params, Window(tokens, positions, causal), cache)
         missing = jnp.clip(length - cache.length, 0, size)
         cache = self.model.commit(cache, entries, None, missing, features)
         last = jnp.take_along_axis(features, jnp.maximum(missing - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -180,7 +182,7 @@ class BridgedDraft:
 
     @property
     def needs(self) -> Needs:
-        return Needs(prompts=ROOM, tree=self.inner.tree)
+        return Needs(prompts=TOKENS_PER_SLOT, tree=self.inner.tree)
 
     @property
     def shape(self) -> TreeShape:
@@ -198,8 +200,8 @@ class BridgedDraft:
         return str(self.bridge)
 
     def init(self, params: Params, batch: int, capacity: int) -> BridgedState:
-        state = self.inner.init(params["model"], batch, ROOM * capacity)
-        text = jnp.zeros((batch, round_to_blocks(ROOM * capacity)), jnp.int32).at[:, 0].set(self.begin)
+        state = self.inner.init(params["model"], batch, TOKENS_PER_SLOT * capacity)
+        text = jnp.zeros((batch, round_to_blocks(TOKENS_PER_SLOT * capacity)), jnp.int32).at[:, 0].set(self.begin)
         return BridgedState(state, text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read_prompt(
@@ -214,13 +216,13 @@ class BridgedDraft:
 
     def absorb(self, params: Params, state: BridgedState, advance: Advance) -> BridgedState:
         """Appends the draft model's spelling of committed tokens, and then continues as `ModelDraft.absorb` does."""
-        steps, places = jnp.arange(advance.tokens.shape[1]), jnp.arange(self.widest)
+        steps, piece_steps = jnp.arange(advance.tokens.shape[1]), jnp.arange(self.widest)
         unspelled = (steps < advance.count[:, None]) & (advance.start[:, None] + steps >= state.covered[:, None])
         first = params["starts"][advance.tokens]
         sizes = jnp.where(unspelled, params["starts"][advance.tokens + 1] - first, 0)
-        pieces = jnp.take(params["spelling"], first[:, :, None] + places, mode="clip")
-        at = (state.length[:, None] + jnp.cumsum(sizes, 1) - sizes)[:, :, None] + places
-        text = _write(state.text, pieces, at, places < sizes[:, :, None])
+        pieces = jnp.take(params["spelling"], first[:, :, None] + piece_steps, mode="clip")
+        at = (state.length[:, None] + jnp.cumsum(sizes, 1) - sizes)[:, :, None] + piece_steps
+        text = _write(state.text, pieces, at, piece_steps < sizes[:, :, None])
         added = sizes.sum(1)
         length = state.length + added
         covered = jnp.maximum(state.covered, jnp.where(advance.count > 0, advance.start + advance.count, 0))
@@ -244,17 +246,17 @@ class BridgedDraft:
     ) -> tuple[Proposal, BridgedState]:
         limit = self.shape.depth if draw.limit is None else draw.limit
         draw = dataclasses.replace(draw, limit=jnp.where(self._fits(state.text, state.length), limit, 0))
-        network, own, common = self.inner.model, params["model"], params["common"]
+        network, draft_params, common = self.inner.model, params["model"], params["common"]
         length = jnp.where(draw.below(0), state.length, 0)
-        model = self.inner.catch_up(own, state.model, state.text, length)
-        read_own = model_reader(network, own, model.cache, model.cache.length - 1)
+        model = self.inner.catch_up(draft_params, state.model, state.text, length)
+        read_draft = model_reader(network, draft_params, model.cache, model.cache.length - 1)
 
         def after_root() -> Float[Array, "B 1 R"]:
-            return network.head(own, model.feature[:, None])[..., common]
+            return network.head(draft_params, model.feature[:, None])[..., common]
 
         def read(level: Level, entries: Entries) -> tuple[Float[Array, "B n R"], Entries]:
             tokens = jnp.take(params["spelling"], params["starts"][level.tokens], mode="clip")
-            logits, entries = read_own(level._replace(tokens=tokens), entries)
+            logits, entries = read_draft(level._replace(tokens=tokens), entries)
             return logits[..., common], entries
 
         root = context.root
@@ -268,7 +270,7 @@ class BridgedDraft:
         return length <= most
 
 
-def bridged(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedDraft, Params]:
+def make_bridged_draft(inner: ModelDraft, params: Params, bridge: Bridge) -> tuple[BridgedDraft, Params]:
     """Returns the drafter of a draft model across a bridge, and its parameters.
 
     Raises:

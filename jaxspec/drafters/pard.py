@@ -82,8 +82,8 @@ class Pard(TreeDrafter):
         token = inputs.options.get("pard_token", draft.settings.get("pard_token"))
         if token is None:
             raise InvalidConfig(
-                f"{draft.name} does not say which token stands for a token to guess: its config.json has no "
-                "pard_token, as models trained by PARD have; if it is one, pass the option pard_token"
+                f"{draft.name} has no mask token: its config.json has no pard_token; use a model that was trained by "
+                "PARD, or pass the option pard_token"
             )
         token = whole("pard_token", token, 0, _rows(draft) - 1)
         states, scale, params = (), 1.0, draft.params
@@ -118,7 +118,7 @@ class Pard(TreeDrafter):
         drafting, depth = draw.below(0), self.shape.depth
         length = jnp.where(drafting, context.length, 0)
 
-        def behind(carry: tuple[PardState, Array]) -> Array:
+        def unread(carry: tuple[PardState, Array]) -> Array:
             return jnp.any(length > carry[0].cache.length)
 
         def read(carry: tuple[PardState, Array]) -> tuple[PardState, Array]:
@@ -131,7 +131,7 @@ class Pard(TreeDrafter):
         feature = empty_feature(self.network, self._network_params(params), state.cache)
         features = jnp.zeros((feature.shape[0], depth, feature.shape[1]), feature.dtype)
         # One iteration, unless a schedule has left some text unread.
-        state, features = lax.while_loop(behind, read, (state, features))
+        state, features = lax.while_loop(unread, read, (state, features))
         logits = lax.cond(
             drafting.any(),
             lambda: self.head(params, features),
@@ -165,17 +165,19 @@ class Pard(TreeDrafter):
         """
         cache, steps = state.cache, jnp.arange(size + masks)
         count = jnp.clip(length - cache.length, 0, size)
-        places = cache.length[:, None] + steps
-        tokens = jnp.take_along_axis(text, jnp.minimum(places, text.shape[1] - 1), axis=1)
+        positions = cache.length[:, None] + steps
+        tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), axis=1)
         tokens = jnp.where(steps < count[:, None], tokens, self.token)
         causal = jnp.broadcast_to(steps[:, None] >= steps, (length.shape[0], steps.size, steps.size))
         added = None
         if state.added is not None:
             last = jnp.clip(length - 1, 0, state.added.shape[1] - 1)[:, None]
-            added = jnp.take_along_axis(state.added, jnp.minimum(places, last)[:, :, None], axis=1)
+            added = jnp.take_along_axis(state.added, jnp.minimum(positions, last)[:, :, None], axis=1)
         network: Any = self.network  # a `TransformerLM` for PARD-2
-        more = {} if added is None else {"added": added}
-        features, entries = network.apply(self._network_params(params), Window(tokens, places, causal), cache, **more)
+        extra = {} if added is None else {"added": added}
+        features, entries = network.apply(
+            self._network_params(params), Window(tokens, positions, causal), cache, **extra
+        )
         entries = jax.tree.map(lambda a: a[:, :, :, :size], entries)
         after = self.network.commit(cache, entries, None, count, features)
         return state._replace(cache=after), features
@@ -185,12 +187,12 @@ class Pard(TreeDrafter):
 
     def _project(self, params: Params, added: Float[Array, "B S E"], advance: Advance) -> Float[Array, "B S E"]:
         """Projects the target's state before each committed token, and writes it at the position of that token."""
-        own, *tapped = jnp.split(advance.features, 1 + len(self.needs.taps), axis=-1)
-        parts = [own if state is None else tapped.pop(0) for state in self.states]
+        feature, *tapped = jnp.split(advance.features, 1 + len(self.needs.taps), axis=-1)
+        parts = [feature if state is None else tapped.pop(0) for state in self.states]
         projected = (matmul(jnp.concatenate(parts, -1), params["projection"]) + params["bias"]) * self.scale
         steps = jnp.arange(advance.tokens.shape[1])
-        places = jnp.where(steps < advance.count[:, None], advance.start[:, None] + steps, added.shape[1])
-        return added.at[jnp.arange(len(added))[:, None], places].set(projected, mode="drop")
+        positions = jnp.where(steps < advance.count[:, None], advance.start[:, None] + steps, added.shape[1])
+        return added.at[jnp.arange(len(added))[:, None], positions].set(projected, mode="drop")
 
 
 def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None, ...], float, Params]:
@@ -201,7 +203,7 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
     """
     if not is_pard2(draft.settings) or not isinstance(draft.lm, TransformerLM):
         raise InvalidConfig(
-            f"{draft.name} is no PARD-2 model, whose config.json has pard2_target_layers; leave out the option "
+            f"{draft.name} is not a PARD-2 model: its config.json has no pard2_target_layers; leave out the option "
             "projection"
         )
     states_read, lm = parse(draft.name, draft.settings), target.lm
@@ -210,16 +212,16 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
     states = tuple(i if i >= 0 else i + depth + 1 for i in layers)
     if not all(0 < state <= depth for state in states):
         raise InvalidConfig(
-            f"{draft.name} reads the states {layers} of its target, and {target.name} has "
-            + (f"those from 1 to {depth}, or -{depth} to -1" if depth else "none to read")
+            f"{draft.name} reads the states after layers {layers} of its target, but {target.name} "
+            + (f"has layers 1 to {depth} (or -{depth} to -1)" if depth else "does not return such states")
         )
     weight, bias = read_projection(source)
     width = empty_feature(lm, target.params, lm.init_cache(1, 1)).shape[1]
     expected = len(layers) * width, draft.lm.config.hidden_size
     if weight.shape != expected:
         raise InvalidConfig(
-            f"{source}: the projection makes {weight.shape[1]} numbers of {weight.shape[0]}, expected {expected[1]} of "
-            f"{expected[0]}: the embeddings of {draft.name} of {len(layers)} states of {target.name}"
+            f"{source}: the projection has shape {list(weight.shape)}, expected {list(expected)}: from {len(layers)} "
+            f"states of {target.name} to the embeddings of {draft.name}"
         )
     projection = jnp.asarray(weight, dtype_of(draft.lm))
     own = tuple(None if state == depth else state for state in states)
@@ -244,7 +246,7 @@ def _check_vocab(draft: Model, target: Model) -> None:
         same = same_vocab(draft.tokenizer, target.tokenizer) and draft.lm.vocab == target.lm.vocab
     if not same:
         raise VocabMismatch(
-            f"the drafter 'pard' needs a draft model of the target's vocabulary; {draft.name} has {draft.lm.vocab} "
-            f"tokens and {target.name} {target.lm.vocab}, or some of them differ; use the drafter 'model' across "
-            "vocabularies"
+            f"the drafter 'pard' needs a draft model with the target's vocabulary, but {draft.name} has "
+            f"{draft.lm.vocab} tokens and {target.name} has {target.lm.vocab}, or some tokens differ; use the drafter "
+            "'model' for another vocabulary"
         )

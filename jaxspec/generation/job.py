@@ -277,5 +277,5 @@ def report_rounding(notice: Notice, capacity: int | None, batches: Sequence[RowB
     """Prints a notice if the requested capacity is rounded up."""
     if capacity is not None and batches and batches[0].capacity != capacity:
         notice.say(
-            f"capacity {capacity} is rounded up to {batches[0].capacity} slots, whole blocks of {sizes.BLOCK_SLOTS}"
+            f"capacity {capacity} is rounded up to {batches[0].capacity} slots, a multiple of {sizes.BLOCK_SLOTS}"
         )

@@ -13,7 +13,7 @@ from jaxspec.core.records import Status
 from jaxspec.decode.notice import Notice
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.state import RoundLog
-from jaxspec.decode.stats import Stats, from_draft
+from jaxspec.decode.stats import Stats, mark_drafted
 from jaxspec.generation.job import Job, RowBatch
 from jaxspec.generation.output import Chunk, Generation, Output
 from jaxspec.generation.turns import RowRecord
@@ -116,7 +116,7 @@ class Stream(Iterator[Chunk]):
             seen = len(row.out.tokens)
             new = tokens[b, start[b] + seen : length[b]].tolist()
             reason = _REASONS.get(Status(status[b]))
-            chunk = row.push(new, from_draft(rounds[b]).tolist(), reason)
+            chunk = row.push(new, mark_drafted(rounds[b]).tolist(), reason)
             if row.out.finish_reason and (reason is None or len(chunk.tokens) < len(new)):
                 new_status[b], new_length[b] = Status.STOP, start[b] + len(row.out.tokens)
             if chunk.tokens or chunk.finish_reason:

@@ -31,8 +31,8 @@ class Block:
         refuse_pruned(self, shape)
         if shape.width > 1:
             raise InvalidConfig(
-                f"block verification takes chains, got a tree with up to {shape.width} children per node; "
-                "use the rule 'traversal', which is block verification on chains"
+                f"the rule 'block' supports only chains, got a tree with up to {shape.width} children per node; use a "
+                "draft length, or the rule 'traversal', which is block verification for trees"
             )
 
     def __call__(self, law: Float[Array, "N V"], proposal: Proposal) -> StopLaw:

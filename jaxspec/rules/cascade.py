@@ -40,9 +40,9 @@ class Tolerant:
         object.__setattr__(self, "tolerance", number("tolerance", self.tolerance, 0, 1))
 
     def __call__(self, target: Float[Array, "V"], draft: Float[Array, "V"]) -> Float[Array, "V"]:
-        good = target >= target.max() + jnp.log1p(-self.tolerance)
-        deferred = jax.nn.logsumexp(jnp.where(good, -jnp.inf, draft))
-        return jnp.logaddexp(jnp.where(good, draft, -jnp.inf), target + deferred)
+        likely = target >= target.max() + jnp.log1p(-self.tolerance)
+        deferred = jax.nn.logsumexp(jnp.where(likely, -jnp.inf, draft))
+        return jnp.logaddexp(jnp.where(likely, draft, -jnp.inf), target + deferred)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Cascade:
             return sequential_acceptance(law, proposal)
         if proposal.law is None:
             raise InvalidConfig(
-                "a cascade mixes the laws of target and draft, and this drafter proposes tokens without a law; use one "
-                "that draws its tokens, such as 'model' or 'early-exit'"
+                "the rule 'cascade' mixes the distributions of target and draft, but this drafter proposes tokens "
+                "without a distribution; use a drafter that draws its tokens, such as 'model' or 'early-exit'"
             )
         inner = (proposal.tokens[jnp.maximum(proposal.tree.children, 0)] >= 0) & (proposal.tree.children >= 0)
         mixed = jax.vmap(self.transform)(law, proposal.law)

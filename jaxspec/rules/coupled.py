@@ -25,7 +25,7 @@ from jaxspec.core.records import Proposal, Verdict
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.tree import TreeShape
 
-Read = Callable[[Int[Array, "B n"]], Float[Array, "B n V"]]
+ReadNodes = Callable[[Int[Array, "B n"]], Float[Array, "B n V"]]
 """Returns the scores after these nodes, or the noise after nodes of these depths."""
 
 
@@ -39,24 +39,24 @@ class Coupled:
     def check(self, shape: TreeShape) -> None:
         """Supports every tree."""
 
-    def __call__(self, scores: Read, noise: Read, sampling: Sampling, proposal: Proposal) -> Verdict:
+    def __call__(self, scores: ReadNodes, noise: ReadNodes, sampling: Sampling, proposal: Proposal) -> Verdict:
         accepted, drawn = gpu_dependent(
             sampling,
             proposal,
             gpu=functools.partial(draw_at_once, scores, noise),
             default=functools.partial(draw_along_walk, scores, noise),
         )
-        return deepest(accepted, drawn, proposal)
+        return find_deepest(accepted, drawn, proposal)
 
 
-def deepest(accepted: Bool[Array, "B N"], drawn: Int[Array, "B N"], proposal: Proposal) -> Verdict:
+def find_deepest(accepted: Bool[Array, "B N"], drawn: Int[Array, "B N"], proposal: Proposal) -> Verdict:
     """Returns the deepest accepted node of each row, and the token drawn after it."""
     node = jnp.argmax(jnp.where(accepted, proposal.tree.depths, -1), -1).astype(jnp.int32)
     return Verdict(node, jnp.take_along_axis(drawn, node[:, None], 1)[:, 0])
 
 
 def draw_along_walk(
-    scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
+    scores: ReadNodes, noise: ReadNodes, sampling: Sampling, proposal: Proposal
 ) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
     """Returns the accepted nodes, and the token drawn after each of them."""
     tree, tokens = proposal.tree, proposal.tokens
@@ -64,16 +64,16 @@ def draw_along_walk(
 
     def draw(state: tuple[Array, ...]) -> tuple[Array, ...]:
         # Most nodes of a tree are never reached. Children come after their parents.
-        turn, node, accepted, drawn = state
+        steps, node, accepted, drawn = state
         read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before other rows
-        own = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
-        accepted |= (tree.parents == node[:, None]) & (tokens == own)
-        drawn = jnp.where(nodes == node[:, None], own, drawn)
-        ahead = accepted & (nodes > node[:, None])
-        node = jnp.where(ahead.any(-1), ahead.argmax(-1), nodes.size).astype(jnp.int32)
-        return turn + 1, node, accepted, drawn
+        token = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
+        accepted |= (tree.parents == node[:, None]) & (tokens == token)
+        drawn = jnp.where(nodes == node[:, None], token, drawn)
+        unvisited = accepted & (nodes > node[:, None])
+        node = jnp.where(unvisited.any(-1), unvisited.argmax(-1), nodes.size).astype(jnp.int32)
+        return steps + 1, node, accepted, drawn
 
-    def going(state: tuple[Array, ...]) -> Array:
+    def unfinished(state: tuple[Array, ...]) -> Array:
         return (state[0] < nodes.size) & (state[1] < nodes.size).any()
 
     start = (
@@ -82,20 +82,20 @@ def draw_along_walk(
         jnp.zeros_like(tokens, bool).at[:, 0].set(True),
         jnp.zeros_like(tokens),
     )
-    _, _, accepted, drawn = lax.while_loop(going, draw, start)
+    _, _, accepted, drawn = lax.while_loop(unfinished, draw, start)
     return accepted, drawn
 
 
 def draw_at_once(
-    scores: Read, noise: Read, sampling: Sampling, proposal: Proposal
+    scores: ReadNodes, noise: ReadNodes, sampling: Sampling, proposal: Proposal
 ) -> tuple[Bool[Array, "B N"], Int[Array, "B N"]]:
     """Returns the accepted nodes, and the token drawn after every node, from one draw of noise per depth."""
     tree, tokens = proposal.tree, proposal.tokens
 
-    def every(count: int) -> Array:
+    def all_ids(count: int) -> Array:
         return jnp.broadcast_to(jnp.arange(count), (len(tokens), count))
 
-    extra = jnp.take_along_axis(noise(every(tree.paths.shape[-1])), tree.depths[..., None], 1)
-    drawn = jax.vmap(choose)(scores(every(tokens.shape[1])), extra, sampling)
+    extra = jnp.take_along_axis(noise(all_ids(tree.paths.shape[-1])), tree.depths[..., None], 1)
+    drawn = jax.vmap(choose)(scores(all_ids(tokens.shape[1])), extra, sampling)
     agrees = (tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), 1)).at[:, 0].set(True)
     return (agrees[:, None] | ~tree.ancestors).all(-1), drawn

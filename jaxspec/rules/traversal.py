@@ -37,9 +37,9 @@ class Traversal:
         def down(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             weights, node = carry[0], order[i]
             draft = None if proposal.law is None else proposal.law[node]
-            below, own, _ = reject_in_order(jnp.exp(law[node]), draft, tokens[node], weights[node])
+            below, rejected, _ = reject_in_order(jnp.exp(law[node]), draft, tokens[node], weights[node])
             targets = jnp.where(tree.children[node] >= 0, tree.children[node], weights.size)
-            return weights.at[targets].set(below, mode="drop"), carry[1].at[node].set(own)
+            return weights.at[targets].set(below, mode="drop"), carry[1].at[node].set(rejected)
 
         start = jnp.full_like(law[:, 0], -jnp.inf).at[0].set(0.0)
         weights, accepted = lax.fori_loop(0, inner.sum(), down, (start, start))

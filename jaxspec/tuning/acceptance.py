@@ -176,7 +176,7 @@ def measure(
             f"prompt and new tokens make {longest} tokens, the models read at most {target.lm.context} and "
             f"{draft.context}; leave out long prompts or lower max_new_tokens"
         )
-    slots = sizes.round_to_bucket(sizes.count_slots(longest, sizes.PROMPT_CHUNK))
+    slots = sizes.round_to_bucket(sizes.required_slots(longest, sizes.PROMPT_CHUNK))
     rows = inputs.mask_padding(target, sampling, POSITIONS_AT_ONCE)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)

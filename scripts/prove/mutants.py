@@ -646,8 +646,8 @@ MUTANTS = (
         "bridge-reads-the-targets-ids",
         "a draft of another vocabulary reads its drafted tokens by the target's ids",
         "drafters/model.py",
-        "read_own(level._replace(tokens=tokens), entries)",
-        "read_own(level, entries)",
+        "read_draft(level._replace(tokens=tokens), entries)",
+        "read_draft(level, entries)",
         ("tests/drafters/test_bridged.py::test_the_law_is_the_drafts_on_the_common_tokens",),
     ),
     Mutant(
@@ -694,8 +694,8 @@ MUTANTS = (
         "pard-2-masks-without-states",
         "nothing of the target's states is added to the masks of a PARD-2 model",
         "drafters/pard.py",
-        "jnp.minimum(places, last)",
-        "jnp.minimum(places, state.added.shape[1] - 1)",
+        "jnp.minimum(positions, last)",
+        "jnp.minimum(positions, state.added.shape[1] - 1)",
         ("tests/drafters/test_pard.py::test_the_rows_of_the_call_are_those_of_a_plain_pass[PARD-2]",),
     ),
     Mutant(

@@ -269,7 +269,7 @@ def test_trees():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--drafter", "early-exit", "--tree", "300x1"], "children, the model a vocabulary of 259 tokens"),
+        (["--drafter", "early-exit", "--tree", "300x1"], "children, but the draft has a vocabulary of only 259"),
         (["--chat"], "has no chat template; pass plain text (--no-chat)"),
         (["--max-new-tokens", "100000"], "the model's context is 4096"),
         (["--drafter", "early-exit", "--drafter-option", "exit_layers=9"], "the target has 2"),

@@ -228,7 +228,7 @@ def test_settings_out_of_range_are_refused(field, value):
 
 @pytest.mark.parametrize("token", [-1, 4, 1.0, "1", True])
 def test_a_bias_for_a_token_that_does_not_exist_is_refused(token):
-    with pytest.raises(TokenOutOfRange, match="ids go from 0"):
+    with pytest.raises(TokenOutOfRange, match="logit_bias has a token id"):
         Sampling(logit_bias={token: 1.0}).rows(2, 4)
 
 

@@ -122,7 +122,7 @@ def test_the_fastest_tree():
     [
         ([], 3, "ranks"),
         ([0.5, float("nan")], 3, "probabilities"),
-        ([0.8, 0.3], 3, "add up to 1"),
+        ([0.8, 0.3], 3, "add up to at most 1"),
         ([-0.1], 3, "probabilities"),
         ([[0.5], [0.1, 0.2]], 3, "ranks"),
         ("high", 3, "ranks"),

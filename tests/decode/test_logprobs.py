@@ -21,7 +21,7 @@ from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.lifecycle import extend
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.decode.stats import from_draft
+from jaxspec.decode.stats import mark_drafted
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
@@ -66,7 +66,7 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
     for row in range(B):
         first, end = got.start[row], got.length[row]
         settings = [np.asarray(getattr(sampling, f))[row] for f in ("temperature", "top_k", "top_p", "min_p")]
-        drafted = from_draft(got.log.part(np.s_[row, : got.round[row]]))
+        drafted = mark_drafted(got.log.part(np.s_[row, : got.round[row]]))
         accepted, own = accepted + drafted.sum(), own + (~drafted).sum()
         for at in range(first, end):
             logits, token = logits_after(got.tokens[row, :at]), got.tokens[row, at]

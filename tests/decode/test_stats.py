@@ -7,7 +7,7 @@ import pytest
 from helpers.toys import RAGGED, decoder, generate, request, texts
 from jaxspec.core.topology import chain
 from jaxspec.decode.state import RoundLog, Weights
-from jaxspec.decode.stats import Stats, from_draft
+from jaxspec.decode.stats import Stats, mark_drafted
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
@@ -68,8 +68,8 @@ def test_a_cut_leaves_what_was_emitted():
 
 def test_which_tokens_were_drafted():
     rounds = ("DDt", "t", "t", "DDDt", "DD")
-    assert from_draft(LOG).tolist() == [kind == "D" for kind in "".join(rounds)]
-    assert from_draft(LOG.part(slice(5, None))).tolist() == from_draft(LOG.part(slice(0))).tolist() == []
+    assert mark_drafted(LOG).tolist() == [kind == "D" for kind in "".join(rounds)]
+    assert mark_drafted(LOG.part(slice(5, None))).tolist() == mark_drafted(LOG.part(slice(0))).tolist() == []
 
 
 def test_rows_add_up():

@@ -459,11 +459,11 @@ def test_what_does_not_fit_is_refused():
         say(heads=eagle)
     with pytest.raises(InvalidConfig, match=r"'eagle' cannot use .*a DFlash head of 2 layers, blocks of 5.*'dflash'"):
         jaxspec.generate(MODEL, [[1]], drafter="eagle", heads=heads("dflash"))
-    with pytest.raises(InvalidConfig, match="draft length of at least 1"):
+    with pytest.raises(InvalidConfig, match="a tree of at least one drafted token"):
         say(heads=heads("dflash"), tree=0)
-    with pytest.raises(InvalidConfig, match="a block of the head names 4 tokens, got a tree of depth 5"):
+    with pytest.raises(InvalidConfig, match="a block of this head predicts at most 4 tokens, got a tree of depth 5"):
         say(heads=heads("dflash"), tree=5)
-    with pytest.raises(InvalidConfig, match="8 children, the model a vocabulary of 7"):
+    with pytest.raises(InvalidConfig, match="8 children, but the draft has a vocabulary of only 7"):
         say(heads=heads("dspark, rnn"), tree=branching(8))
     with pytest.raises(InvalidConfig, match="dynamic tree keeps only the most likely"):
         say(heads=heads("dspark"), tree=dynamic(2, 2, 4), rule="rejection")

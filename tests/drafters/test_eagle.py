@@ -292,9 +292,9 @@ def test_what_does_not_fit_is_refused():
         say(heads=other)
     with pytest.raises(InvalidConfig, match=r"'medusa' cannot use .*an EAGLE-3 head of 1 layer.*drafter 'eagle'"):
         jaxspec.generate(MODEL, [[1]], drafter="medusa", heads=heads("3"))
-    with pytest.raises(InvalidConfig, match="draft length of at least 1"):
+    with pytest.raises(InvalidConfig, match="a tree of at least one drafted token"):
         say(heads=heads("3"), tree=0)
-    with pytest.raises(InvalidConfig, match="8 children, the model a vocabulary of 7"):
+    with pytest.raises(InvalidConfig, match="8 children, but the draft has a vocabulary of only 7"):
         say(heads=heads("3.1"), tree=branching(8))
     with pytest.raises(InvalidConfig, match="dynamic tree keeps only the most likely"):
         say(heads=heads("3"), tree=dynamic(2, 2, 4), rule="rejection")

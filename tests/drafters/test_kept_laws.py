@@ -19,7 +19,7 @@ from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Advance, Context, StopLaw
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import dynamic
-from jaxspec.decode.verify import distinct, likeliest, rooted
+from jaxspec.decode.verify import complete_proposal, drop_invalid_children, select_likeliest
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import KEPT, Recycling
 from jaxspec.rules.deterministic import Deterministic
@@ -39,7 +39,9 @@ def propose(drafter, noise, state, tokens, length):
     limit = jnp.full((ROWS,), drafter.shape.depth)
     draw = Draw(noise, random, SAMPLING.rows(ROWS, V), limit)
     context: Any = Context(tokens, length, None, None)  # pyright: ignore[reportArgumentType]
-    return distinct(rooted(drafter.propose(None, state, context, draw)[0], tokens, length, limit, V))
+    return drop_invalid_children(
+        complete_proposal(drafter.propose(None, state, context, draw)[0], tokens, length, limit, V)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -50,7 +52,7 @@ def absorb(drafter, state, text, start, length, round=None):
     path, seen = None, None
     if round:
         path, drafted, logits = round
-        seen = likeliest(drafted, logits, KEPT, drafter.shape.nodes) if isinstance(drafter, Recycling) else None
+        seen = select_likeliest(drafted, logits, KEPT, drafter.shape.nodes) if isinstance(drafter, Recycling) else None
     new = Advance(tokens, jnp.zeros((ROWS, size, 1)), length - start, path, text, start, None, seen)
     return drafter.absorb(None, state, new)
 

@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused():
     named = model(settings={"pard_token": 1})
     with pytest.raises(MissingDraft, match="needs a draft model that was trained for it"):
         build(None)
-    with pytest.raises(InvalidConfig, match=r"toy does not say which token .* pass the option pard_token"):
+    with pytest.raises(InvalidConfig, match=r"toy has no mask token.* pass the option pard_token"):
         build(model())
     for token in (V, -1, "5", True, 2.0):
         with pytest.raises(InvalidConfig, match=f"pard_token must be a whole number from 0 to {V - 1}, got"):
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused():
         build(model(settings={"pard_token": V}))
     with pytest.raises(VocabMismatch, match=f"toy has {V + 1} tokens and toy {V}"):
         build(model(V + 1, settings={"pard_token": 1}))
-    with pytest.raises(InvalidConfig, match="draft length of at least 1"):
+    with pytest.raises(InvalidConfig, match="a tree of at least one drafted token"):
         build(named, chain(0))
     with pytest.raises(InvalidConfig, match="does not take exit_layers"):
         jaxspec.generate(model(), [1], drafter="pard", draft=named, drafter_options={"exit_layers": 1})
@@ -328,14 +328,14 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
         for name in ("weight", "bias"):
             np.testing.assert_allclose(built["projection" if name == "weight" else name], PROJECTION[name], rtol=1e-6)
     for draft, change, said in (
-        (target, {}, "is no PARD-2 model, whose config.json has pard2_target_layers"),
+        (target, {}, "is not a PARD-2 model: its config.json has no pard2_target_layers"),
         (
             reading(-1, -8),
             {},
-            r"reads the states \(-1, -8\) .* from 1 to 2, or -2 to -1",
+            r"reads the states after layers \(-1, -8\) .* layers 1 to 2 \(or -2 to -1\)",
         ),
         (reading(0), {}, "reads the states"),
-        (reading(-1), {}, "makes 64 numbers of 128, expected 64 of 64"),
+        (reading(-1), {}, r"the projection has shape \[128, 64\], expected \[64, 64\]"),
         (loaded, {"target_proj.weight": held["target_proj.weight"][:4]}, "bias has the shape"),
         (loaded, {"target_proj.weight": None}, "holds no matrix target_proj.weight"),
     ):
@@ -370,7 +370,7 @@ def test_commands_draft_with_a_folder_of_pard(folders, capsys):
     for call, status, expected in (
         (["generate", "x", "--drafter", "pard"], 2, "the drafter pard needs --draft-model SOURCE"),
         (["bench", "--drafters", "pard"], 2, "the drafter pard needs --draft-model SOURCE"),
-        ([*words, "--drafter", "pard", "--draft-model", str(folders[0])], 1, "does not say which token"),
+        ([*words, "--drafter", "pard", "--draft-model", str(folders[0])], 1, "has no mask token"),
     ):
         assert main(call) == status
         assert expected in capsys.readouterr().err

@@ -19,7 +19,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.decode.verify import likeliest
+from jaxspec.decode.verify import select_likeliest
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import KEPT, Recycling, Tables
@@ -236,7 +236,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT + 8)
     nodes = drafter.shape.nodes
     tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
-    seen = jax.jit(lambda tokens, logits: likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
+    seen = jax.jit(lambda tokens, logits: select_likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
     assert not_none(seen.memory_analysis()).temp_size_in_bytes < logits.size * 4 / 50
 
 

@@ -554,7 +554,7 @@ ERRORS = {
         {"drafter": NoDraft(), "tree": 2},
         ["a drafter object has its own"],
     ),
-    "no layers": (InvalidConfig, {"drafter": "early-exit"}, ["TableLM", "made of layers"]),
+    "no layers": (InvalidConfig, {"drafter": "early-exit"}, ["TableLM", "stop after a layer"]),
     **{
         f"exit after {value!r}": (
             InvalidConfig,

@@ -141,7 +141,7 @@ def test_every_rule_is_built_with_every_drafter_and_tree_or_refused(rule):
     assert len(lines) == 36
     for case in some:
         dynamic, line = case["tree"] == "dynamic", lines[label(case)]
-        known = ("mixes the laws", "takes chains", "drafts a chain of at least one token")
+        known = ("mixes the distributions", "supports only chains", "drafts a chain of at least one token")
         assert line is None or dynamic or any(reason in line for reason in known), line
         copies = case["drafter"] == "prompt-lookup"  # point masses, of which a rule may weigh any
         assert line is not None or not dynamic or copies or cases.RULES[rule].noise is not Noise.FRESH

@@ -135,7 +135,7 @@ def test_a_capacity_that_is_rounded_says_so(capsys):
     options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 2}
     rounded = jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=600, **options)
     assert not_none(rounded.session).capacity == 768
-    assert "jaxspec: capacity 600 is rounded up to 768 slots, whole blocks of 256\n" in capsys.readouterr().err
+    assert "jaxspec: capacity 600 is rounded up to 768 slots, a multiple of 256\n" in capsys.readouterr().err
     jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=768, **options)
     jaxspec.generate(NO_TEMPLATE, [[1, 2]], capacity=600, verbose=False, **options)
     assert "rounded" not in capsys.readouterr().err

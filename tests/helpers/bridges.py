@@ -12,7 +12,7 @@ from jaxspec import Model
 from jaxspec.core.drafter import Drafter
 from jaxspec.core.records import Params
 from jaxspec.core.topology import Dynamic, Topology
-from jaxspec.drafters.model import ModelDraft, bridged
+from jaxspec.drafters.model import ModelDraft, make_bridged_draft
 from jaxspec.testing import TableLM
 from jaxspec.text import ChatTemplate, Tokenizer
 from jaxspec.text.bridge import Bridge, Side, build_bridge
@@ -60,4 +60,4 @@ OTHER_DRAFT = Model(OTHER_LM, OTHER_PARAMS, OTHER, OTHER_TEMPLATE, (END,), "othe
 
 def across(tree: Topology | Dynamic, lm: Any = OTHER_LM, params: Params = OTHER_PARAMS) -> tuple[Drafter, Params]:
     """A drafter of the other vocabulary, and its parameters."""
-    return bridged(ModelDraft(lm, tree), params, bridge())
+    return make_bridged_draft(ModelDraft(lm, tree), params, bridge())

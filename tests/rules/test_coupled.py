@@ -19,7 +19,7 @@ from jaxspec.core.topology import Topology, branching, chain
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
-from jaxspec.rules.coupled import Coupled, deepest, draw_along_walk, draw_at_once
+from jaxspec.rules.coupled import Coupled, draw_along_walk, draw_at_once, find_deepest
 from jaxspec.testing import ScriptedDrafter, TableLM, g_test
 
 N, V = 8, 4
@@ -39,7 +39,7 @@ def _verdict_of(draws: Any, scores: Any, noise: Any, rows: Any, proposal: Any) -
         return lambda index: jnp.take_along_axis(values, index[..., None], 1)
 
     accepted, drawn = draws(of(jnp.asarray(scores)), of(jnp.asarray(noise)), rows, proposal)
-    return deepest(accepted, drawn, proposal)
+    return find_deepest(accepted, drawn, proposal)
 
 
 def one(scores, noise, proposal):
