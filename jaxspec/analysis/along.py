@@ -52,7 +52,7 @@ def text_laws(
     ids = _ids(text, lm.vocab, lm.context)
     first = whole("first", first, 0, len(ids) - 1)
     rows = sampling.rows(POSITIONS, lm.vocab)
-    features = np.stack([*read_features(lm, params, ids)])[first:]
+    features = np.stack([*iterate_features(lm, params, ids)])[first:]
     chunks = []
     for start in range(0, len(features), POSITIONS):
         chunk = features[start : start + POSITIONS]
@@ -108,7 +108,7 @@ def text_chain_lengths(
     )
 
 
-def read_features(
+def iterate_features(
     lm: LanguageModel, params: Params, text: Sequence[int], slots: int | None = None
 ) -> Iterator[np.ndarray]:
     """Yields a model's features after every token, `[E]` each. Texts of all lengths share one compiled program, which

@@ -26,7 +26,7 @@ from jaxspec.errors import InvalidConfig
 Law = Callable[[tuple[int, ...]], np.ndarray]
 """Maps the tokens since the root to the probabilities of the next token, `[V]`."""
 
-BLOCK = 256
+PROPOSALS_PER_CALL = 256
 """Proposals per call of a rule. The last block is padded, so compilation depends on the tree's sizes and V alone."""
 
 
@@ -77,9 +77,9 @@ def round_law(
     for node, depth in enumerate(np.asarray(topology.tree.depths).tolist()):
         text = proposals.tokens[:, topology.tree.paths[node, 1 : depth + 1]]
         mass = proposals.probs * chances[:, node]
-        some = (mass != 0) & (text >= 0).all(-1)
-        codes = text[some] @ vocab ** np.arange(depth)[::-1]
-        np.add.at(ended[depth], codes, mass[some, None] * after[some, node])
+        possible = (mass != 0) & (text >= 0).all(-1)
+        codes = text[possible] @ vocab ** np.arange(depth)[::-1]
+        np.add.at(ended[depth], codes, mass[possible, None] * after[possible, node])
     law = np.zeros(1)
     for depth in range(longest):  # the target continues the rounds that stopped above this depth
         law = (law[:, None] * _level(target, vocab, depth) + ended[depth]).ravel()
@@ -244,8 +244,10 @@ def apply_to_all(
     rule.check(topology.shape)
     size = len(proposals.tokens)
     # The last proposal pads the last block.
-    blocks = np.minimum(np.arange(-(-size // BLOCK) * BLOCK), size - 1).reshape(-1, BLOCK)
-    tree = jax.tree.map(lambda a: np.broadcast_to(a, (BLOCK, *a.shape)), topology.tree)
+    blocks = np.minimum(np.arange(-(-size // PROPOSALS_PER_CALL) * PROPOSALS_PER_CALL), size - 1).reshape(
+        -1, PROPOSALS_PER_CALL
+    )
+    tree = jax.tree.map(lambda a: np.broadcast_to(a, (PROPOSALS_PER_CALL, *a.shape)), topology.tree)
     parts = []
     with np.errstate(divide="ignore"), jax.enable_x64(dtype == np.float64):
         for rows in blocks:

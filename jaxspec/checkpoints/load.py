@@ -29,7 +29,7 @@ from jaxspec.confined.process import CONFINED
 from jaxspec.core.checks import check_arguments, one_of
 from jaxspec.core.mesh import MODEL, check_mesh
 from jaxspec.errors import InvalidConfig, in_source
-from jaxspec.kernels.library import available, describe, use_kernels
+from jaxspec.kernels.library import describe_kernels, kernels_available, use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
 from jaxspec.models.execution import ATTENTION, Execution
@@ -89,10 +89,10 @@ def load(
     one_of("attention", attention, ATTENTION)
     sharding.check_attention(attention, mesh)
     whole_layers = sharding.suits_kernels(mesh)
-    if dtype == FILE and not (whole_layers and available() and kernels is not False):
+    if dtype == FILE and not (whole_layers and kernels_available() and kernels is not False):
         raise InvalidConfig(
             "dtype 'file' needs the CPU kernels and a model on CPU devices that do not split layers "
-            f"(kernels: {describe()}); choose another dtype, such as int8"
+            f"(kernels: {describe_kernels()}); choose another dtype, such as int8"
         )
     packed = use_kernels(kernels, whole_layers)
     CONFINED.start()  # so that it imports its modules while the file is read

@@ -85,9 +85,9 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import jax
 
-        from jaxspec.kernels.library import describe
+        from jaxspec.kernels.library import describe_kernels
 
-        print(f"jaxspec {jaxspec.__version__}\nJAX {jax.__version__}\nCPU kernels: {describe()}")
+        print(f"jaxspec {jaxspec.__version__}\nJAX {jax.__version__}\nCPU kernels: {describe_kernels()}")
         parser.exit()
 
 

@@ -40,7 +40,7 @@ from jaxspec.storage.reading import check_path, read_json
 COPIED_WIDTHS = (4, 8)
 """Widths of target calls for copying drafters that do not choose widths themselves, in addition to the widths of plain
 decoding and of the whole tree."""
-VERSION = 3
+DRAFTING_VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 _ADAPTIVE_BEFORE_3 = {
     "hope": "prior_acceptance",
@@ -136,7 +136,7 @@ class Drafting(DraftingOptions):
         if heads is not None:
             check_heads(heads)
         if clash := self.drafter_options.keys() & {field.name for field in dataclasses.fields(DrafterInputs)}:
-            raise InvalidConfig(f"{min(clash)} is a separate argument; pass it outside of drafter_options")
+            raise InvalidConfig(f"{min(clash)} is an argument of its own; pass it there, and not in drafter_options")
         inputs = DrafterInputs(target, draft, as_topology(self.tree), heads, dict(self.drafter_options))
         inputs = inputs if not isinstance(self.drafter, str) else with_companions(inputs, self.drafter)
         draft = None if inputs.draft is None else follow_platform(inputs.draft, target)
@@ -161,13 +161,15 @@ class Drafting(DraftingOptions):
                 raise InvalidConfig(f"the drafter {drafter!r} does not take {', '.join(sorted(unused))}; leave it out")
             if draft_params is not None:
                 raise InvalidConfig(
-                    f"draft_params is for drafter objects; the drafter {drafter!r} has its own parameters"
+                    f"draft_params is only for drafter objects; the drafter {drafter!r} has its own parameters"
                 )
             return member.build(inputs)
         require_drafter(drafter)
         if specified:
             names = ", ".join(sorted(specified))
-            raise InvalidConfig(f"{names}: only for drafters by name; a drafter object has its own")
+            raise InvalidConfig(
+                f"a drafter object cannot be combined with {names}; pass the drafter by name, or leave these out"
+            )
         if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(draft_params)):
             raise InvalidConfig(f"draft_params must be a pytree of arrays, got {shown(draft_params)}")
         return drafter, draft_params
@@ -202,7 +204,7 @@ class Drafting(DraftingOptions):
         Raises:
             InvalidConfig: drafter or schedule is an object without a registered name, or the tree is not static.
         """
-        place = check_path(path, "the file of jaxspec tune")
+        file = check_path(path, "the file of jaxspec tune")
         names = {find("schedule", name): name for name in SCHEDULES}
         tree = as_topology(self.tree)
         if not isinstance(self.drafter, str) or not isinstance(tree, Topology) or type(self.schedule) not in names:
@@ -211,14 +213,14 @@ class Drafting(DraftingOptions):
             )
         schedule: Any = self.schedule
         record = {
-            "version": VERSION,
+            "version": DRAFTING_VERSION,
             "drafter": self.drafter,
             "tree": tree.parents,
             "options": dict(self.drafter_options),
             "schedule": {"name": names[type(schedule)], **dataclasses.asdict(schedule)},
             "measured": dict(self.measured),
         }
-        place.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Drafting":
@@ -235,8 +237,10 @@ class Drafting(DraftingOptions):
 
     @classmethod
     def _parse(cls, record: dict[str, Any]) -> "Drafting":
-        if type(got := record.get("version")) is not int or not 1 <= got <= VERSION:
-            raise TuningError(f"expected a file of 'jaxspec tune' of version {VERSION}, got {got!r:.40}; tune again")
+        if type(got := record.get("version")) is not int or not 1 <= got <= DRAFTING_VERSION:
+            raise TuningError(
+                f"expected version 1 to {DRAFTING_VERSION} of a file of 'jaxspec tune', got {got!r:.40}; tune again"
+            )
         fields = _FIELDS if got > 1 else _FIELDS - {"options"} | {"exit_layers"}
         if record.keys() != fields:
             odd = sorted(map(str, record.keys() ^ fields))
@@ -261,7 +265,7 @@ class Drafting(DraftingOptions):
         settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k != "name"}
         settings = {names.get(name, name): value for name, value in settings.items()}
         if unknown := settings.keys() - {field.name for field in dataclasses.fields(member)}:
-            raise TuningError(f"the schedule {stored['name']!r} has no {min(unknown)!r}")
+            raise TuningError(f"the schedule {stored['name']!r} has no field {min(unknown)!r}")
         try:
             schedule = member(**settings)
         except (TypeError, OverflowError) as error:  # a string instead of a number, or too large a number

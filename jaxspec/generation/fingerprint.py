@@ -28,7 +28,7 @@ from jaxspec.models.packed import Packed, is_packed, unpack_param
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.text.tokenizer import Tokenizer
 
-_DEPTH = 24  # levels of nested values that are described; deeper values are described by their type
+_MAX_DEPTH = 24  # levels of nested values that are described; deeper values are described by their type
 
 
 _EARLIER_NAMES = {
@@ -39,7 +39,7 @@ _EARLIER_NAMES = {
 """Classes that were moved to another module. Results files that were begun before the move keep their descriptions."""
 
 
-def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
+def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     """Describes everything that determines the texts of a job, by name.
 
     Args:
@@ -52,9 +52,9 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
     return {
         "noise": noise.NOISE_VERSION,
-        "network": static(lm),
+        "network": describe_static(lm),
         "context": lm.context,
-        "weights": digest(weights(file_order(lm, job.target.params))),
+        "weights": digest(describe_weights(file_order(lm, job.target.params))),
         "tokenizer": None if job.target.tokenizer is None else _tokens(job.target.tokenizer),
         "prompts": digest(job.ids),
         "key": digest(np.asarray(jax.random.key_data(job.keys)).tolist()),
@@ -62,9 +62,9 @@ def describe(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         "max_new_tokens": int(job.max_new_tokens),
         "samples": int(job.samples),
         "stops": digest([list(stops), np.asarray(job.stop_ids).tolist()]),
-        "rule": static(decoder.rule),
+        "rule": describe_static(decoder.rule),
         "logprobs": job.logprobs,
-        "drafter": "any" if drafter_free else digest([static(drafting), weights(job.weights.draft)]),
+        "drafter": "any" if drafter_free else digest([describe_static(drafting), describe_weights(job.weights.draft)]),
     }
 
 
@@ -73,29 +73,29 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
+def find_difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Returns the dotted name of the first difference of two descriptions, and both values; None if they are equal."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in [*here, *(key for key in there if key not in here)]:
-            if found := difference(there.get(key), here.get(key), f"{name}.{key}" if name else key):
-                return found
+            if different := find_difference(there.get(key), here.get(key), f"{name}.{key}" if name else key):
+                return different
         return None
     return None if there == here else (name, there, here)
 
 
-def static(value: Any, depth: int = 0) -> Any:
+def describe_static(value: Any, depth: int = 0) -> Any:
     """Describes a static value as JSON, the same in every process: dataclasses by fields, functions by code."""
-    below = functools.partial(static, depth=depth + 1)
+    below = functools.partial(describe_static, depth=depth + 1)
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         return _name(type(value))
     if isinstance(value, TransformerLM):
         return _describe_transformer(value, depth)
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return digest(weights(value))
+        return digest(describe_weights(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: below(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": _name(type(value))} | fields
@@ -110,8 +110,8 @@ def static(value: Any, depth: int = 0) -> Any:
     if isinstance(value, types.MethodType):
         return [below(value.__self__), below(value.__func__)]
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [_name(value), _code(value.__code__), *map(below, (value.__defaults__, value.__kwdefaults__, held))]
+        captured = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [_name(value), _code(value.__code__), *map(below, (value.__defaults__, value.__kwdefaults__, captured))]
     if inner := getattr(value, "__wrapped__", None):  # jax.jit
         return below(inner)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
@@ -120,7 +120,7 @@ def static(value: Any, depth: int = 0) -> Any:
 def _describe_transformer(lm: TransformerLM, depth: int) -> dict[str, Any]:
     """Describes what a network computes, without its `Execution`. `known` of None means the whole vocabulary."""
     fields = {f.name: getattr(lm, f.name) for f in dataclasses.fields(lm) if f.name != "execution"}
-    described = {name: static(value, depth + 1) for name, value in (fields | {"known": lm.vocab}).items()}
+    described = {name: describe_static(value, depth + 1) for name, value in (fields | {"known": lm.vocab}).items()}
     # These two are constants: results files and training manifests have contained them since the first version.
     return {"kind": _name(TransformerLM), "kernels": False, "shards": 1} | described
 
@@ -133,7 +133,7 @@ def _name(value: Any) -> str:
 
 def _code(code: types.CodeType) -> str:
     """Describes what a function does, independently of where it is defined."""
-    inner = [_code(one) if isinstance(one, types.CodeType) else static(one) for one in code.co_consts]
+    inner = [_code(value) if isinstance(value, types.CodeType) else describe_static(value) for value in code.co_consts]
     return digest([code.co_code.hex(), inner, code.co_names, code.co_varnames, code.co_freevars])
 
 
@@ -146,29 +146,29 @@ def _numbers(value: Any) -> Any:
 
 def _tokens(tokenizer: Tokenizer) -> str:
     """Returns a digest of the text of each token id; encoding is described by the ids of the prompts."""
-    found = hashlib.sha256(repr((tokenizer.strips_space, sorted(tokenizer.special_ids))).encode())
+    digest = hashlib.sha256(repr((tokenizer.strips_space, sorted(tokenizer.special_ids))).encode())
     for token in range(tokenizer.vocab_size):
         piece = tokenizer.token_bytes(token)
-        found.update(len(piece).to_bytes(4, "little") + piece)
-    return found.hexdigest()[:16]
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()[:16]
 
 
-def weights(params: Any) -> list[list]:
+def describe_weights(params: Any) -> list[list]:
     """Returns the name, shape, dtype and checksum of every array of a pytree.
 
     Packed floats are described as unpacked floats. Packed int8 values and blocks are described as they are: products
     with them also round the rows of the other factor, which makes a different model.
     """
-    found = []
+    descriptions = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):
-        held = unpack_param(path[-1].key, leaf) if isinstance(leaf, Packed) and leaf.scale is None else leaf
-        for inner, array in jax.tree_util.tree_leaves_with_path(held):
+        values = unpack_param(path[-1].key, leaf) if isinstance(leaf, Packed) and leaf.scale is None else leaf
+        for inner, array in jax.tree_util.tree_leaves_with_path(values):
             array = jnp.asarray(array)
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                 array = jax.random.key_data(array)
             sums = "".join(f"{int(part):08x}" for part in _checksum(array))
-            found.append([jax.tree_util.keystr((*path, *inner)), list(array.shape), str(array.dtype), sums])
-    return found
+            descriptions.append([jax.tree_util.keystr((*path, *inner)), list(array.shape), str(array.dtype), sums])
+    return descriptions
 
 
 @jax.jit

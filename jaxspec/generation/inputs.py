@@ -26,7 +26,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 def check_model(name: str, model: Any) -> None:
     """Raises InvalidConfig unless the argument `name` is a `Model`."""
     if not isinstance(model, Model):
-        raise InvalidConfig(f"{name} must be a Model, as jaxspec.load returns it; got {shown(model)}")
+        raise InvalidConfig(f"{name} must be a Model, as from jaxspec.load; got {shown(model)}")
 
 
 def as_prompts(prompts: Any) -> list[Any]:
@@ -94,12 +94,12 @@ def read_turns(
     """
     chat = target.chat_template is not None if chat is None else flag("chat", chat)
     prompts, tools = as_prompts(prompts), check_tools(tools)
-    given = check_variables(template_variables)
+    call_variables = check_variables(template_variables)
     conversations = [_messages(prompt, chat, f"prompt {i}") for i, prompt in enumerate(prompts)]
-    if (tools or given) and all(one is None for one in conversations):
+    if (tools or call_variables) and all(conversation is None for conversation in conversations):
         name = "tools" if tools else "template_variables"
         raise InvalidConfig(
-            f"{name} are for the chat template, and no prompt is a chat; pass messages, or text as chat"
+            f"{name} are for the chat template, but no prompt is a chat; pass messages, or text with chat=True"
         )
     turns: list[Turn] = []
     for i in range(len(prompts) if records is None else len(records)):
@@ -110,12 +110,12 @@ def read_turns(
             prefix = [] if record is None else record.tokens
             turns.append(Turn(_encode(target, prompts[index], where, not prefix), prefix=prefix))
             continue
-        (messages, prompt_tools), variables = conversation, given
+        (messages, prompt_tools), variables = conversation, call_variables
         prompt_tools = tools if prompt_tools is None else prompt_tools
         if record is not None:
             messages = record.join(messages, where)
             prompt_tools = record.turn.tools if prompt_tools is None else prompt_tools
-            variables = record.turn.variables if template_variables is None else given
+            variables = record.turn.variables if template_variables is None else call_variables
         turns.append(Turn([], tuple(messages), tools=prompt_tools, variables=variables))
     turns = _render_turns(target, turns)
     for i, turn in enumerate(turns):
@@ -172,11 +172,11 @@ def _messages(prompt: Any, chat: bool, where: str) -> tuple[list[Mapping[str, An
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise EmptyPrompt(f"{where} is empty; give at least one token to continue")
+            raise EmptyPrompt(f"{where} is empty; pass at least one token")
         return ([{"role": "user", "content": prompt}], None) if chat else None
     if isinstance(prompt, Mapping):
         if not {"messages"} <= prompt.keys() <= {"messages", "tools"}:
-            raise InvalidConfig(f'{where} must be a dict of "messages" and perhaps "tools", got {shown(prompt)}')
+            raise InvalidConfig(f'{where} must be a dict with "messages" and optionally "tools", got {shown(prompt)}')
         check_messages(prompt["messages"])
         return list(prompt["messages"]), check_tools(prompt.get("tools"))
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -205,7 +205,7 @@ def _check_ids(target: Model, ids: list[int], where: str) -> None:
         TokenOutOfRange: an id is not in the vocabulary.
     """
     if not ids:
-        raise EmptyPrompt(f"{where} has no token; give at least one to continue")
+        raise EmptyPrompt(f"{where} has no tokens; pass at least one")
     vocab = target.lm.vocab
     for i, token in enumerate(ids):
         if not 0 <= token < vocab:
@@ -289,15 +289,17 @@ def stop_array(target: Model, stop_ids: Iterable[int], ignore_eos: bool, batch: 
         listed = None
     if listed is None:
         raise InvalidConfig(f"stop_ids must be a list of token ids, got {shown(stop_ids)}")
-    own = () if flag("ignore_eos", ignore_eos) else target.stop_ids
+    model_ids = () if flag("ignore_eos", ignore_eos) else target.stop_ids
     unique: dict[int, None] = {}
-    for token in (*own, *listed):
+    for token in (*model_ids, *listed):
         number = index(token)
         if number is None or not 0 <= number < vocab:
-            raise TokenOutOfRange(f"stop id {shown(token)} is not a token; ids go from 0 to {vocab - 1}")
+            raise TokenOutOfRange(f"stop id {shown(token)} is not in the vocabulary; ids go from 0 to {vocab - 1}")
         unique[number] = None
     if len(listed) > vocab:
-        raise InvalidConfig(f"stop_ids must be a list of at most {vocab} ids, one for each token; it has more")
+        raise InvalidConfig(
+            f"stop_ids has more than {vocab} ids, which is the size of the vocabulary; pass each id once"
+        )
     ids = list(unique)
     row = np.full(-(-max(len(ids), 1) // 8) * 8, -1, np.int32)
     row[: len(ids)] = ids

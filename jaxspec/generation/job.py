@@ -161,18 +161,18 @@ class Job:
             longest = max(len(self.prompt(row)) for row in rows) + self.max_new_tokens
             return memory.fit_capacity(self.decoder, self.weights, longest, size, capacity)
 
-        def rounded(count: int) -> int:
-            parts = count_groups(self.mesh)  # of equal size
-            each = sizes.round_rows(-(-count // parts))
-            return parts * (each if batch is None else min(each, -(-batch // parts)))
+        def round_size(count: int) -> int:
+            groups = count_groups(self.mesh)  # of equal size
+            each = sizes.round_rows(-(-count // groups))
+            return groups * (each if batch is None else min(each, -(-batch // groups)))
 
         if batch is None:
-            return [RowBatch(list(rows), rounded(len(rows)), slots(rows, len(rows)))] if rows else []
+            return [RowBatch(list(rows), round_size(len(rows)), slots(rows, len(rows)))] if rows else []
         by_slots: dict[int, list[int]] = {}
         for row in sorted(rows, key=lambda row: -len(self.prompt(row))):
             by_slots.setdefault(slots([row], batch), []).append(row)
-        found = [RowBatch(some, rounded(min(batch, len(some))), count) for count, some in by_slots.items()]
-        return [one if one.queue else one._replace(rows=sorted(one.rows)) for one in found]
+        batches = [RowBatch(group, round_size(min(batch, len(group))), count) for count, group in by_slots.items()]
+        return [part if part.queue else part._replace(rows=sorted(part.rows)) for part in batches]
 
     def memory(self, batch: RowBatch) -> int:
         """Returns the memory of a batch's caches in bytes; a queue needs one more row in every group of devices."""
@@ -205,7 +205,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     stopping = inputs.stop_array(target, options.stop_ids, options.ignore_eos, 1)
     alternatives = inputs.check_logprobs(options.logprobs)
     if alternatives is not None and alternatives > target.lm.vocab:
-        raise InvalidConfig(f"logprobs={alternatives}: {target.name} has only {target.lm.vocab} tokens")
+        raise InvalidConfig(f"logprobs={alternatives} is too many: {target.name} has only {target.lm.vocab} tokens")
     recorded_alternatives = sizes.round_top_logprobs(alternatives or 0, target.lm.vocab)
     width_matched = flag("width_matched", options.width_matched)
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
@@ -232,7 +232,9 @@ def _records(session: Session, rows: int) -> list[RowRecord]:
         InvalidConfig: the session has another number of rows, or was not made by `generate`.
     """
     if not session.records:
-        raise InvalidConfig("session must be the session of an earlier output; this one holds no output's rows")
+        raise InvalidConfig(
+            "session must be the session of an earlier output of generate; this session has no such output"
+        )
     if len(session.records) != rows:
         raise InvalidConfig("a session must be continued with the settings and the number of rows it was started with")
     return list(session.records)
@@ -250,13 +252,13 @@ def extend_session(session: Session, job: Job, notice: Notice) -> RowBatch:
     longest = max(len(turn.prefix) + len(turn.ids) for turn in job.turns) + job.max_new_tokens
     if job.decoder.slots(longest) > session.capacity or longest > job.decoder.target.context:
         raise CapacityError(
-            f"the session has {session.capacity} slots, this turn needs {job.decoder.slots(longest)}; "
+            f"the session has {session.capacity} slots, but this turn needs {job.decoder.slots(longest)}; "
             "start the session with a larger capacity=..."
         )
     length = to_host(session.state.length).copy()
     kept = np.asarray([len(turn.prefix) for turn in job.turns])
     if any(len(turn.prefix) < len(record.tokens) for turn, record in zip(job.turns, session.records)):
-        notice.say("the chat template now writes the conversation otherwise than it was read; reading it again")
+        notice.say("the chat template now renders earlier messages differently; reading the conversation again")
     length[: len(kept)] = np.minimum(length[: len(kept)], kept)
     session.cut(length, to_host(session.state.status))
     batch = RowBatch(list(range(job.rows)), len(session.state.length), session.capacity)

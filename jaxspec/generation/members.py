@@ -112,9 +112,9 @@ def _trace_round(decoder: Decoder, leaves: tuple, structure: Any, names: str) ->
     vocab, capacity = decoder.target.vocab, decoder.slots(2)
 
     def decode(weights: Weights) -> Any:
-        one, key = jnp.ones(1, jnp.int32), jax.random.key(0)[None]
+        ones, key = jnp.ones(1, jnp.int32), jax.random.key(0)[None]
         settings = Sampling(temperature=1.0).rows(1, vocab)
-        request = Request(one[None], one, one, key, one[None], settings, jnp.ones(1, bool))
+        request = Request(ones[None], ones, ones, key, ones[None], settings, jnp.ones(1, bool))
         state = decoder.prefill(weights, decoder.init(weights, request, capacity))
         return decoder.step(weights, state)
 

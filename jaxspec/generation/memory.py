@@ -36,7 +36,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     context = decoder.target.context
     if longest > context:
         raise CapacityError(
-            f"prompt and new tokens make {longest} tokens, the model's context is {context}; shorten the prompt or "
+            f"prompt and new tokens are {longest} tokens, but the model's context is {context}; shorten the prompt or "
             f"lower max_new_tokens{_longer(decoder.target, longest)} (the cache would take "
             f"{_memory(decoder, weights, batch, longest)})"
         )
@@ -50,7 +50,7 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
     if cache_bytes(decoder, weights, batch, slots) > machine_bytes():
         raise CapacityError(
             f"a cache for {plural(batch, 'row')} of {slots} slots takes {_memory(decoder, weights, batch, slots)}, "
-            f"and the machine has {size(machine_bytes())}; lower max_new_tokens, samples or capacity, or pass batch="
+            f"but the machine has {size(machine_bytes())}; lower max_new_tokens, samples or capacity, or pass batch="
         )
     return slots
 

@@ -93,12 +93,12 @@ class CompileOptions(DraftingOptions):
         Raises:
             InvalidConfig: `drafting` is of another type, or combined with options that it replaces.
         """
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(DraftingOptions)}
+        separate = {field.name: getattr(self, field.name) for field in dataclasses.fields(DraftingOptions)}
         drafting: Any = self.drafting
         if drafting is None:
-            return Drafting(**own)
+            return Drafting(**separate)
         is_default = isinstance(self.drafter, str) and self.drafter == DRAFTER and self.drafter_options == {}
-        if not is_default or any(own[name] is not None for name in ("tree", "schedule", "draft_params")):
+        if not is_default or any(separate[name] is not None for name in ("tree", "schedule", "draft_params")):
             raise InvalidConfig("drafting= cannot be combined with drafter, drafter_options, tree or schedule")
         if isinstance(drafting, (str, os.PathLike)):
             drafting = Drafting.load(drafting)
@@ -137,18 +137,18 @@ class GenerateOptions(CompileOptions):
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
-Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
+ReturnType = TypeVar("ReturnType")
+ReturnType_co = TypeVar("ReturnType_co", covariant=True)
 
 
-class TextFunction(Protocol[P, Result_co]):
+class TextFunction(Protocol[P, ReturnType_co]):
     """A function of a target and prompts that takes options as keywords."""
 
     __name__: str
 
     def __call__(
         self, target: Model, prompts: Prompt | Iterable[Prompt], *args: P.args, **kwargs: P.kwargs
-    ) -> Result_co:
+    ) -> ReturnType_co:
         """Calls the function.
 
         Args:
@@ -162,7 +162,7 @@ class TextFunction(Protocol[P, Result_co]):
 
 def accepts(
     options: Callable[P, Options],
-) -> Callable[[Callable[[Model, Prompt | Iterable[Prompt], Options], Result]], TextFunction[P, Result]]:
+) -> Callable[[Callable[[Model, Prompt | Iterable[Prompt], Options], ReturnType]], TextFunction[P, ReturnType]]:
     """Returns a decorator that makes a function of (target, prompts, options) take the options as keywords.
 
     The signature of the decorated function has every option with its type and default, and its docstring has a section
@@ -177,10 +177,10 @@ def accepts(
         return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
     def decorate(
-        function: Callable[[Model, Prompt | Iterable[Prompt], Options], Result],
-    ) -> TextFunction[P, Result]:
+        function: Callable[[Model, Prompt | Iterable[Prompt], Options], ReturnType],
+    ) -> TextFunction[P, ReturnType]:
         @functools.wraps(function)
-        def call(target: Model, prompts: Any, **keywords: Any) -> Result:
+        def call(target: Model, prompts: Any, **keywords: Any) -> ReturnType:
             return function(target, prompts, kind(**keywords))
 
         types = call.__annotations__
@@ -194,7 +194,7 @@ def accepts(
         ]
         signature = inspect.Signature(parameters, return_annotation=types["return"])
         call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        call.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+        call.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
         call.__annotations__["return"] = signature.return_annotation
         described = parse_section(TextFunction.__call__.__doc__, "Args") | describe_fields(kind)
         call.__doc__ = with_section(function.__doc__ or "", "Args", described)

@@ -9,7 +9,7 @@ from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import shown
 
-SHOWN = 3
+MAX_SHOWN_ROWS = 3
 """Number of rows that the `repr` of an output shows."""
 
 
@@ -80,9 +80,9 @@ class Output(Sequence):
 
     def __repr__(self) -> str:
         count = len(self.rows)
-        lines = [f"  {row!r}," for row in self.rows[:SHOWN]]
-        if count > SHOWN:
-            lines.append(f"  and {count - SHOWN} more,")
+        lines = [f"  {row!r}," for row in self.rows[:MAX_SHOWN_ROWS]]
+        if count > MAX_SHOWN_ROWS:
+            lines.append(f"  and {count - MAX_SHOWN_ROWS} more,")
         summary = f"{plural(count, 'row')}, {self.stats.tokens_per_round:.2f} tokens per round"
         return "\n".join([f"Output({summary},", *lines, f"  {self.timing!r})"])
 

@@ -35,7 +35,7 @@ def compile_programs(target: Model, prompts: Prompt | Iterable[Prompt], options:
     job = make_job(target, prompts, options)
     batches = job.batches(options.batch, options.capacity, range(job.rows))
     report_rounding(notice, options.capacity, batches)
-    return sum(_compile(job, one, notice) for one in batches)
+    return sum(_compile(job, batch, notice) for batch in batches)
 
 
 def _compile(job: Job, batch: RowBatch, notice: Notice) -> float:

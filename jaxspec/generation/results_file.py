@@ -20,7 +20,7 @@ from jaxspec.storage import writing
 from jaxspec.storage.plain import plain, typed
 from jaxspec.storage.reading import check_path
 
-VERSION = 2
+RESULTS_VERSION = 2
 JOB_SUFFIX = ".job.json"
 """Suffix of the file that describes the job, appended to the name of the results file."""
 _BEGIN, _JOB_BEGIN = b'{"index": ', b'{"format": "jaxspec-texts"'
@@ -53,8 +53,8 @@ class ResultsFile:
         self._job, self._lines = job, dict[int, tuple[int, int]]()  # offset and size of each row's line
         self._path = _resolve(path)
         self._job_path = self._path.with_name(self._path.name + JOB_SUFFIX)
-        about = json.loads(json.dumps(fingerprint.describe(job, stops)))
-        self._digest = fingerprint.digest([VERSION, about])
+        about = json.loads(json.dumps(fingerprint.describe_job(job, stops)))
+        self._digest = fingerprint.digest([RESULTS_VERSION, about])
         try:
             self._open(about)
             for part in map(writing.part_of, (self._path, self._job_path)):
@@ -98,8 +98,8 @@ class ResultsFile:
         lines = first.endswith(b"\n") or _LINE.fullmatch(first) is not None
         if existing is None and first and not _is_truncated(first) and not (lines and first.startswith(_BEGIN)):
             raise InvalidConfig(f"{self._path} is not a results file of jaxspec; choose a new file")
-        if lines and existing is not None and (found := fingerprint.difference(existing, about)):
-            name, before, now = found
+        if lines and existing is not None and (different := fingerprint.find_difference(existing, about)):
+            name, before, now = different
             values = "" if isinstance(now, (str, list)) else f" ({before!r:.40} in the file, {now!r:.40} now)"
             label = name if "." in name else name.replace("_", " ")
             raise InvalidConfig(
@@ -108,7 +108,7 @@ class ResultsFile:
             )
         size = self._read_lines(damage) if exists else 0
         if existing != about:
-            content = {"format": "jaxspec-texts", "version": VERSION, "job": self._digest, "about": about}
+            content = {"format": "jaxspec-texts", "version": RESULTS_VERSION, "job": self._digest, "about": about}
             text = json.dumps(content, indent=1) + "\n"
             writing.write_whole(self._job_path, lambda file: file.write(text.encode()))
         if exists and size < self._path.stat().st_size:
@@ -126,9 +126,9 @@ class ResultsFile:
         except FileNotFoundError:
             return None, f"{self._job_path.name} is missing"
         try:
-            found = json.loads(data)
-            about, ours = found["about"], found["format"] == "jaxspec-texts"
-            if ours and isinstance(about, dict) and found["job"] == fingerprint.digest([found["version"], about]):
+            record = json.loads(data)
+            about, ours = record["about"], record["format"] == "jaxspec-texts"
+            if ours and isinstance(about, dict) and record["job"] == fingerprint.digest([record["version"], about]):
                 return about, ""
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
@@ -142,8 +142,8 @@ class ResultsFile:
         size = 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                whole = line.endswith(b"\n")
-                if not whole and _is_truncated(line):
+                complete = line.endswith(b"\n")
+                if not complete and _is_truncated(line):
                     break
                 try:
                     row, text = self._parse(line.removesuffix(b"\n"))
@@ -156,7 +156,7 @@ class ResultsFile:
                         "choose a new file"
                     ) from None
                 self.done[row] = text
-                self._lines[row] = size, len(line) + (not whole)
+                self._lines[row] = size, len(line) + (not complete)
                 size += len(line)
         return size
 
@@ -183,9 +183,9 @@ class ResultsFile:
             return self._job.prompt(index * self._job.samples)
         messages = prompt["messages"] if isinstance(prompt, Mapping) else prompt
         plainer = [{name: message[name] for name in ("role", "content") if name in message} for message in messages]
-        for form in (prompt, plainer):  # other keys may have values that JSON has no form for
+        for content in (prompt, plainer):  # other keys may have values that JSON cannot represent
             with contextlib.suppress(ValueError, TypeError, RecursionError):
-                return json.loads(json.dumps(form, allow_nan=False, default=_as_plain))
+                return json.loads(json.dumps(content, allow_nan=False, default=_as_plain))
         return self._job.turns[index * self._job.samples].text
 
     def _checksum(self, body: bytes) -> str:
@@ -202,7 +202,7 @@ class ResultsFile:
             raise ValueError("it is not a line of a results file")
         body, checksum = parts.groups()
         if self._checksum(body) != checksum.decode():
-            raise ValueError("it does not match its checksum, so it is not as this job wrote it")
+            raise ValueError("it does not match its checksum, so it was edited or written by another job")
         record = json.loads(body + b"}")
         values = {name: typed(record[name], hint, name) for name, hint in _fields().items() if name != "prompt"}
         index, job = typed(record["index"], int, "index"), self._job
@@ -245,7 +245,7 @@ def _resolve(path: Any) -> pathlib.Path:
     try:
         resolved = check_path(path, "out").resolve()
         if resolved.exists() and not resolved.is_file():
-            raise InvalidConfig(f"out must be the path of a file, {path} is something else")
+            raise InvalidConfig(f"out must be the path of a file, but {path} is not a file")
         if not resolved.parent.is_dir():
             raise InvalidConfig(f"out={str(path)!r}: there is no folder {resolved.parent}; create it first")
     except OSError as error:  # a directory without permission

@@ -112,7 +112,9 @@ def rollout(
     rows, parts = prompts * samples, count_groups(mesh)
     split = parts // math.gcd(prompts, parts)  # the groups that share a prompt, each of which reads it
     if samples % split:
-        raise InvalidConfig(f"{prompts} prompts of {samples} samples cannot be shared evenly by {parts} groups")
+        raise InvalidConfig(
+            f"{prompts} prompts of {samples} samples cannot be shared evenly by {parts} groups of devices"
+        )
     inputs.check_sampling(sampling, rows, target.lm.vocab)
     settings = inputs.mask_padding(target, sampling, rows)
     keys = _row_keys(as_key(key, rows), prompts, samples)
@@ -143,7 +145,7 @@ def log_probs(target: Model, rollout: Rollout, mesh: Mesh | None = None) -> Logp
     """
     inputs.check_model("target", target)
     if not isinstance(rollout, Rollout):
-        raise InvalidConfig(f"rollout must be a jaxspec.Rollout, as jaxspec.rollout returns it; got {shown(rollout)}")
+        raise InvalidConfig(f"rollout must be a jaxspec.Rollout, as from jaxspec.rollout; got {shown(rollout)}")
     _check_mesh(target.lm, mesh)
     lm = target.lm
 
@@ -188,9 +190,11 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
     logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
-    score, whole = scores(logits, sampling), tempered(logits, sampling)
-    own = jnp.take_along_axis(whole, token[..., None], -1)
-    sampled = log_prob(jnp.where(whole >= own, whole, score), token, sampling, drawn=True)  # top-k also keeps it
+    score, untruncated = scores(logits, sampling), tempered(logits, sampling)
+    chosen = jnp.take_along_axis(untruncated, token[..., None], -1)
+    sampled = log_prob(
+        jnp.where(untruncated >= chosen, untruncated, score), token, sampling, drawn=True
+    )  # top-k also keeps it
     none = jnp.zeros((*token.shape, 0))
     return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
 
@@ -199,8 +203,10 @@ def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
     """Returns `function(params, rows)`; every group of devices computes its own rows."""
     if mesh is None:
         return function(params, rows)
-    own = P(DATA)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), own), out_specs=own, axis_names={DATA}, check_vma=False)
+    by_row = P(DATA)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(P(), by_row), out_specs=by_row, axis_names={DATA}, check_vma=False
+    )
     return mapped(params, rows)
 
 
@@ -235,8 +241,8 @@ def _check_prompts(tokens: Any, count: Any, vocab: int) -> tuple[Array, Array]:
     for name, value, rank in (("tokens", tokens, 2), ("count", count, 1)):
         kind = getattr(value, "dtype", None)
         if kind is None or not jnp.issubdtype(kind, jnp.integer) or value.ndim != rank or not value.size:
-            wanted = "[prompts, length]" if rank == 2 else "[prompts]"
-            raise InvalidConfig(f"{name} must be an array of integers {wanted}, got {shown(value)}")
+            expected = "[prompts, length]" if rank == 2 else "[prompts]"
+            raise InvalidConfig(f"{name} must be an array of integers {expected}, got {shown(value)}")
     if len(tokens) != len(count):
         raise InvalidConfig(f"count must have the length of each of the {len(tokens)} prompts, got {len(count)}")
     size = tokens.shape[1]
@@ -265,6 +271,6 @@ def _check_mesh(lm: LanguageModel, mesh: Mesh | None) -> None:
     size = 1 if mesh is None else mesh.shape[MODEL]
     if isinstance(lm, TransformerLM) and lm.execution.shards != size:
         raise InvalidConfig(
-            f"the model is split over {lm.execution.shards} devices, and the mesh has {size} on its axis 'model'; "
-            "lay it out once with jaxspec.shard(model, mesh), and pass the mesh"
+            f"the model is split over {lm.execution.shards} devices, but the axis 'model' of the mesh has {size}; call "
+            "jaxspec.shard(model, mesh) once, and pass the same mesh"
         )

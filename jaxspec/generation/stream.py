@@ -60,7 +60,7 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         while not self._ready:
-            active = [sum(row is not None for row in some) for some in self._by_group()]
+            active = [sum(row is not None for row in group) for group in self._by_group()]
             if not any(active):
                 if not self._batches:
                     raise StopIteration
@@ -134,10 +134,10 @@ class Stream(Iterator[Chunk]):
             if self._on_end is not None:
                 self._on_end(row.index, row.out)
             self._rows[b] = None
-        free = [[i for i, row in enumerate(some) if row is None] for some in self._by_group()]
+        free = [[i for i, row in enumerate(group) if row is None] for group in self._by_group()]
         while self._queue and any(free):
-            rows = [self._queue.popleft() if some and self._queue else None for some in free]
-            positions = [-1 if row is None else some.pop(0) for row, some in zip(rows, free)]
+            rows = [self._queue.popleft() if positions and self._queue else None for positions in free]
+            positions = [-1 if row is None else positions.pop(0) for row, positions in zip(rows, free)]
             session.replace(positions, self._job.request(rows, session.capacity))
             for group, (position, row) in enumerate(zip(positions, rows)):
                 if row is not None:
@@ -157,8 +157,8 @@ class Stream(Iterator[Chunk]):
         rounds = log.counts.shape[1]
         size = min(self._rounds, rounds)  # static, to compile once
         first = np.minimum(begin, rounds - size)
-        some = RoundLog(to_host(_slices(log.counts, first, size)))
-        return [some.part(np.s_[b, i - at : j - at]) for b, (i, j, at) in enumerate(zip(begin, end, first))]
+        part = RoundLog(to_host(_slices(log.counts, first, size)))
+        return [part.part(np.s_[b, i - at : j - at]) for b, (i, j, at) in enumerate(zip(begin, end, first))]
 
     def _update_stats(self, session: Session, positions: Iterable[int]) -> None:
         """Updates statistics and log-probabilities of the rows at these positions of the batch."""
@@ -176,10 +176,10 @@ class Stream(Iterator[Chunk]):
             row.out.stats = Stats.from_log(log.part(np.s_[b, : rounds[b]]), session.decoder.drafter.calls, emitted)
             if alternatives is not None:
                 cut = np.s_[b, start[b] : start[b] + emitted]
-                own = jax.tree.map(lambda some, cut=cut: some[cut].tolist(), logprobs)
-                row.out.logprobs, row.out.sampled_logprobs = own.raw, own.sampled
+                emitted_logprobs = jax.tree.map(lambda values, cut=cut: values[cut].tolist(), logprobs)
+                row.out.logprobs, row.out.sampled_logprobs = emitted_logprobs.raw, emitted_logprobs.sampled
                 if alternatives:
-                    pairs = zip(own.top_tokens, own.top)
+                    pairs = zip(emitted_logprobs.top_tokens, emitted_logprobs.top)
                     row.out.top_logprobs = [list(zip(ids[:alternatives], values)) for ids, values in pairs]
 
     @property

@@ -13,7 +13,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.generation.output import Generation
 from jaxspec.models.model import Model
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Turn:
     """
 
     ids: list[int]
-    messages: tuple[Message, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
     text: str = ""
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,12 +55,12 @@ class RowRecord:
         return [*self.turn.prefix, *self.turn.ids, *self.answer.tokens]
 
     @property
-    def messages(self) -> tuple[Message, ...] | None:
+    def messages(self) -> tuple[ChatMessage, ...] | None:
         """The conversation with its last answer; None if the row is not a conversation."""
         asked = self.turn.messages
         return None if asked is None else (*asked, {"role": "assistant", "content": self.answer.text or ""})
 
-    def join(self, new: Sequence[Message], where: str) -> list[Message]:
+    def join(self, new: Sequence[ChatMessage], where: str) -> list[ChatMessage]:
         """Returns the conversation with further messages, which may also be the whole conversation.
 
         Messages are the whole conversation if they begin with the earlier messages, and an answer of the assistant
@@ -75,8 +75,8 @@ class RowRecord:
                 f"{where}: the session's text was given as token ids or raw text, which a chat template cannot "
                 "continue; pass token ids or chat=False, or start a session with the whole conversation as messages"
             )
-        whole = list(new[: len(asked)]) == list(asked) and len(new) > len(asked)
-        return list(new) if whole and new[len(asked)].get("role") == "assistant" else [*said, *new]
+        repeats = list(new[: len(asked)]) == list(asked) and len(new) > len(asked)
+        return list(new) if repeats and new[len(asked)].get("role") == "assistant" else [*said, *new]
 
 
 def continue_turn(target: Model, record: RowRecord, turn: Turn) -> Turn:
@@ -95,8 +95,8 @@ def continue_turn(target: Model, record: RowRecord, turn: Turn) -> Turn:
         if turn.ids[: len(known)] == known:
             return dataclasses.replace(turn, ids=turn.ids[len(known) :], prefix=record.tokens)
     same = 0
-    for one, other in zip(record.tokens, turn.ids):
-        if one != other:
+    for old, new in zip(record.tokens, turn.ids):
+        if old != new:
             break
         same += 1
     return dataclasses.replace(turn, ids=turn.ids[same:], prefix=turn.ids[:same])

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core.cache import as_bits, as_values
 from jaxspec.core.records import KV
 
-TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+MATRIX_TYPES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of packed matrices, in the order of `Type` in src/table.h."""
 PREPARATIONS = ("nothing", "norm", "silu", "gelu_tanh")
 """Operations that a product can apply to its rows first, in the order of `Preparation` in src/table.h."""
@@ -38,7 +38,7 @@ def multiply(
         values: the packed matrix.
         scale: scales of the outputs of an int8 matrix.
         outputs: the number of outputs, O.
-        kind: one of `TYPES`.
+        kind: one of `MATRIX_TYPES`.
         preparation: one of `PREPARATIONS`.
         norm: scale of RMSNorm.
         epsilon: epsilon of RMSNorm.
@@ -48,7 +48,7 @@ def multiply(
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_multiply", out, vmap_method="sequential")
     arrays = [_optional(array) for array in (scale, norm, bias, residual)]
-    attributes = {"kind": np.int64(TYPES.index(kind)), "preparation": np.int64(PREPARATIONS.index(preparation))}
+    attributes = {"kind": np.int64(MATRIX_TYPES.index(kind)), "preparation": np.int64(PREPARATIONS.index(preparation))}
     return call(x.astype(jnp.float32), values, *arrays, epsilon=np.float32(epsilon), **attributes)
 
 
@@ -56,7 +56,7 @@ def _optional(array: Array | None) -> Array:
     return jnp.zeros(0, jnp.float32) if array is None else array.astype(jnp.float32)
 
 
-def attend(
+def attend_with_kernel(
     queries: Float[Array, "B H G T K"],
     prefix: KV,
     layer: int,
@@ -79,7 +79,7 @@ def attend(
     return jnp.moveaxis(call(*arrays, layer=np.int64(layer), scale=np.float32(scale)), 1, 3)
 
 
-def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
+def rms_norm_with_kernel(x: Float[Array, "*b E"], scale: Float[Array, "E"], epsilon: float) -> Float[Array, "*b E"]:
     """Applies RMSNorm over the last axis; the bits of a row do not depend on the other rows."""
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_rms_norm", out, vmap_method="sequential")

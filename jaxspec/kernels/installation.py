@@ -15,16 +15,18 @@ REASON_FILE = "_not_built.txt"
 DISTRIBUTION = "jaxspec-decoding"
 X86_64_NAMES = ("x86_64", "AMD64")
 """The names of x86-64 processors, as `platform.machine` returns them."""
-FOLDER = pathlib.Path(__file__).parent
+KERNELS_FOLDER = pathlib.Path(__file__).parent
 REBUILD_ADVICE = "with a C++ compiler, `pip install --editable .` there builds them"
 
 
-def library_file(folder: pathlib.Path = FOLDER) -> pathlib.Path:
+def library_file(folder: pathlib.Path = KERNELS_FOLDER) -> pathlib.Path:
     """Returns the path at which this Python expects the compiled kernels."""
     return folder / f"{NAME}{SUFFIX}"
 
 
-def explain_missing(folder: pathlib.Path = FOLDER, machine: str | None = None, system: str | None = None) -> str:
+def explain_missing(
+    folder: pathlib.Path = KERNELS_FOLDER, machine: str | None = None, system: str | None = None
+) -> str:
     """Returns the reason why a folder does not contain a compiled library, and what to do about it.
 
     The reason is always read from this machine; if none is found, the message says that it is unknown.

@@ -19,7 +19,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import installation
 
 VARIABLE = "JAXSPEC_KERNELS"
-TYPES = ("float32", "bfloat16", "int8", "file")
+COST_TYPES = ("float32", "bfloat16", "int8", "file")
 TOKEN_COSTS = {
     "AVX-512 with BF16 and VNNI": {
         "float32": TokenCost(0.015, 11.0),
@@ -58,7 +58,7 @@ def _library() -> ctypes.CDLL | str:
         library.jaxspec_processor.restype = ctypes.c_char_p
         if library.jaxspec_processor() is None:
             if (wanted := os.environ.get(VARIABLE, "")) not in ("", "1"):
-                return f"{VARIABLE}={wanted}: this processor does not have kernels of this name; unset the variable"
+                return f"{VARIABLE}={wanted} names kernels that this processor cannot run; unset the variable"
             return "they need an x86-64 processor with AVX2 and FMA, which this processor does not have"
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
@@ -67,12 +67,12 @@ def _library() -> ctypes.CDLL | str:
     return library
 
 
-def available() -> bool:
+def kernels_available() -> bool:
     """Returns whether programs for this CPU can call the kernels, and no environment variable turns them off."""
     return not _switched_off() and not isinstance(_library(), str)
 
 
-def describe() -> str:
+def describe_kernels() -> str:
     """Returns the kind of processors that the loaded kernels are for, or the reason why kernels are not used."""
     if _switched_off():
         return f"none ({VARIABLE}=0)"
@@ -82,16 +82,16 @@ def describe() -> str:
 
 def token_cost(params: Params) -> TokenCost:
     """Returns the assumed cost of tokens on this CPU, in calls of a target with these parameters."""
-    if not available():
+    if not kernels_available():
         return XLA_TOKEN_COST
-    sizes = dict.fromkeys(TYPES, 0)
+    sizes = dict.fromkeys(COST_TYPES, 0)
     for leaf in jax.tree.leaves(params):
         name = str(getattr(leaf, "dtype", None))
         if name == "uint8":  # packed int8 is [O / 16, I / 4, 16, 4], a file's blocks are [O / 16, I / unit, bytes]
             name = "int8" if leaf.ndim == 4 else "file"
         if name in sizes:
             sizes[name] += leaf.size
-    return TOKEN_COSTS[describe()][max(sizes, key=lambda name: sizes[name])]
+    return TOKEN_COSTS[describe_kernels()][max(sizes, key=lambda name: sizes[name])]
 
 
 def use_kernels(wanted: bool | None, whole_layers: bool = True) -> bool:
@@ -107,14 +107,14 @@ def use_kernels(wanted: bool | None, whole_layers: bool = True) -> bool:
     """
     if wanted is not None and flag("kernels", wanted):
         if not whole_layers:
+            raise InvalidConfig("kernels=True needs a model on CPU devices that do not split layers; leave it out")
+        if not kernels_available():
             raise InvalidConfig(
-                "the CPU kernels need a model on CPU devices that do not split layers; leave out kernels=True"
+                f"kernels=True, but the CPU kernels are not available: {describe_kernels()}; leave it out"
             )
-        if not available():
-            raise InvalidConfig(f"the CPU kernels are not available: {describe()}; leave out kernels=True")
-    if wanted is None and whole_layers and not available() and not _switched_off():
+    if wanted is None and whole_layers and not kernels_available() and not _switched_off():
         _warn()
-    return whole_layers and available() and wanted is not False
+    return whole_layers and kernels_available() and wanted is not False
 
 
 def _switched_off() -> bool:
@@ -123,4 +123,6 @@ def _switched_off() -> bool:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(f"jaxspec's CPU kernels: {describe()}; without them, drafting gains less on a CPU", stacklevel=5)
+    warnings.warn(
+        f"jaxspec's CPU kernels: {describe_kernels()}; without them, drafting gains less on a CPU", stacklevel=5
+    )

@@ -76,7 +76,7 @@ def attend(
         return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
 
     def kernel(queries, prefix, length, window, mask, paths, first_seen):
-        return calls.attend(queries, prefix, layer, length, window, mask, scale, first_seen)
+        return calls.attend_with_kernel(queries, prefix, layer, length, window, mask, scale, first_seen)
 
     def other(queries, prefix, length, window, mask, paths, first_seen):
         return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)

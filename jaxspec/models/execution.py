@@ -5,7 +5,7 @@ import dataclasses
 from jaxspec.backend.layout import default_platform
 from jaxspec.core.checks import one_of
 from jaxspec.errors import InvalidConfig
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 
 ATTENTION = ("xla", "pallas")
 
@@ -46,7 +46,7 @@ class Execution:
     def resolve(self) -> "Execution":
         """Returns the record with a platform, and without kernels that are not available."""
         platform = default_platform() if self.platform is None else self.platform
-        return dataclasses.replace(self, kernels=self.kernels and available(), platform=platform)
+        return dataclasses.replace(self, kernels=self.kernels and kernels_available(), platform=platform)
 
     def of_head(self) -> "Execution":
         """Returns how draft heads run beside this network: on the same platform, each layer whole, attention by XLA."""

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rows import Fused
 
@@ -33,7 +33,7 @@ class Multipliable(Protocol):
 @jax.custom_jvp
 def product(x: Array, matrix: Multipliable, fused: Fused) -> Array:
     """Returns `x @ matrix.T` with the operations of `fused`, computed by the kernel on a CPU if it is available."""
-    kernel = _with_kernel if available() else _with_xla
+    kernel = _with_kernel if kernels_available() else _with_xla
     return lax.platform_dependent(x, matrix, fused, cpu=kernel, default=_with_xla)
 
 

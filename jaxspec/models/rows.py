@@ -24,7 +24,7 @@ def rms_norm(
 
     if not kernels:
         return plain(x, scale)
-    kernel = functools.partial(calls.rms_norm, epsilon=epsilon)
+    kernel = functools.partial(calls.rms_norm_with_kernel, epsilon=epsilon)
     return lax.platform_dependent(x, scale, cpu=kernel, default=plain)
 
 

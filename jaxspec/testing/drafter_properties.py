@@ -80,7 +80,7 @@ def check_drafter(
     if proposal.law is not None:
         proposed = (tokens >= 0) & np.take_along_axis((tokens >= 0) | (parents < 0), np.maximum(parents, 0), 1)
         above = np.take_along_axis(proposal.law, np.maximum(parents, 0)[..., None], 1)
-        own = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0]
-        require((own[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
+        log_probs = np.take_along_axis(above, np.maximum(tokens, 0)[..., None], 2)[..., 0]
+        require((log_probs[proposed] > -np.inf).all(), drafter, "proposes a token that its law excludes")
         require(np.allclose(np.exp(above[proposed]).sum(-1), 1, atol=1e-5), drafter, "has a law that does not sum to 1")
     return proposal

@@ -51,17 +51,17 @@ def g_test(counts: Any, law: Any, *, min_expected: float = 10.0, max_cells: int 
     keys = -law if sort_by is None else np.asarray(sort_by, np.float64).ravel()
     order = np.argsort(np.where(possible, keys, np.inf), kind="stable")[: possible.sum()]
     seen, expected = counts[order], samples * law[order] / law[order].sum()
-    starts, held = [], np.inf
+    starts, expected_in_pool = [], np.inf
     for cell, mass in enumerate(expected.tolist()):
-        if held >= max(min_expected, samples / max_cells):
+        if expected_in_pool >= max(min_expected, samples / max_cells):
             starts.append(cell)
-            held = 0.0
-        held += mass
-    if held < min_expected and len(starts) > 1:  # too few for a cell: merge them into the last one
+            expected_in_pool = 0.0
+        expected_in_pool += mass
+    if expected_in_pool < min_expected and len(starts) > 1:  # too few for a cell: merge them into the last one
         starts.pop()
     seen, expected = np.add.reduceat(seen, starts), np.add.reduceat(expected, starts)
-    some, impossible = seen > 0, int(counts[~possible].sum())
-    g = 2 * (seen[some] * np.log(seen[some] / expected[some])).sum()
+    nonzero, impossible = seen > 0, int(counts[~possible].sum())
+    g = 2 * (seen[nonzero] * np.log(seen[nonzero] / expected[nonzero])).sum()
     p = 1.0 if seen.size == 1 else float(special.chdtrc(seen.size - 1, max(g, 0.0)))
     return GTest(0.0 if impossible else p, seen.size, int(samples), impossible)
 
@@ -143,8 +143,8 @@ def sample_texts(
         )
         result = _generate(decoder, weights, request, decoder.slots(len(prompt) + length))
         last = np.asarray(result.length)[:, None] - 1
-        places = np.minimum(len(prompt) + np.arange(length), last)
-        text = np.take_along_axis(np.asarray(result.tokens), places, 1)
+        positions = np.minimum(len(prompt) + np.arange(length), last)
+        text = np.take_along_axis(np.asarray(result.tokens), positions, 1)
         counts += np.bincount(text @ vocab ** np.arange(length)[::-1], minlength=counts.size)
         log = jax.device_get(result.log.part(np.s_[:, :length]))
         rounds, accepted = rounds + int((log.emitted > 0).sum()), accepted + int(log.accepted.sum())

@@ -21,7 +21,7 @@ from jaxspec.errors import InvalidConfig
 
 CHAIN = chain(4)
 RAGGED = from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])
-VOCAB = 6
+VOCAB_SIZE = 6
 CASES = 256
 
 
@@ -92,13 +92,15 @@ def random_cases(topology: Topology, seed: int = 0, sampled: bool = True, cases:
         cases: the number of proposals, M.
     """
     rng, nodes, tree = np.random.default_rng(seed), topology.shape.nodes, topology.tree
-    shape = (cases, nodes, VOCAB)
-    weights = rng.dirichlet(np.full(VOCAB, 0.7), (2, *shape[:2])) + 1e-6
+    shape = (cases, nodes, VOCAB_SIZE)
+    weights = rng.dirichlet(np.full(VOCAB_SIZE, 0.7), (2, *shape[:2])) + 1e-6
     # Some tokens are impossible: never the target's first, and four remain to the draft, enough for all children.
-    some = np.stack([rng.random(shape) < 0.8, rng.permuted(np.tile(np.arange(VOCAB) < 4, (*shape[:2], 1)), axis=-1)])
-    some[0, ..., 0] = True
+    possible = np.stack(
+        [rng.random(shape) < 0.8, rng.permuted(np.tile(np.arange(VOCAB_SIZE) < 4, (*shape[:2], 1)), axis=-1)]
+    )
+    possible[0, ..., 0] = True
     with np.errstate(divide="ignore"):
-        law, draft = np.log(weights * some)
+        law, draft = np.log(weights * possible)
     law, draft = (a - np.logaddexp.reduce(a, axis=-1, keepdims=True) for a in (law, draft))
     ranked = np.argsort(-(draft + rng.gumbel(size=shape)), axis=-1)
     tokens = ranked[:, np.maximum(topology.parents, 0), tree.ranks]
@@ -129,8 +131,8 @@ class _FixedNoise(NamedTuple):
     def __call__(self, law: jax.Array, proposal: Proposal) -> StopLaw:
         noise = jax.random.gumbel(jax.random.key(self.seed), (proposal.tree.paths.shape[1], law.shape[1]))
         rows = Sampling(temperature=1.0).rows(1, law.shape[1])
-        one = jax.tree.map(lambda a: a[None], proposal)
-        node, token = self.rule(lambda nodes: law[nodes], lambda depths: noise[depths], rows, one)
+        batched = jax.tree.map(lambda a: a[None], proposal)
+        node, token = self.rule(lambda nodes: law[nodes], lambda depths: noise[depths], rows, batched)
         point = jnp.where(jnp.arange(law.shape[1]) == token, 0.0, -jnp.inf)
         return StopLaw(jax.nn.one_hot(node[0], law.shape[0]), lambda _: point)
 
@@ -145,7 +147,7 @@ def check_probabilities(rule: Rule, cases: Cases) -> None:
     require(
         np.isfinite(laws).all() and np.abs(laws.sum(-1) - 1).max() < 1e-5,
         rule,
-        "has no law of the next token at some stop",
+        "returns a law of the next token that does not sum to 1 at a possible stop",
     )
 
 
@@ -190,15 +192,15 @@ def check_greedy_rows(rule: Rule, cases: Cases) -> None:
     token.
     """
     point = cases.law.argmax(-1)
-    law = np.where(np.arange(VOCAB) == point[..., None], 0.0, -np.inf).astype(cases.law.dtype)
+    law = np.where(np.arange(VOCAB_SIZE) == point[..., None], 0.0, -np.inf).astype(cases.law.dtype)
     chances, after = rule_outcomes(rule, Cases(law, cases.proposal))
     tree = cases.proposal.tree
     right = np.asarray(cases.proposal.tokens) == np.take_along_axis(point, np.maximum(tree.parents, 0), 1)
     right[:, 0] = True
     path = (right[:, None, :] | ~tree.ancestors).all(-1)
     require(np.all(chances[~path] < 1e-6), rule, "accepts a token of a greedy row that is not the greedy one")
-    own = np.take_along_axis(after, point[..., None], -1)[..., 0]
-    require(np.allclose(own[chances > 1e-6], 1, atol=1e-6), rule, "is not greedy after a path")
+    greedy = np.take_along_axis(after, point[..., None], -1)[..., 0]
+    require(np.allclose(greedy[chances > 1e-6], 1, atol=1e-6), rule, "is not greedy after a path")
 
 
 def check_padding_order_is_ignored(rule: Rule, cases: Cases, topology: Topology) -> None:
@@ -231,23 +233,23 @@ def check_losslessness(rule: WeighingRule, seed: int = 0, laws: int = 5) -> None
         rule.check(topology.shape)
     except InvalidConfig:
         topology = chain(3)
-    found = [bias(rule, topology, random_laws(seed + i, 3), random_laws(seed + 100 + i, 3)) for i in range(laws)]
+    biases = [bias(rule, topology, random_laws(seed + i, 3), random_laws(seed + 100 + i, 3)) for i in range(laws)]
     if rule.lossless:
-        require(max(found) < 1e-12, rule, f"is not lossless: a round has a bias of {max(found):.1e}")
+        require(max(biases) < 1e-12, rule, f"is not lossless: a round has a bias of {max(biases):.1e}")
     else:
-        require(max(found) > 1e-3, rule, "claims to be lossy but appears lossless")
+        require(max(biases) > 1e-3, rule, "has lossless = False, but seems to be lossless")
 
 
 def _reachable(cases: Cases) -> np.ndarray:
     """Returns whether every node from the root to each node is proposed, `[M, N]`."""
-    there = np.asarray(cases.proposal.tokens) >= 0
-    there[:, 0] = True
-    return np.all(there[:, None, :] | ~cases.proposal.tree.ancestors, axis=-1)
+    proposed = np.asarray(cases.proposal.tokens) >= 0
+    proposed[:, 0] = True
+    return np.all(proposed[:, None, :] | ~cases.proposal.tree.ancestors, axis=-1)
 
 
-def _require_same(one: tuple, other: tuple, member: object, fault: str) -> None:
-    live = one[0] > 0
-    alike = np.allclose(one[0], other[0], atol=1e-6) and np.allclose(one[1][live], other[1][live], atol=1e-5)
+def _require_same(first: tuple, other: tuple, member: object, fault: str) -> None:
+    live = first[0] > 0
+    alike = np.allclose(first[0], other[0], atol=1e-6) and np.allclose(first[1][live], other[1][live], atol=1e-5)
     require(alike, member, fault)
 
 

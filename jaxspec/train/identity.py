@@ -8,7 +8,7 @@ the form of attention and the devices that share a layer are not recorded: they 
 import hashlib
 from typing import Any, NamedTuple, Self
 
-from jaxspec.generation.fingerprint import static
+from jaxspec.generation.fingerprint import describe_static
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.columns import file_order
 from jaxspec.models.model import Model
@@ -39,7 +39,7 @@ class TargetIdentity(NamedTuple):
         """Describes a target."""
         tokenizer, template = _tokenizer_print(target.tokenizer), _template_print(target.chat_template)
         weights = fingerprint(file_order(target.lm, target.params))
-        return cls(weights, static(target.lm), list(target.stop_ids), tokenizer, template)
+        return cls(weights, describe_static(target.lm), list(target.stop_ids), tokenizer, template)
 
     @property
     def of_features(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def describe_start(begun: DraftHeads | Model | None) -> dict[str, Any]:
     if begun is None:
         return {"start": None, "start_network": None}
     network = begun.config if isinstance(begun, DraftHeads) else begun.lm
-    return {"start": fingerprint(begun.params), "start_network": static(network)}
+    return {"start": fingerprint(begun.params), "start_network": describe_static(network)}
 
 
 def _tokenizer_print(tokenizer: Tokenizer | None) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxspec import analysis
-from jaxspec.analysis.along import read_features
+from jaxspec.analysis.along import iterate_features
 from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.api import generate
 from jaxspec.core import sizes
@@ -189,7 +189,7 @@ def measure(
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
-        theirs = np.stack([*read_features(target.lm, target.params, text, slots)])
+        theirs = np.stack([*iterate_features(target.lm, target.params, text, slots)])
         drafted = _along(draft, draft_params, text, len(ids) - 1, max_new_tokens + 1, slots)
         for token, (first, ours) in enumerate(drafted, 1):
             sums: dict[str, np.ndarray] = {}
@@ -226,7 +226,7 @@ def _along(
         slots: the padded length of the text.
     """
     if not isinstance(draft, ByToken):
-        return [(first, np.stack([*read_features(draft, params, text, slots)])[first:])]
+        return [(first, np.stack([*iterate_features(draft, params, text, slots)])[first:])]
     root = max(first, 1)  # the text's first token has no state before it
     return [(root + i, rows) for i, rows in enumerate(draft.along(params, text, root, most, slots))]
 

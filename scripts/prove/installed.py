@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jaxspec
 from jaxspec.cli import main
 from jaxspec.heads.find import every_shipped
-from jaxspec.kernels.library import available, describe
+from jaxspec.kernels.library import describe_kernels, kernels_available
 from jaxspec.text.chat import ChatTemplate
 
 VOCAB = 16
@@ -31,8 +31,8 @@ def check(kernels: bool) -> None:
     Args:
         kernels: whether it is to have the CPU kernels.
     """
-    print(f"jaxspec {jaxspec.__version__} in {jaxspec.__path__[0]}, kernels: {describe()}")
-    assert available() == kernels, describe()
+    print(f"jaxspec {jaxspec.__version__} in {jaxspec.__path__[0]}, kernels: {describe_kernels()}")
+    assert kernels_available() == kernels, describe_kernels()
     assert every_shipped(), "no heads come with this installation"
     lm = jaxspec.FunctionLM(follow, VOCAB)
     table = jax.nn.one_hot((jnp.arange(VOCAB) * 5 + 1) % VOCAB, VOCAB) * 9.0

@@ -19,7 +19,7 @@ from jaxspec.models.blocks import Blocks
 from jaxspec.models.kernels import with_kernels, without_kernels
 
 pytestmark = pytest.mark.quick
-needs_kernels = pytest.mark.skipif(not library.available(), reason=library.describe())
+needs_kernels = pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
 
 CONFIG = tiny_config(hidden_size=256, intermediate_size=256)
 PARAMS = random_params(CONFIG)
@@ -112,8 +112,8 @@ def test_the_model_decodes_and_is_its_own(mixed, tmp_path):
     drafted = jaxspec.generate(model, prompts, max_new_tokens=24, drafter="prompt-lookup", tree=3, logprobs=1)
     assert [(row.tokens, row.logprobs) for row in drafted] == [(row.tokens, row.logprobs) for row in plain]
     assert with_kernels(model) is model
-    sums = [fingerprint.weights(jaxspec.load(mixed, dtype=dtype).params) for dtype in ("float32", "int8")]
-    assert fingerprint.weights(model.params) not in sums
+    sums = [fingerprint.describe_weights(jaxspec.load(mixed, dtype=dtype).params) for dtype in ("float32", "int8")]
+    assert fingerprint.describe_weights(model.params) not in sums
     with pytest.raises(InvalidConfig, match="keep its GGUF file"):
         jaxspec.save(model, tmp_path / "saved")
     with pytest.raises(InvalidConfig, match="needs the CPU kernels"):

@@ -26,7 +26,7 @@ from jaxspec.cli.options import UsageError
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.decode.session import Session, clear_executables
 from jaxspec.generation.output import Chunk
-from jaxspec.kernels.library import describe
+from jaxspec.kernels.library import describe_kernels
 from jaxspec.registry import DRAFTERS
 
 CONFIG = tiny_config(vocab_size=264, max_position=4096)
@@ -390,7 +390,7 @@ def test_module_and_closed_pipe():
     ran = subprocess.run(command, capture_output=True, text=True)
     lines = ran.stdout.splitlines()
     assert (ran.returncode, lines[0], lines[1].split()[0]) == (0, f"jaxspec {jaxspec.__version__}", "JAX")
-    assert lines[2] == f"CPU kernels: {describe()}"
+    assert lines[2] == f"CPU kernels: {describe_kernels()}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     left = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered)
     not_none(left.stdout).close()  # nobody reads

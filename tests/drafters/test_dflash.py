@@ -360,7 +360,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
     check(state)
 
 
-@pytest.mark.skipif(not library.available(), reason=library.describe())
+@pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
 @pytest.mark.parametrize("name", ["dflash, sliding", "dspark, rnn", "dflash 2"])
 def test_the_kernels_compute_the_same(name):
     """Packed matrices, and attention in both directions inside a block."""

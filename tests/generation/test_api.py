@@ -356,7 +356,9 @@ class TestSession:
         first = go()
         with (
             nothing_compiles(),
-            pytest.raises(CapacityError, match=r"has 512 slots, this turn needs \d+; start the session with a larger"),
+            pytest.raises(
+                CapacityError, match=r"has 512 slots, but this turn needs \d+; start the session with a larger"
+            ),
         ):
             go(session=first.session, max_new_tokens=600)
         changes: list[dict[str, Any]] = [{"prompts": PROMPTS * 2}, {"drafter": "model"}, {"logprobs": 9}]

@@ -331,7 +331,7 @@ def test_trees_beyond_all_use_are_refused_at_once():
 
 
 def test_caches_larger_than_the_machine_are_refused(nowhere):
-    with pytest.raises(jaxspec.errors.CapacityError, match=r"and the machine has [\d.]+ GB; lower max_new_tokens"):
+    with pytest.raises(jaxspec.errors.CapacityError, match=r"but the machine has [\d.]+ GB; lower max_new_tokens"):
         jaxspec.stream(**{**GENERATE, "samples": 4096, "capacity": 2**31 - 1024})
 
 

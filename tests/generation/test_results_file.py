@@ -257,20 +257,32 @@ def test_files_that_were_begun_before_a_class_moved_are_resumed():
         described[name] = (decoder.drafter, decoder.schedule, decoder.widths)
     described |= {f"rule {name}": registry.find("rule", name)() for name in registry.RULES}
     described |= {f"schedule {name}": registry.find("schedule", name)() for name in registry.SCHEDULES}
-    assert {name: fingerprint.digest(fingerprint.static(value)) for name, value in described.items()} == DESCRIBED
+    assert {
+        name: fingerprint.digest(fingerprint.describe_static(value)) for name, value in described.items()
+    } == DESCRIBED
 
 
 @pytest.mark.slow
 def test_a_network_is_described_alike_in_every_process():
     """Neither by an address nor by the order of a set; functions by their code and what they hold."""
-    assert fingerprint.static(made(1.0)) == fingerprint.static(made(1.0)) != fingerprint.static(made(2.0))
-    for change in ({"attention": "pallas"}, {"kernels": True}):  # how it is computed is not what is written
-        assert fingerprint.static(transformer()) == fingerprint.static(dataclasses.replace(transformer(), **change))
-    assert "attention" not in fingerprint.static(transformer()), "files of before it was a choice continue"
-    assert fingerprint.static(transformer()) == fingerprint.static(dataclasses.replace(transformer(), known=61)), (
-        "all of them"
+    assert (
+        fingerprint.describe_static(made(1.0))
+        == fingerprint.describe_static(made(1.0))
+        != fingerprint.describe_static(made(2.0))
     )
-    assert fingerprint.static(module(8)) == fingerprint.static(module(8)) != fingerprint.static(module(16))
+    for change in ({"attention": "pallas"}, {"kernels": True}):  # how it is computed is not what is written
+        assert fingerprint.describe_static(transformer()) == fingerprint.describe_static(
+            dataclasses.replace(transformer(), **change)
+        )
+    assert "attention" not in fingerprint.describe_static(transformer()), "files of before it was a choice continue"
+    assert fingerprint.describe_static(transformer()) == fingerprint.describe_static(
+        dataclasses.replace(transformer(), known=61)
+    ), "all of them"
+    assert (
+        fingerprint.describe_static(module(8))
+        == fingerprint.describe_static(module(8))
+        != fingerprint.describe_static(module(16))
+    )
     code = "from helpers import networks; print(networks.digests())"
     ran = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True)
     assert ran.stdout.split() == digests().split(), ran.stderr
@@ -280,14 +292,14 @@ def test_a_network_is_described_alike_in_every_process():
 def test_one_number_among_many_is_seen(dtype):
     """Wherever it is, and the same however the matrix is stored."""
     array = jnp.asarray(RNG.normal(size=(7, 130)) * 50).astype(dtype)
-    (one,) = fingerprint.weights({"a": array})
+    (one,) = fingerprint.describe_weights({"a": array})
     assert (one[0], one[1], one[2]) == ("['a']", [7, 130], dtype)
     for place in ((0, 0), (3, 77), (6, 129)):
-        assert fingerprint.weights({"a": array.at[place].set(array[place] == 0)}) != [one]
-    assert dtype == "bool" or fingerprint.weights({"a": array[::-1]}) != [one]
+        assert fingerprint.describe_weights({"a": array.at[place].set(array[place] == 0)}) != [one]
+    assert dtype == "bool" or fingerprint.describe_weights({"a": array[::-1]}) != [one]
     if dtype in ("float32", "bfloat16"):
-        assert fingerprint.weights({"a": pack_param("a", array)}) == [one]
-        assert fingerprint.weights({"a": pack_param("a", array[::-1])}) != [one]
+        assert fingerprint.describe_weights({"a": pack_param("a", array)}) == [one]
+        assert fingerprint.describe_weights({"a": pack_param("a", array[::-1])}) != [one]
 
 
 # Damage.
@@ -306,8 +318,8 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def opened(finished, tmp_path, monkeypatch):
     """Opens two files of these bytes: the texts by row, or the error; and what is then in the file of texts."""
-    about = fingerprint.describe(finished[0], ())
-    monkeypatch.setattr(fingerprint, "describe", lambda plan, stops: about)  # which takes most of the time
+    about = fingerprint.describe_job(finished[0], ())
+    monkeypatch.setattr(fingerprint, "describe_job", lambda plan, stops: about)  # which takes most of the time
     path = tmp_path / "texts.jsonl"
 
     def call(texts: bytes, beside_it: bytes):
@@ -468,7 +480,7 @@ def test_other_files_are_left_alone(tmp_path, text):
         (5, "out must be a str or a pathlib.Path, got 5"),
         ("", "out is empty"),
         ("a\0b", "out .* contains a NUL"),
-        (".", "is something else"),
+        (".", "is not a file"),
         ("no/such/place.jsonl", "there is no folder .*; create it first"),
         ("a" * 300, "cannot be used|cannot be read or written"),
     ],

@@ -256,5 +256,5 @@ def test_wrong_arguments_are_refused_before_anything_compiles(changes, error, ma
 
 def test_a_model_that_is_split_needs_its_mesh():
     split = jaxspec.Model(rollouts.LM.with_execution(shards=2), None)
-    with pytest.raises(InvalidConfig, match="split over 2 devices, and the mesh has 1"):
+    with pytest.raises(InvalidConfig, match="split over 2 devices, but the axis 'model' of the mesh has 1"):
         jaxspec.rollout(split, TOKENS, COUNT, key=jax.random.key(0))

@@ -172,7 +172,7 @@ class TestRows:
         first = say(target, "Hello")
         say(target, "more", session=first.session, verbose=True)
         shown = capfd.readouterr().err
-        assert shown.count("otherwise than it was read; reading it again") == 1
+        assert shown.count("differently; reading the conversation again") == 1
         assert "more" not in shown
 
 
@@ -214,9 +214,9 @@ class TestTools:
 
     def test_tools_without_a_chat_are_refused(self):
         for options in ({"tools": [TOOL]}, {"template_variables": {"enable_thinking": False}}):
-            with pytest.raises(InvalidConfig, match=f"{next(iter(options))} are for the chat template, and no prompt"):
+            with pytest.raises(InvalidConfig, match=f"{next(iter(options))} are for the chat template, but no prompt"):
                 say(self.TARGET, "raw", chat=False, **options)
-        with pytest.raises(InvalidConfig, match='prompt 0 must be a dict of "messages" and perhaps "tools"'):
+        with pytest.raises(InvalidConfig, match='prompt 0 must be a dict with "messages" and optionally "tools"'):
             say(self.TARGET, {"messages": [QUESTION], "tool": []})
 
     def test_precompile_takes_them(self):

@@ -16,14 +16,14 @@ from helpers.checkpoints import tiny_config
 from helpers.covering import pairwise
 from helpers.toy_text import KEY, TOKENIZER, V
 from jaxspec import Sampling
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
 
 FACTORS: dict[str, tuple] = {
     "dtype": ("float32", "bfloat16", "int8"),
-    "kernels": (False, True) if available() else (False,),
+    "kernels": (False, True) if kernels_available() else (False,),
     "mesh": (False, True),
     "drafter": ("prompt-lookup", "model"),
     "temperature": (0.0, 1.0),

@@ -17,7 +17,7 @@ from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import DraftHeads, init_params
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import param_shardings
@@ -191,7 +191,7 @@ def more_on_eight(ways) -> dict:
 
 def kernels(target) -> list | None:
     """Tokens and log-probabilities of one device and of eight that share no layer; None without kernels."""
-    if not available():
+    if not kernels_available():
         return None
     packed, mesh = with_kernels(target), jaxspec.make_mesh(8, 1)
     drafting = {"drafter": "early-exit", "draft": None, "drafter_options": {"exit_layers": 1}, "tree": 3}

@@ -35,5 +35,5 @@ def module(width: int):
 def digests() -> str:
     """Digests of networks of every kind."""
     return " ".join(
-        fingerprint.digest(fingerprint.static(lm)) for lm in (TableLM(V), transformer(), made(1.0), module(8))
+        fingerprint.digest(fingerprint.describe_static(lm)) for lm in (TableLM(V), transformer(), made(1.0), module(8))
     )

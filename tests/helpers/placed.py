@@ -17,13 +17,13 @@ from helpers.checkpoints import hf_config, random_params, tiny_config
 from jaxspec.checkpoints import hf_write
 from jaxspec.checkpoints.base import DTYPES
 from jaxspec.generation.drafting import Drafting
-from jaxspec.generation.fingerprint import static, weights
+from jaxspec.generation.fingerprint import describe_static, describe_weights
 from jaxspec.heads.copies import share_tables
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.export import projection_of
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.columns import file_order
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.packed import unpack
@@ -85,14 +85,14 @@ def exported(model: Any) -> list[np.ndarray]:
 def described(model: Any) -> list:
     """What identifies the model in a results file and in the manifest of a training run."""
     ordered = file_order(model.lm, model.params)
-    return [static(model.lm), weights(ordered), fingerprint(ordered)]
+    return [describe_static(model.lm), describe_weights(ordered), fingerprint(ordered)]
 
 
 def as_draft(model: Any) -> list:
     """The network and the parameters of a drafter that drafts with the model."""
     target = make_model("llama", "float32")
     drafter, params = Drafting("model", draft=dataclasses.replace(model, tokenizer=None)).build_drafter(target)
-    return [static(drafter), *leaves(params)]
+    return [describe_static(drafter), *leaves(params)]
 
 
 def of_heads(model: Any) -> list[np.ndarray]:
@@ -164,7 +164,7 @@ def run(every: bool) -> list[str]:
     placed: dict[Any, Any] = {}
     wrong = []
     for reader, kind, mesh, dtype in cases(every):
-        if reader == "kernels" and not available():
+        if reader == "kernels" and not kernels_available():
             continue
         model, key = models[kind, dtype], (reader, kind, dtype)
         if reader in ("save", "export", "quantize"):

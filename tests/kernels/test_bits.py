@@ -22,7 +22,7 @@ from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
 
-pytestmark = pytest.mark.skipif(not library.available(), reason=library.describe())
+pytestmark = pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=56, intermediate_size=100, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=12,

@@ -13,7 +13,7 @@ from jaxspec.models.block_kinds import KINDS, Split
 from jaxspec.models.blocks import Blocks
 
 pytestmark = pytest.mark.quick
-with_kernels = pytest.mark.skipif(not library.available(), reason=library.describe())
+with_kernels = pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
 
 SIZES = [(1, 1), (16, 1), (33, 2), (100, 3)]  # O, I in units
 ROWS = 200

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 )
 def test_they_are_built_where_there_is_a_compiler():
     """All other tests of the kernels are skipped without them."""
-    assert installation.library_file().exists(), library.describe()
+    assert installation.library_file().exists(), library.describe_kernels()
 
 
 # --- why they are missing -------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_checkout_says_that_it_is_one_and_why_a_build_failed(checkout):
         return subprocess.run([sys.executable, "-c", HERE], cwd=checkout, capture_output=True, text=True).stdout
 
     assert f"Python imported the checkout {checkout}, where they are not built" in said()
-    assert "run Python from another folder, or" in said() or not library.available()
+    assert "run Python from another folder, or" in said() or not library.kernels_available()
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     environment = os.environ | {"CXX": "no-such-compiler", "CC": "no-such-compiler"}
     subprocess.run(build, cwd=checkout, env=environment, capture_output=True, check=True)
@@ -143,30 +143,30 @@ def test_every_processor_has_a_cost_of_drafts(monkeypatch):
     sources = pathlib.Path(library.__file__).parent / "src"
     names = {name for path in sources.glob("*.cpp") for name in re.findall('#define NAME "(.+)"', path.read_text())}
     assert library.TOKEN_COSTS.keys() == names
-    monkeypatch.setattr(library, "available", lambda: True)
-    monkeypatch.setattr(library, "describe", lambda: "AVX2")
+    monkeypatch.setattr(library, "kernels_available", lambda: True)
+    monkeypatch.setattr(library, "describe_kernels", lambda: "AVX2")
     rng = np.random.default_rng(0)
     values = rng.normal(size=(32, 32)).astype("float32")
     rounded = Quantized.quantize(values)
     stored = {"float32": [values], "bfloat16": [values.astype(jnp.bfloat16)], "int8": [rounded, Packed.pack(rounded)]}
     stored["file"] = [blocks_like(rng, "Q4_0", values)]
-    assert stored.keys() == set(library.TYPES)
+    assert stored.keys() == set(library.COST_TYPES)
     for name, matrix in ((name, matrix) for name, each in stored.items() for matrix in each):
         cost = library.token_cost({"norm": jnp.ones(8), "matrix": matrix, "empty": 1.0})
         assert cost is library.TOKEN_COSTS["AVX2"][name]
-    monkeypatch.setattr(library, "available", lambda: False)
+    monkeypatch.setattr(library, "kernels_available", lambda: False)
     least = min(cost.at_once for own in library.TOKEN_COSTS.values() for cost in own.values())
     assert library.token_cost({}).at_once < least
 
 
-@pytest.mark.skipif(not library.available(), reason=library.describe())
+@pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
 def test_a_file_of_results_is_continued_with_the_same_model_alone():
     """Packed floats are the same model; rows that int8 products round make another."""
     lm = transformer()
     floats = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
     rounded = jaxspec.Model(lm, quantize(floats.params))
-    assert fingerprint.weights(with_kernels(floats).params) == fingerprint.weights(floats.params)
-    assert fingerprint.weights(with_kernels(rounded).params) != fingerprint.weights(rounded.params)
+    assert fingerprint.describe_weights(with_kernels(floats).params) == fingerprint.describe_weights(floats.params)
+    assert fingerprint.describe_weights(with_kernels(rounded).params) != fingerprint.describe_weights(rounded.params)
     for model in (floats, rounded):
         back = without_kernels(with_kernels(model))
-        assert fingerprint.weights(back.params) == fingerprint.weights(model.params)
+        assert fingerprint.describe_weights(back.params) == fingerprint.describe_weights(model.params)

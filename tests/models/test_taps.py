@@ -14,7 +14,7 @@ from jaxspec.core.networks import TappedTarget, empty_feature, with_taps
 from jaxspec.core.records import Window
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.packed import pack
 from jaxspec.models.quantized import quantize
 from jaxspec.testing import TableLM
@@ -74,7 +74,7 @@ def test_features_begin_with_those_of_the_target():
 
 @pytest.mark.parametrize("kind", ["int8", "packed", "packed int8"])
 def test_other_weights_give_taps(kind):
-    if "packed" in kind and not available():
+    if "packed" in kind and not kernels_available():
         pytest.skip("no kernels")
     params = quantize(PARAMS) if "int8" in kind else PARAMS
     lm = LM.with_execution(kernels="packed" in kind)

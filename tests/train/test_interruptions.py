@@ -28,7 +28,7 @@ from helpers.tiers import with_slow
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
 from jaxspec.heads.find import MANIFEST
-from jaxspec.kernels.library import available
+from jaxspec.kernels.library import kernels_available
 from jaxspec.train import evaluate, monitor
 from jaxspec.train.checkpoints import Checkpoints
 from jaxspec.train.files import fingerprint
@@ -209,7 +209,7 @@ def test_trees_are_measured_with_the_models_that_are_served(begun, folder, monke
     assert len(decoded) >= 6
     for model, options in decoded:
         assert model.lm == served.lm
-        assert model.lm.execution.kernels == available()
+        assert model.lm.execution.kernels == kernels_available()
         assert fingerprint(model.params) == fingerprint(served.params)
         heads = options.get("heads")
         assert heads is None or heads.params["blocks"][0][0]["kernel"].dtype == dtype
