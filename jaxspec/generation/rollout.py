@@ -192,9 +192,8 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
     score, untruncated = scores(logits, sampling), tempered(logits, sampling)
     chosen = jnp.take_along_axis(untruncated, token[..., None], -1)
-    sampled = log_prob(
-        jnp.where(untruncated >= chosen, untruncated, score), token, sampling, drawn=True
-    )  # top-k also keeps it
+    score = jnp.where(untruncated >= chosen, untruncated, score)  # top-k also keeps it
+    sampled = log_prob(score, token, sampling, drawn=True)
     none = jnp.zeros((*token.shape, 0))
     return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
 
