@@ -324,6 +324,56 @@ def rounds(values: Values) -> str:
     return table(headings, shown.values())
 
 
+def products(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        us = ", ".join(f"{line['us'][count][1]:.1f}" for count in line.get("us", {}))
+        gb = ", ".join(f"{speed:.0f}" for speed in line.get("gb_per_s", {}).values())
+        cells = [", ".join(map(str, line[kind])) or "none" for kind in ("same", "other")]
+        if "failed" in line:
+            cells = [f"not measured: {line['failed']}", ""]
+        rows.append([f"`{line['product']}`", line["form"], *cells, "; ".join(line["bits_of"]), us, gb])
+    timed = next((", ".join(line["us"]) for line in values["lines"] if line.get("us")), "")
+    headings = ["product", "form", f"rows with the bits of a product of {values['rows'][-1]} rows", "other bits",
+                "equal bits", f"microseconds at {timed} rows", "GB/s"]  # fmt: skip
+    return table(headings, rows)
+
+
+def text_bits(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        start = [line["dtype"], "`exact=True`" if line["exact"] else "default"]
+        if why := line.get("unavailable"):
+            rows.append([*start, f"not measured: {why}", "", "", "", ""])
+            continue
+        start += [named(line["drafter"]), f"{line['batch']}{', in a session' if line['session'] else ''}"]
+        if why := line.get("failed"):
+            rows.append([*start, f"not measured: {why}", "", ""])
+            continue
+        shares = [f"{line[kind]} of {line['texts']}" for kind in ("same_tokens", "same_bits")]
+        rows.append([*start, *shares, f"{line['largest_gap']:.2g}"])
+    layers = "" if values["layers"] is None else f", first {values['layers']} layers"
+    headings = [f"matrices{layers}", "kernels", "drafter", "rows", "same tokens as plain, alone", "same bits",
+                "largest difference of a log-probability"]  # fmt: skip
+    return table(headings, rows)
+
+
+def training_steps(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        if why := line.get("failed"):
+            rows.append([line["kind"], f"not measured: {why}", "", "", "", ""])
+        elif "rows" not in line:
+            rows.append([line["kind"], "no batch fits", "", "", "", ""])
+        else:
+            speeds = [f"{line['steps_per_s']:.2f}", f"{line['tokens_per_s']:.0f}"]
+            times_ms = [between(line["features_ms"]), between(line["step_ms"])]
+            rows.append([line["kind"], f"{line['rows']} x {line['row_tokens']}", *times_ms, *speeds])
+    first = f"heads for {values['layers']} layers, {values['drafted']} drafted tokens"
+    headings = [first, "rows x tokens", "features, ms", "step, ms", "steps/s", "tokens/s"]
+    return table(headings, rows)
+
+
 def texts(values: Values) -> str:
     rows = [
         [row["dtype"], f"{row['temperature']:g}", row["task"], f"`{row['drafter']}`", f"{row['tokens_per_round']:.2f}",
@@ -438,4 +488,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
+    "products": products, "text-bits": text_bits, "training-steps": training_steps,
 }  # fmt: skip

@@ -2,12 +2,13 @@
 
     python -m scripts.measure.rounds --record rounds     # 16 GB of weights: needs a GPU of 40 GB or more
     python -m scripts.measure.rounds --parts options widths --layers 8
+    python -m scripts.measure.rounds --exact both --parts widths drafters batch      # exact=True beside XLA's kernels
 
 No text means anything here, and of random drafts almost none is accepted, so the table gives what a round costs in
 rounds of plain decoding: a drafter pays if its rounds commit more tokens than that. Every round has all nodes of the
 tree. Prompts have one token, so nothing is prefilled. All programs are compiled together; those of a part run in turns
 of 16 rounds. With `--record` the figures are written after each part, so that a run that is ended keeps those before.
-At the end it counts what the CUDA driver is asked for in one turn of each program.
+At the end, on a GPU, it counts what the CUDA driver is asked for in one turn of each program.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,13 +37,17 @@ from jaxspec.bench.measurements import add_record, quartiles, significant, write
 from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize
+from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
-from scripts.library import loops
+from scripts.library import exact, loops
 from scripts.measure.speed import reader
 
 ROUNDS = 16
 """Rounds in one turn."""
 CAPACITY = 2048
+SMALL = (256, 512, 4, 2)
+"""Widths of the residual stream and between, and heads, of a toy model."""
+PARTS = ("options", "widths", "drafters", "int8", "batch", "sampled")
 READ = 1 << 31
 """Bytes that are summed to see how fast memory is read."""
 WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -62,6 +67,7 @@ class Case:
         temperature: of all rows.
         attention: see `jaxspec.load`.
         captured: whether loops are captured in a command buffer.
+        exact: whether the target runs as after `jaxspec.load(..., exact=True)`.
     """
 
     name: str
@@ -71,16 +77,27 @@ class Case:
     temperature: float = 0.0
     attention: str = "xla"
     captured: bool = True
+    exact: bool = False
+
+    def made_exact(self) -> "Case":
+        """Returns the same case with `exact=True`."""
+        return dataclasses.replace(self, name=f"{self.name}, exact", exact=True)
 
 
 PLAIN = Case("plain")
 CHAIN = "prompt-lookup, chain 8"
 
 
-def parts(names: list[str]) -> dict[str, list[Case]]:
-    """Returns the cases of every part; the first is what the others are compared with."""
-    widths = [Case(f"width {width}", width) for width in WIDTHS]
-    return {
+def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dict[str, list[Case]]:
+    """Returns the cases of every part; the first is what the others are compared with.
+
+    Args:
+        names: the drafters.
+        widths: the widths of windows.
+        forms: False for the cases with XLA's kernels, True for their exact forms, which come last.
+    """
+    wide = [Case(f"width {width}", width) for width in widths]
+    own = {
         "options": [
             PLAIN, Case(CHAIN, CHAIN),
             Case("plain, no loop captured", captured=False),
@@ -88,9 +105,9 @@ def parts(names: list[str]) -> dict[str, list[Case]]:
             Case("plain, attention in Pallas", attention="pallas"),
             Case(f"{CHAIN}, attention in Pallas", CHAIN, attention="pallas"),
         ],
-        "widths": [PLAIN, *widths],
+        "widths": [PLAIN, *wide],
         "drafters": [PLAIN, *(Case(name, name) for name in names)],
-        "int8": [Case("plain", int8=True), *(dataclasses.replace(case, int8=True) for case in widths[2::3])],
+        "int8": [Case("plain", int8=True), *(dataclasses.replace(case, int8=True) for case in wide[2::3])],
         "batch": [
             Case("plain", rows=16), Case("width 8", 8, rows=16), Case(CHAIN, CHAIN, rows=16),
             Case("plain, attention in Pallas", rows=16, attention="pallas"),
@@ -98,6 +115,15 @@ def parts(names: list[str]) -> dict[str, list[Case]]:
         ],
         "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
     }  # fmt: skip
+    return {
+        name: [*(cases if False in forms else []), *(exact_forms(cases) if True in forms else [])]
+        for name, cases in own.items()
+    }
+
+
+def exact_forms(cases: Sequence[Case]) -> list[Case]:
+    """Returns the exact forms of the cases; exactness decides the attention and how loops are compiled."""
+    return [case.made_exact() for case in cases if case.attention == "xla" and case.captured]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -122,8 +148,8 @@ def random(shapes: Any) -> Any:
 class Bench:
     """Holds the weights; every drafter's are made once."""
 
-    def __init__(self, layers: int):
-        self.lm = loops.llama(layers)
+    def __init__(self, lm: TransformerLM, layers: int):
+        self.lm = lm
         self.drafters, self._drafts = loops.drafters(self.lm, layers), {}
         self.params = {False: random(loops.shapes(self.lm))}
 
@@ -145,6 +171,7 @@ class Bench:
     def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
         """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
         target = self.lm.with_execution(attention=case.attention)
+        target = exact.apply(target) if case.exact else target
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
         rows = case.rows
@@ -156,7 +183,9 @@ class Bench:
         init = jax.jit(lambda w, r: decoder.init(w, r, CAPACITY))
         run = jax.jit(lambda w, s, rounds: decoder.run(w, s, rounds), donate_argnums=1)
         made = run.lower(weights, jax.eval_shape(init, weights, request), jnp.int32(ROUNDS))
-        options = command_buffer.options(jax.default_backend()) if case.captured else {}
+        options = dict(command_buffer.options(jax.default_backend())) if case.captured else {}
+        if case.exact:
+            options |= exact.options(target)
         return lambda: command_buffer.compile(made, options), weights, lambda: init(weights, request)
 
 
@@ -261,21 +290,33 @@ def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, d
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in loops.drafters(loops.llama(2), 2) if not name.startswith(("none", "model of another"))]
-    known = parts(names)
-    parser.add_argument("--parts", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--exact", choices=exact.FORMS, default="off", help="measure exact=True, or both forms")
+    parser.add_argument("--small", action="store_true", help="toy sizes and few cases, for any device")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="programs that are compiled together")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    bench = Bench(arguments.layers)
+    lm = loops.llama(arguments.layers, *(SMALL if arguments.small else ()))
+    bench = Bench(lm, arguments.layers)
+    left_out = ("none", "model of another") + (("model", "pard", "dflash", "recycling") if arguments.small else ())
+    names = [name for name in bench.drafters if not name.startswith(left_out)]
+    why = exact.why_unavailable()
+    forms = [form for form in exact.FORMS[arguments.exact] if not (form and why)]
+    known = parts(names, WIDTHS[2:3] if arguments.small else WIDTHS, forms)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.params[False]))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.layers} layers, {size / 1e9:.1f} GB")
     values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": significant(size / 1e9), "parts": {}}
-    read = reader(READ)
-    values["read_gb_per_s"] = quartiles([READ / read() / 1e9 for _ in range(20)])
+    if why and arguments.exact != "off":
+        values["exact_unavailable"] = why
+        print(f"exact=True: NOT MEASURED: {why}", flush=True)
+        if not forms:
+            return 1
+    size = READ >> 6 if arguments.small else READ
+    read = reader(size)
+    values["read_gb_per_s"] = quartiles([size / read() / 1e9 for _ in range(20)])
     print(f"a sum reads {values['read_gb_per_s']} GB/s", flush=True)
     cases = {name: known[name] for name in arguments.parts}
     runs, seconds = compiled(bench, list(dict.fromkeys(itertools.chain(*cases.values()))), arguments.threads)
@@ -293,10 +334,11 @@ def main() -> int:
         values["parts"][name] = list(rows[name].values())
         print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)
         save()
-    counts = {case: driver_calls(timed) for case, timed in runs.items()}  # last: a profiler may slow what comes after
-    print(list(counts.values()), flush=True)
-    for case, row in itertools.chain(*(own.items() for own in rows.values())):
-        row["driver_calls"] = counts[case]
+    if jax.default_backend() == "gpu":  # last: a profiler may slow what comes after
+        counts = {case: driver_calls(timed) for case, timed in runs.items()}
+        print(list(counts.values()), flush=True)
+        for case, row in itertools.chain(*(own.items() for own in rows.values())):
+            row["driver_calls"] = counts[case]
     save()
     return 0
 

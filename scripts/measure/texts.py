@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": f"{MODEL}/medusa"},
     "eagle": {"heads": f"{MODEL}/eagle"},
 }
-LONGEST, TOKENS, CAPACITY = 256, 128, 512
+TASKS = ("mt-bench", "humaneval", "copy")
+LONGEST, CAPACITY = 256, 512
 
 
 class Method:
@@ -70,10 +72,10 @@ class Method:
         return tokens, seconds, Stats.from_log(log, self.decoder.drafter.calls, len(tokens))
 
 
-def prompts(model: jaxspec.Model, limit: int) -> dict[str, list[list[int]]]:
+def prompts(model: jaxspec.Model, names: Sequence[str], limit: int) -> dict[str, list[list[int]]]:
     """Returns the first prompts of each task that are short enough."""
     found = {}
-    for name in ("mt-bench", "humaneval", "copy"):
+    for name in names:
         texts = [str(question.turns[0]) for question in tasks.load(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
         found[name] = [row for row in ids if len(row) <= LONGEST][:limit]
@@ -83,14 +85,14 @@ def prompts(model: jaxspec.Model, limit: int) -> dict[str, list[list[int]]]:
 class Target:
     """The target in one type, with the compiled programs of all drafters."""
 
-    def __init__(self, dtype: str, names: list[str], pool: concurrent.futures.Executor):
-        self.dtype, self.model = dtype, jaxspec.load(MODEL, dtype=dtype)
+    def __init__(self, dtype: str, names: list[str], tokens: int, pool: concurrent.futures.Executor):
+        self.dtype, self.model, self.tokens = dtype, jaxspec.load(MODEL, dtype=dtype), tokens
         self.stops = inputs.stop_array(self.model, (), False, 1)
         self.methods = {name: Method(self.model, name, self.request([1, 2], 0.0), pool) for name in names}
 
     def request(self, ids: list[int], temperature: float) -> Any:
         sampling = inputs.mask_padding(self.model, jaxspec.Sampling(temperature=temperature), 1)
-        return inputs.make_request([ids], jax.random.key(len(ids))[None], sampling, TOKENS, self.stops, LONGEST)
+        return inputs.make_request([ids], jax.random.key(len(ids))[None], sampling, self.tokens, self.stops, LONGEST)
 
     def measured(self, temperature: float, task: str, texts: list[list[int]], repeats: int) -> list[dict[str, Any]]:
         """Returns a line for each drafter."""
@@ -135,6 +137,8 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--limit", type=int, default=4, help="prompts of each task")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="programs that are compiled together")
     add_record(parser.add_argument)
@@ -144,12 +148,12 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(arguments.threads) as pool:
-        targets = [Target(dtype, arguments.methods, pool) for dtype in arguments.dtypes]
+        targets = [Target(dtype, arguments.methods, arguments.tokens, pool) for dtype in arguments.dtypes]
     for target in targets:
         for method in target.methods.values():
             method(target.request([1, 2, 3], 0.0))
     print(f"all programs: {time.perf_counter() - start:.0f} s", flush=True)
-    asked, rows = prompts(targets[0].model, arguments.limit), []
+    asked, rows = prompts(targets[0].model, arguments.tasks, arguments.limit), []
     for target in targets:
         for temperature, (task, texts) in itertools.product(arguments.temperatures, asked.items()):
             rows += target.measured(temperature, task, texts, arguments.repeats)

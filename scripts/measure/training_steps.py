@@ -1,0 +1,154 @@
+"""Times training steps of draft heads on a frozen target with the shapes of Llama 3 8B and random weights.
+
+    python -m scripts.measure.training_steps --record training-steps       # a GPU of 80 GB
+    python -m scripts.measure.training_steps --small                       # toy sizes, on any device
+
+A step reads the target's features of a batch and updates the heads: four Medusa heads, or an EAGLE-3 head with five
+steps of training-time test, on 32,000 drafted tokens, in bfloat16 with parameters in float32. If a batch does not fit
+into the device's memory, half as many rows are tried. The record is written after every kind of heads.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.train import losses
+from jaxspec.train.settings import TrainSettings
+from jaxspec.train.step import Trainable, init_state, read_features, train_step
+from scripts.library import loops
+from scripts.library.exact import describe
+from scripts.measure.rounds import SMALL, random
+
+DRAFTED = 32_000
+KINDS: dict[str, tuple[type[TrainSettings], dict[str, Any]]] = {
+    "medusa, 4 heads": (jaxspec.MedusaSettings, {"heads": 4, "inputs": "hidden", "loss": "ce"}),
+    "eagle3, depth 5": (jaxspec.Eagle3Settings, {"depth": 5}),
+}
+
+
+class Setup(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        settings: the settings.
+        network: the network that gives the features.
+        trainee: the heads.
+        frozen: the frozen parts of the target.
+        heads: the parameters of the heads before training.
+    """
+
+    settings: TrainSettings
+    network: Any
+    trainee: Any
+    frozen: losses.FrozenTarget
+    heads: Any
+
+    @classmethod
+    def of(cls, name: str, target: jaxspec.Model, rows: int, tokens: int, drafted: int) -> "Setup":
+        kind, own = KINDS[name]
+        settings = kind(batch=rows, row_tokens=tokens, draft_vocab=drafted, precision="bfloat16", warmup=0, **own)
+        trainee: Any = settings.trainee(target)
+        ids = np.arange(drafted)
+        laws = losses.needs_laws(settings, trainee)
+        frozen = losses.freeze(trainee, target.lm, target.params, ids, laws, settings.precision)
+        return cls(settings, trainee.network(target.lm), trainee, frozen, trainee.init_params(target, ids))
+
+    def batch(self) -> losses.Batch:
+        """Returns random tokens, one text in each row; the features are missing."""
+        shape = (self.settings.batch, self.settings.row_tokens)
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, self.settings.draft_vocab)
+        return losses.Batch(tokens, jnp.ones(shape, jnp.int32), jnp.ones(shape, bool), jnp.zeros((*shape, 0)))
+
+    def compile(self, params: Any, pool: concurrent.futures.Executor) -> tuple[Callable, Callable, Any]:
+        """Returns the compiled functions that read features and take a step, and the state before the first step."""
+        batch, state = self.batch(), init_state(self.settings, self.trainee, Trainable(self.heads))
+        state = jax.tree.map(jnp.copy, state)  # a step donates it, and heads share arrays with the target
+        read = jax.jit(functools.partial(read_features, self.network))
+        reading = read.lower(params, batch.tokens, batch.segments)
+        features = jax.eval_shape(read, params, batch.tokens, batch.segments)
+        step = jax.jit(functools.partial(train_step, self.settings, self.trainee, self.network), donate_argnums=1)
+        whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), batch._replace(features=features))
+        stepping = step.lower(self.frozen, state, whole)
+        read_done, step_done = pool.map(lambda lowered: lowered.compile(), (reading, stepping))
+        return read_done, step_done, state
+
+
+def measure(setup: Setup, params: Any, repeats: int, pool: concurrent.futures.Executor) -> dict[str, Any]:
+    """Times the reading of features and the steps of one kind."""
+    start = time.perf_counter()
+    read, step, state = setup.compile(params, pool)
+    compiled, batch = time.perf_counter() - start, setup.batch()
+    reads, steps, loss = [], [], jnp.nan
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        features = jax.block_until_ready(read(params, batch.tokens, batch.segments))
+        middle = time.perf_counter()
+        whole = jax.tree.map(lambda a: a[None], batch._replace(features=features))
+        state, report = jax.block_until_ready(step(setup.frozen, state, whole))
+        if repeat:
+            reads.append((middle - start) * 1e3)
+            steps.append((time.perf_counter() - middle) * 1e3)
+            loss = float(report.loss)
+    if not np.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss}")
+    seconds = np.median(np.add(reads, steps)) / 1e3
+    rows, tokens = setup.settings.batch, setup.settings.row_tokens
+    return {
+        "rows": rows, "row_tokens": tokens, "compile_s": significant(compiled, 3), "features_ms": quartiles(reads),
+        "step_ms": quartiles(steps), "steps_per_s": significant(1 / seconds),
+        "tokens_per_s": significant(rows * tokens / seconds),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy sizes, for any device")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=8, help="of a batch, if they fit")
+    parser.add_argument("--row-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=10)
+    add_record(parser.add_argument)
+    arguments = parser.parse_args()
+    layers, rows, tokens, drafted = arguments.layers, arguments.rows, arguments.row_tokens, DRAFTED
+    if arguments.small:
+        layers, rows, tokens, drafted = 4, 2, 32, 256
+    lm = loops.llama(layers, *(SMALL if arguments.small else ()))
+    target = jaxspec.Model(lm, random(loops.shapes(lm)))
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {layers} layers", flush=True)
+    lines: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name in KINDS:
+            line, size = {"kind": name, "too_large": []}, rows
+            while size:
+                try:
+                    line |= measure(
+                        Setup.of(name, target, size, tokens, drafted), target.params, arguments.repeats, pool
+                    )
+                    break
+                except Exception as error:  # the other kinds are measured
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        line["failed"] = describe(error)
+                        break
+                    line["too_large"].append(size)
+                    size //= 2
+            print(line, flush=True)
+            lines.append(line)
+            if arguments.record:
+                values = {"layers": layers, "drafted": drafted, "lines": lines}
+                write(arguments.record, "training-steps", sys.argv, values)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
