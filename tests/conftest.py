@@ -85,7 +85,7 @@ def _executables_of_a_module(request):
 def smollm2_path():
     """The path of SmolLM2-135M-Instruct's weights."""
     try:
-        return presets.fetch("smollm2-135m-instruct")
+        return presets.fetch_preset("smollm2-135m-instruct")
     except FetchError as error:
         pytest.skip(f"{MISSING}: no test of SmolLM2 ran. {error}")
 

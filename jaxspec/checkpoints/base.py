@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from jaxspec.text.chat import ChatTemplate
     from jaxspec.text.tokenizer import Tokenizer
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-FILE = "file"
-WEIGHTS = (*DTYPES, "int8", FILE)
+FLOAT_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+FILE_DTYPE = "file"
+WEIGHT_DTYPES = (*FLOAT_DTYPES, "int8", FILE_DTYPE)
 """Supported dtypes of a model's matrices; "file" keeps the dtypes of a GGUF file."""
 
 
 def activation_dtype(dtype: str) -> str:
     """Returns the dtype of caches and draft heads for a model with matrices of this dtype."""
-    return dtype if dtype in DTYPES else "bfloat16"
+    return dtype if dtype in FLOAT_DTYPES else "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)

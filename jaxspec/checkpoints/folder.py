@@ -19,11 +19,11 @@ from jaxspec.checkpoints.base import StoredTensor, check_names
 from jaxspec.errors import CheckpointError
 from jaxspec.storage import reading
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors", re.DOTALL | re.ASCII)
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})\.safetensors", re.DOTALL | re.ASCII)
 """The name of a shard."""
 MAX_SHARDS = 4096
-FLOATS = ("F32", "F16", "BF16")
+FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ def open_tensors(directory: pathlib.Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: a file is missing or malformed, or the index contradicts the shards.
     """
-    if inside(directory, WHOLE) is not None:
-        return open_shard(directory, WHOLE)
-    if not os.path.lexists(directory / INDEX) and (shards := _shards(directory)):
+    if inside(directory, WEIGHTS_FILE) is not None:
+        return open_shard(directory, WEIGHTS_FILE)
+    if not os.path.lexists(directory / INDEX_FILE) and (shards := _shards(directory)):
         return _open_all(directory, shards)
     index, tensors = _index(directory), {}
     for name in sorted(set(index.values())):
@@ -67,18 +67,18 @@ def _shards(directory: pathlib.Path) -> list[str]:
         CheckpointError: a shard is missing, or there are several files that do not form a set.
     """
     names = sorted(file.name for file in directory.glob("*.safetensors"))
-    if len(names) < 2 and not (names and SHARD.fullmatch(names[0])):
+    if len(names) < 2 and not (names and SHARD_PATTERN.fullmatch(names[0])):
         return names
-    sets = {(match["stem"], int(match["count"])) for name in names if (match := SHARD.fullmatch(name))}
+    sets = {(match["stem"], int(match["count"])) for name in names if (match := SHARD_PATTERN.fullmatch(name))}
     if len(sets) != 1:
         raise CheckpointError(
-            f"{directory}: has the safetensors files {', '.join(names[:4])}, but no {INDEX} that says which of them "
-            f"belong together; expected {WHOLE}, or shards such as model-00001-of-00002.safetensors"
+            f"{directory}: has the safetensors files {', '.join(names[:4])}, but no {INDEX_FILE} that says which of "
+            f"them belong together; expected {WEIGHTS_FILE}, or shards such as model-00001-of-00002.safetensors"
         )
     [(stem, count)] = sets
     if not 0 < count <= MAX_SHARDS:
         raise CheckpointError(f"{directory}: {names[0]} is one of {count} shards, expected 1 to {MAX_SHARDS}")
-    digits = len(next(match["count"] for name in names if (match := SHARD.fullmatch(name))))
+    digits = len(next(match["count"] for name in names if (match := SHARD_PATTERN.fullmatch(name))))
     shard_names = [f"{stem}-{i:0{digits}d}-of-{count:0{digits}d}.safetensors" for i in range(1, count + 1)]
     if missing := [name for name in shard_names if not os.path.exists(directory / name)]:
         raise CheckpointError(f"{directory / missing[0]}: is missing; {names[0]} is one of {count} shards")
@@ -103,7 +103,7 @@ def _open_all(directory: pathlib.Path, names: Iterable[str]) -> dict[str, LazyTe
     if "tok_embeddings.weight" in tensors:
         raise CheckpointError(
             f"{tensors['tok_embeddings.weight'].where}: has the tensor names of Mistral's and Meta's own code "
-            f"(tok_embeddings.weight); use the files in the Hugging Face format ({WHOLE}) of the same model"
+            f"(tok_embeddings.weight); use the files in the Hugging Face format ({WEIGHTS_FILE}) of the same model"
         )
     return tensors
 
@@ -129,7 +129,7 @@ def open_shard(directory: pathlib.Path, name: str) -> dict[str, LazyTensor]:
     }
 
 
-def check_types(tensors: Mapping[str, LazyTensor], types: Iterable[str] = FLOATS) -> None:
+def check_types(tensors: Mapping[str, LazyTensor], types: Iterable[str] = FLOAT_TYPES) -> None:
     """Raises CheckpointError if a tensor is of another type; the message names it."""
     for name, tensor in tensors.items():
         if tensor.stored.type not in types:
@@ -147,21 +147,21 @@ def _stored(part: Any) -> StoredTensor:
 
 def _index(directory: pathlib.Path) -> dict[str, str]:
     """Reads the index, which names the shard of each tensor. Names of shards must be plain file names."""
-    index = read_json(directory, INDEX)
+    index = read_optional_json(directory, INDEX_FILE)
     if index is None:
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-        why = f"expected {WHOLE}, or {INDEX} and its shards"
+        why = f"expected {WEIGHTS_FILE}, or {INDEX_FILE} and its shards"
         if pickles:
             why = f"{', '.join(pickles[:3])} can contain code and are never opened; convert them to safetensors"
         raise CheckpointError(f"{directory}: has no safetensors weights: {why}")
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{directory / INDEX}: weight_map is missing or empty, expected shards")
+        raise CheckpointError(f"{directory / INDEX_FILE}: weight_map is missing or empty, expected shards")
     for shard in shards.values():
         plain = isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0")
         if not plain:
             raise CheckpointError(
-                f"{directory / INDEX}: shard {shard!r}, expected the plain name of a .safetensors file"
+                f"{directory / INDEX_FILE}: shard {shard!r}, expected the plain name of a .safetensors file"
             )
     return shards
 
@@ -182,14 +182,14 @@ def inside(directory: pathlib.Path, name: str) -> pathlib.Path | None:
     return file
 
 
-def read_text(directory: pathlib.Path, name: str) -> str | None:
+def read_optional_text(directory: pathlib.Path, name: str) -> str | None:
     """Reads a file's text; returns None if there is no such file."""
     if (file := inside(directory, name)) is None:
         return None
     return reading.read_text(file)
 
 
-def read_json(directory: pathlib.Path, name: str, limit: int = reading.MAX_BYTES) -> dict | None:
+def read_optional_json(directory: pathlib.Path, name: str, limit: int = reading.MAX_BYTES) -> dict | None:
     """Reads the object of a JSON file; returns None if there is no such file."""
     file = inside(directory, name)
     return None if file is None else reading.read_json(file, limit=limit)

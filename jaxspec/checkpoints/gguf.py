@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
 from jaxspec.checkpoints.gguf_blocks import join, read_native, rotation_halves
-from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, stored
+from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, describe_tensor
 from jaxspec.checkpoints.gguf_parts import LocatedTensor, open_parts, read_part_headers
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
@@ -39,7 +39,7 @@ _NAMES = {
 }
 _OTHER_PARTS = ("v.", "mm.", "a.")
 """Prefixes of the tensors of encoders of images and sound, which some files contain in addition to the text model."""
-_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_ROTARY_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +79,15 @@ ARCHITECTURES = {
     ),
 }
 
-_PLAIN = {
+_SUPPORTED_VALUES = {
     "expert_count": 0,
     "attention.causal": True,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
     "rope.scale_linear": 1.0,
 }
-NAMED_TEMPLATE = "tokenizer.chat_template."
-_SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
+TEMPLATE_PREFIX = "tokenizer.chat_template."
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 
 
 def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
@@ -120,7 +120,9 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         return read_native(located.where, name, located.data, located.tensor, functools.partial(order, name))
 
     shapes = {
-        name: located.tensor.shape for name, located in tensors.items() if name not in _ROTARY and name not in left_out
+        name: located.tensor.shape
+        for name, located in tensors.items()
+        if name not in _ROTARY_TENSORS and name not in left_out
     }
     canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
     text = _tokenizer_entries(where, metadata)
@@ -132,7 +134,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
             f"{where}: tokenizer.ggml.tokens has {len(tokens)} items, but token_embd.weight has {config.vocab_size} "
             "rows; expected the same number"
         )
-    ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    ids = {name: text.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
     ends: list[Any] = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     template = text.get("tokenizer.chat_template")
     return Checkpoint(
@@ -146,9 +148,9 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         tokenizer=TokenizerSource(gguf=text) if tokens else None,
         chat_template=template if isinstance(template, str) else None,
         named_templates={
-            key.removeprefix(NAMED_TEMPLATE): source
+            key.removeprefix(TEMPLATE_PREFIX): source
             for key, source in text.items()
-            if key.startswith(NAMED_TEMPLATE) and isinstance(source, str)
+            if key.startswith(TEMPLATE_PREFIX) and isinstance(source, str)
         },
         special_tokens={
             f"{name}_token": tokens[token]
@@ -156,12 +158,12 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
             if isinstance(token, int) and 0 <= token < len(tokens)
         },
         architecture=str(metadata["general.architecture"]),
-        stored={name: stored(located.tensor.kind, located.tensor.shape) for name, located in tensors.items()},
+        stored={name: describe_tensor(located.tensor.kind, located.tensor.shape) for name, located in tensors.items()},
         left_out=left_out,
     )
 
 
-def read_headers(path: str | os.PathLike) -> Headers:
+def read_gguf_headers(path: str | os.PathLike) -> Headers:
     """Reads the metadata and the tensor table, even if the file is truncated or the model is not supported.
 
     Raises:
@@ -170,7 +172,7 @@ def read_headers(path: str | os.PathLike) -> Headers:
     where = os.fspath(path)
     metadata, entries = read_part_headers(where)
     metadata = {key: _as_list(value) for key, value in metadata.items()}
-    return Headers(metadata, {name: stored(kind, shape) for name, (kind, shape, _) in entries.items()})
+    return Headers(metadata, {name: describe_tensor(kind, shape) for name, (kind, shape, _) in entries.items()})
 
 
 def _tokenizer_entries(where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +244,7 @@ class _ConfigReader:
             raise CheckpointError(
                 f"{self._where}: the width of a head is {head_dim}, expected at most {ropes.MAX_WIDTH}"
             )
-        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _PLAIN).items():
+        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _SUPPORTED_VALUES).items():
             if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
                 raise CheckpointError(
                     f"{self._where}: metadata {self._name}.{key} is {value!r}, expected {plain!r}; "

@@ -11,13 +11,13 @@ import numpy as np
 from jaxspec.checkpoints.base import StoredTensor, check_finite, join_arrays
 from jaxspec.checkpoints.gguf_header import Tensor, decode, raw_rows, type_name
 from jaxspec.errors import CheckpointError
-from jaxspec.models.block_kinds import KINDS, Split
+from jaxspec.models.block_kinds import BLOCK_KINDS, Split
 
 if TYPE_CHECKING:
     from jaxspec.models.blocks import Blocks
 
-_ROWS = 2048  # rows that are split at a time, so that memory never holds the codes of a whole matrix
-_FLOATS = ("F32", "F16", "BF16")
+_ROWS_AT_ONCE = 2048  # rows that are split at a time, so that memory never holds the codes of a whole matrix
+_FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
 def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[np.ndarray], np.ndarray]) -> Any:
@@ -41,25 +41,26 @@ def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callabl
     import gguf
 
     kind = type_name(tensor)
-    if kind in KINDS and len(tensor.shape) == 2:
+    if kind in BLOCK_KINDS and len(tensor.shape) == 2:
         raw = raw_rows(data, tensor)
         if not is_finite(kind, raw):
             raise CheckpointError(f"{where}: tensor {name} has weights that are not finite (NaN or infinity)")
         return read_blocks(kind, order(raw))
     array = order(check_finite(where, name, decode(data, tensor)))
-    if kind in _FLOATS or array.ndim == 1:
+    if kind in _FLOAT_TYPES or array.ndim == 1:
         return array.astype(ml_dtypes.bfloat16) if kind == "BF16" else array
     warnings.warn(
-        f"{where}: tensors of type {kind} are rounded to Q8_0; the kernels support {', '.join(KINDS)}", stacklevel=2
+        f"{where}: tensors of type {kind} are rounded to Q8_0; the kernels support {', '.join(BLOCK_KINDS)}",
+        stacklevel=2,
     )
     return read_blocks("Q8_0", gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0))
 
 
 def native_bytes(tensor: StoredTensor) -> int:
     """Returns the memory of a tensor that `read_native` reads, in bytes."""
-    if tensor.type in _FLOATS or len(tensor.shape) == 1:
+    if tensor.type in _FLOAT_TYPES or len(tensor.shape) == 1:
         return math.prod(tensor.shape) * (2 if tensor.type == "BF16" else 4)
-    return KINDS.get(tensor.type, KINDS["Q8_0"]).bytes(*tensor.shape)
+    return BLOCK_KINDS.get(tensor.type, BLOCK_KINDS["Q8_0"]).bytes(*tensor.shape)
 
 
 def join(matrices: list[Any], transpose: bool) -> Any:
@@ -85,12 +86,15 @@ def read_blocks(kind: str, raw: np.ndarray) -> "Blocks":
     """Packs a matrix without decoding it.
 
     Args:
-        kind: the type of its blocks, a key of `KINDS`.
+        kind: the type of its blocks, a key of `BLOCK_KINDS`.
         raw: the rows of the matrix in the file, uint8 `[O, bytes]`.
     """
     from jaxspec.models.blocks import Blocks  # imports JAX
 
-    parts = [Blocks.pack(kind, split(kind, raw[start : start + _ROWS])) for start in range(0, len(raw), _ROWS)]
+    parts = [
+        Blocks.pack(kind, split(kind, raw[start : start + _ROWS_AT_ONCE]))
+        for start in range(0, len(raw), _ROWS_AT_ONCE)
+    ]
     packed = np.concatenate([part.parts[0] for part in parts])
     return Blocks((packed,), (kind,), (len(raw),), parts[0].inputs)
 
@@ -122,7 +126,8 @@ def _halves(kind: str, blocks: np.ndarray) -> list[np.ndarray]:
     """Returns the float16 numbers of each block: its scale and, if there is one, its minimum."""
     start = blocks.shape[1] - 2 if kind == "Q6_K" else 0
     return [
-        blocks[:, at : at + 2].copy().view(np.float16) for at in range(start, start + 2 + 2 * KINDS[kind].minimum, 2)
+        blocks[:, at : at + 2].copy().view(np.float16)
+        for at in range(start, start + 2 + 2 * BLOCK_KINDS[kind].minimum, 2)
     ]
 
 
@@ -132,11 +137,11 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def _split_plain(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    rest = blocks[:, 2 + 2 * KINDS[kind].minimum :]
+    rest = blocks[:, 2 + 2 * BLOCK_KINDS[kind].minimum :]
     if kind == "Q8_0":
         return (rest ^ np.uint8(128),)
     codes = _nibbles(rest[:, -16:])
-    if KINDS[kind].bits == 5:
+    if BLOCK_KINDS[kind].bits == 5:
         codes |= np.unpackbits(rest[:, :4], axis=1, bitorder="little") << 4
     return (codes,)
 

@@ -268,7 +268,7 @@ def map_file(where: str) -> mmap.mmap:
         raise CheckpointError(f"{where}: cannot be read: {error}") from None
 
 
-def stored(kind: int, shape: tuple[int, ...]) -> StoredTensor:
+def describe_tensor(kind: int, shape: tuple[int, ...]) -> StoredTensor:
     """Describes a stored tensor of this type and shape."""
     import gguf
 

@@ -14,7 +14,9 @@ from jaxspec.checkpoints.gguf_header import Tensor, map_file, parse_header, pars
 from jaxspec.errors import CheckpointError
 
 MAX_PARTS = 4096
-PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE)
+PART_PATTERN = re.compile(
+    r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE
+)
 """The name of a part of a split file."""
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
@@ -30,7 +32,7 @@ class LocatedTensor(NamedTuple):
 def part_names(name: str) -> list[str]:
     """Returns the names of all parts of the split file that a name belongs to; only the name itself if the file is not
     split."""
-    named = PART.fullmatch(name)
+    named = PART_PATTERN.fullmatch(name)
     count = int(named["count"]) if named else 1
     if named is None or count < 2 or count > MAX_PARTS:
         return [name]
@@ -52,7 +54,7 @@ def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Locat
     if (split := _split(metadata, where)) is None:
         return metadata, {name: LocatedTensor(where, data, tensor) for name, tensor in tensors.items()}
     number, count = split
-    places = _places(where, number, count)
+    places = _part_paths(where, number, count)
     metadata_of_all: dict[str, Any] = {}
     located: dict[str, LocatedTensor] = {}
     for i, path in enumerate(places):
@@ -128,10 +130,10 @@ def _split(metadata: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     return number, count
 
 
-def _places(where: str, number: int, count: int) -> list[pathlib.Path]:
+def _part_paths(where: str, number: int, count: int) -> list[pathlib.Path]:
     """Returns the paths of all parts, which must exist."""
     path = pathlib.Path(where)
-    named = PART.fullmatch(path.name)
+    named = PART_PATTERN.fullmatch(path.name)
     if named is None or (int(named["number"]), int(named["count"])) != (number + 1, count):
         raise CheckpointError(
             f"{where}: is part {number + 1} of {count} of a split GGUF file, whose name must end with "

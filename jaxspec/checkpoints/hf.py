@@ -20,7 +20,7 @@ from jaxspec.checkpoints.hf_wrappers import text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
 
-MORE_TEMPLATES = "additional_chat_templates"
+TEMPLATES_FOLDER = "additional_chat_templates"
 """The folder in which transformers stores named chat templates."""
 
 
@@ -35,20 +35,22 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         CheckpointError: a file is missing, malformed, or outside the directory, or the model is not supported.
     """
     directory = pathlib.Path(path)
-    settings = folder.read_json(directory, "config.json")
+    settings = folder.read_optional_json(directory, "config.json")
     if settings is None:
         raise CheckpointError(f"{directory}: has no config.json")
     settings = text_settings(settings)
     config, family = read_config(str(directory / "config.json"), settings, context)
-    generation = folder.read_json(directory, "generation_config.json") or {}
-    text = folder.read_json(directory, "tokenizer_config.json") or {}
+    generation = folder.read_optional_json(directory, "generation_config.json") or {}
+    text = folder.read_optional_json(directory, "tokenizer_config.json") or {}
     tokenizer = folder.inside(directory, "tokenizer.json")
     bos_id = settings.get("bos_token_id", generation.get("bos_token_id"))
     default_template, named_templates = _chat_templates(directory, text)
     stop_ids, other_stop_ids = _stop_ids(generation, settings)
     adds_bos = text.get("add_bos_token")
     if adds_bos is None and tokenizer:
-        adds_bos = _begins_with_special((folder.read_json(directory, "tokenizer.json") or {}).get("post_processor"))
+        adds_bos = _begins_with_special(
+            (folder.read_optional_json(directory, "tokenizer.json") or {}).get("post_processor")
+        )
     named = {key: value for key, value in text.items() if key.endswith("_token")}
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     readers, stored, left_out = _tensors(directory, config, family)
@@ -71,12 +73,12 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     )
 
 
-def read_headers(path: str | os.PathLike) -> Headers:
+def read_hf_headers(path: str | os.PathLike) -> Headers:
     """Reads config.json and the headers of the safetensors files; skips files that cannot be read."""
     directory = pathlib.Path(path)
     settings, stored = {}, {}
     with contextlib.suppress(CheckpointError):
-        settings = folder.read_json(directory, "config.json") or {}
+        settings = folder.read_optional_json(directory, "config.json") or {}
     for file in sorted(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             stored |= {key: tensor.stored for key, tensor in folder.open_shard(directory, file.name).items()}
@@ -126,15 +128,15 @@ def _chat_templates(directory: pathlib.Path, text: Mapping) -> tuple[str | None,
     The default template is read from the first of chat_template.jinja, tokenizer_config.json, and chat_template.json
     (of processors) that has one. Each file in additional_chat_templates has the name of its template.
     """
-    template = folder.read_text(directory, "chat_template.jinja") or text.get("chat_template")
+    template = folder.read_optional_text(directory, "chat_template.jinja") or text.get("chat_template")
     if template is None:
-        template = (folder.read_json(directory, "chat_template.json") or {}).get("chat_template")
+        template = (folder.read_optional_json(directory, "chat_template.json") or {}).get("chat_template")
     named: dict[str, Any] = dict(template) if isinstance(template, dict) else {}
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
         named = {entry["name"]: entry.get("template") for entry in entries}
-    for file in sorted((directory / MORE_TEMPLATES).glob("*.jinja")):
-        named[file.stem] = folder.read_text(directory, f"{MORE_TEMPLATES}/{file.name}")
+    for file in sorted((directory / TEMPLATES_FOLDER).glob("*.jinja")):
+        named[file.stem] = folder.read_optional_text(directory, f"{TEMPLATES_FOLDER}/{file.name}")
     named = {name: source for name, source in named.items() if isinstance(source, str)}
     default = named.pop("default", None)
     return template if isinstance(template, str) else default, named

@@ -110,14 +110,14 @@ FAMILIES = {
 }
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ONLY = {
+_SUPPORTED_VALUES = {
     "rope_interleaved": False,
     "quantization_config": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
 }
-_WHOLE = {
+_INTEGER_SETTINGS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
     "max_window_layers",
@@ -141,7 +141,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     entries = dict(family.defaults) | {key: _number(key, value) for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
         entries["sliding_window"] = None
-    for key, plain in _ONLY.items():
+    for key, plain in _SUPPORTED_VALUES.items():
         if (got := entries.get(key, plain)) != plain:
             raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other value is supported")
 
@@ -195,7 +195,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
 
 def _number(key: str, value: Any) -> Any:
     """Returns the value of a setting. If the setting is an integer, converts a float without a fraction to an int."""
-    return int(value) if key in _WHOLE and type(value) is float and value.is_integer() else value
+    return int(value) if key in _INTEGER_SETTINGS and type(value) is float and value.is_integer() else value
 
 
 def _family(where: str, settings: Mapping) -> Family:

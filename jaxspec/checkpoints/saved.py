@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
 MANIFEST, PARAMS = "jaxspec.json", "params"
-VERSION = 1
-_SMALL = 1 << 20  # files up to this size, in bytes, are checked before any weight is read
+SAVED_VERSION = 1
+_MAX_SMALL_BYTES = 1 << 20  # files up to this size, in bytes, are checked before any weight is read
 
 
 def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
@@ -57,11 +57,11 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
     from jaxspec.checkpoints import orbax
     from jaxspec.models.columns import file_order
     from jaxspec.models.model import Model
-    from jaxspec.models.packed import has_blocks, is_quantized, unpack
+    from jaxspec.models.packed import has_blocks, is_quantized, unpack_params
     from jaxspec.models.transformer import TransformerLM
 
     if not isinstance(model, Model):
-        raise InvalidConfig(f"model must be a Model, such as the result of jaxspec.load; got {shown(model)}")
+        raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
     if not isinstance(model.lm, TransformerLM):
         raise InvalidConfig(
             f"only a TransformerLM can be saved, got {type(model.lm).__name__}; save its parameters with Orbax"
@@ -72,17 +72,17 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         raise InvalidConfig(
             "int8 weights cannot be saved, because they are quantized when a model is loaded; save the original model"
         )
-    place = check_path(directory, "the directory to save to").absolute()
-    if place.exists():
-        raise CheckpointError(f"{place}: already exists; choose a new directory")
+    destination = check_path(directory, "the directory to save to").absolute()
+    if destination.exists():
+        raise CheckpointError(f"{destination}: already exists; choose a new directory")
     try:
         json.dumps(settings := dict(model.settings))
     except (TypeError, ValueError) as error:
-        raise InvalidConfig(f"settings of {model.name} must be JSON to be saved: {error}") from None
+        raise InvalidConfig(f"settings of {model.name} cannot be saved, because they are not JSON: {error}") from None
     tokenizer, template = model.tokenizer, model.chat_template
     manifest = {
         "format": "jaxspec",
-        "version": VERSION,
+        "version": SAVED_VERSION,
         "config": dataclasses.asdict(model.lm.config),
         "stop_ids": list(model.stop_ids),
         "has_all_stop_ids": True,
@@ -92,20 +92,22 @@ def save(model: "Model", directory: str | os.PathLike) -> pathlib.Path:
         "settings": settings,
     }
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = pathlib.Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        part = pathlib.Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
         try:
             if tokenizer is not None:
                 tokenizer.save(part)
-            orbax.write(part / PARAMS, _as_tree(unpack(file_order(model.lm, model.params))))
+            orbax.write_tree(part / PARAMS, _as_tree(unpack_params(file_order(model.lm, model.params))))
             manifest["sha256"] = {name: _sha256(file) for name, file in _files(part / PARAMS).items()}
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            os.replace(part, place)
+            os.replace(part, destination)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except (OSError, orbax.OrbaxError) as error:
-        raise CheckpointError(f"{place}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    return place
+        raise CheckpointError(
+            f"{destination}: cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    return destination
 
 
 def open_saved(directory: pathlib.Path) -> Checkpoint:
@@ -117,8 +119,8 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
     where = str(directory / MANIFEST)
     try:
         manifest = read_json(directory / MANIFEST)
-        if manifest.get("format") != "jaxspec" or manifest.get("version") != VERSION:
-            raise CheckpointError(f"{where}: expected format jaxspec, version {VERSION}")
+        if manifest.get("format") != "jaxspec" or manifest.get("version") != SAVED_VERSION:
+            raise CheckpointError(f"{where}: expected format jaxspec, version {SAVED_VERSION}")
         config = parse_config(where, manifest["config"])
         stop_ids, template = tuple(manifest["stop_ids"]), manifest["chat_template"]
         special, named = dict(manifest["special_tokens"]), dict(manifest.get("named_templates", {}))
@@ -146,7 +148,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
 
 
 def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Returns `Model.settings`; older manifests have those of PARD models alone, in entries of their own."""
+    """Returns `Model.settings`; older manifests have only settings of PARD models, in separate entries."""
     if "settings" in manifest:
         return dict(manifest["settings"])
     settings = {"pard_token": manifest.get("pard_token")}
@@ -179,12 +181,12 @@ def _check_files(folder: pathlib.Path, expected: Any, small: bool) -> None:
         raise CheckpointError(
             f"{folder.parent / MANIFEST}: sha256 is {expected!r:.80}, expected a checksum for each file"
         )
-    found = _files(folder)
+    files = _files(folder)
     for name, sha256 in expected.items():
-        if name not in found:
+        if name not in files:
             raise CheckpointError(f"{folder}: has no file {name:.80}, which the manifest lists; copy the model again")
-        if (found[name].stat().st_size <= _SMALL) == small and _sha256(found[name]) != sha256:
-            raise CheckpointError(f"{found[name]}: damaged, its sha256 differs from {MANIFEST}; copy it again")
+        if (files[name].stat().st_size <= _MAX_SMALL_BYTES) == small and _sha256(files[name]) != sha256:
+            raise CheckpointError(f"{files[name]}: is damaged: its sha256 differs from {MANIFEST}; copy it again")
 
 
 def _tensors(
@@ -205,21 +207,21 @@ def _tensors(
     _check_files(folder, sha256, small=True)
     check_others = functools.cache(functools.partial(_check_files, folder, sha256, small=False))
     try:
-        leaves = _flatten(orbax.stored(folder))
-        found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        leaves = _flatten(orbax.read_shapes(folder))
+        shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         sizes = {name: jnp.dtype(leaf.dtype) for name, leaf in leaves.items()}
     except (orbax.OrbaxError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder}: not a valid Orbax checkpoint: {error}") from None
-    if config.num_layers > len(found):  # before anything is allocated per layer
-        raise CheckpointError(f"{folder}: {config.num_layers} layers, but only {len(found)} tensors")
+    if config.num_layers > len(shapes):  # before anything is allocated per layer
+        raise CheckpointError(f"{folder}: {config.num_layers} layers, but only {len(shapes)} tensors")
     expected = config.param_shapes()
-    check_names(str(folder), expected, found)
+    check_names(str(folder), expected, shapes)
     for name, shape in expected.items():
-        check_shape(str(folder), name, found[name], shape)
+        check_shape(str(folder), name, shapes[name], shape)
 
     def read(name: str) -> np.ndarray:
         check_others()
-        leaf: Any = jax.ShapeDtypeStruct(found[name], np.float32)
+        leaf: Any = jax.ShapeDtypeStruct(shapes[name], np.float32)
         for key in reversed(name.split(".")):
             leaf = {key: leaf}
         try:
@@ -230,7 +232,7 @@ def _tensors(
 
     stored = {
         name: StoredTensor(str(sizes[name]), shape, math.prod(shape) * sizes[name].itemsize)
-        for name, shape in found.items()
+        for name, shape in shapes.items()
     }
     return {name: lambda name=name: read(name) for name in expected}, stored
 

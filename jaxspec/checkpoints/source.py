@@ -54,11 +54,11 @@ def find_source(
     """
     if revision is not None and not (isinstance(revision, str) and revision.isprintable() and revision.strip()):
         raise InvalidConfig(f"revision must be the name of a branch, tag or commit, got {revision!r:.80}")
-    path = check_path(source, "the model's name or path")
+    checked_path = check_path(source, "the model's name or path")
     name = os.fspath(source)
     if name in presets.PRESETS:
-        return str(presets.fetch(name, report=report))
-    if os.path.exists(path):
+        return str(presets.fetch_preset(name, report=report))
+    if os.path.exists(checked_path):
         return name
     if name.startswith((".", "~", "/")):
         raise CheckpointError(f"{name}: no such file or directory")
@@ -108,9 +108,9 @@ def read_headers(path: str | os.PathLike) -> Headers:
     """
     place = check_path(path, "the checkpoint's path", CheckpointError)
     if not place.is_dir():
-        return gguf.read_headers(place)
+        return gguf.read_gguf_headers(place)
     file = None if (place / "config.json").exists() else gguf_parts.find_model(place)
-    return hf.read_headers(place) if file is None else gguf.read_headers(file)
+    return hf.read_hf_headers(place) if file is None else gguf.read_gguf_headers(file)
 
 
 def weight_files(path: pathlib.Path) -> list[pathlib.Path]:

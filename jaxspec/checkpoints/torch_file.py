@@ -29,7 +29,7 @@ _STORAGES = {
     "BoolStorage": ("BOOL", np.dtype(np.bool_)),
 }
 _REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
-_KNOWN = {_REBUILD, _ORDERED, *(("torch", name) for name in _STORAGES)}
+_KNOWN_NAMES = {_REBUILD, _ORDERED, *(("torch", name) for name in _STORAGES)}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _CONSTANT_OPCODES = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 _MAX_PICKLE, _MAX_SHARED = 1 << 20, 16
@@ -176,7 +176,7 @@ def _run(data: bytes) -> Any:
 
 
 def _name(module: Any, name: Any) -> _Name:
-    if type(module) is not str or type(name) is not str or (module, name) not in _KNOWN:
+    if type(module) is not str or type(name) is not str or (module, name) not in _KNOWN_NAMES:
         shown = f"{module}.{name}" if type(module) is str and type(name) is str else "a name that is not a string"
         raise _Malformed(f"its pickle uses {shown!r:.80}, expected only tensors of float32, float16 or bfloat16")
     return _Name(module, name)

@@ -21,8 +21,8 @@ LENGTH = 2048
 
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
     """Returns the sections about a model; errors that would prevent loading are appended to `refused`."""
-    from jaxspec.checkpoints.base import FILE, check_native
-    from jaxspec.checkpoints.pard2 import is_pard2, parse
+    from jaxspec.checkpoints.base import FILE_DTYPE, check_native
+    from jaxspec.checkpoints.pard2 import is_pard2, parse_pard2
     from jaxspec.checkpoints.source import open_checkpoint, read_headers
 
     report: dict[str, Any] = {}
@@ -45,12 +45,12 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
             report["pard_token"] = token
         if is_pard2(checkpoint.settings):
             try:
-                report["pard2_target_layers"] = ", ".join(map(str, parse(str(place), checkpoint.settings).layers))
+                report["pard2_target_layers"] = ", ".join(map(str, parse_pard2(str(place), checkpoint.settings).layers))
             except CheckpointError as error:
                 refused.append(error)
         report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
-        if args.dtype == FILE:
+        if args.dtype == FILE_DTYPE:
             try:
                 check_native(checkpoint)
             except InvalidConfig as error:
@@ -163,14 +163,14 @@ def memory_section(
         length: length of the texts in tokens.
         stored: the tensors of the file, for the dtype that keeps them as they are.
     """
-    from jaxspec.checkpoints.base import DTYPES, FILE, activation_dtype
+    from jaxspec.checkpoints.base import FILE_DTYPE, FLOAT_DTYPES, activation_dtype
     from jaxspec.checkpoints.gguf_blocks import native_bytes
     from jaxspec.models.config import is_table
 
-    size = DTYPES[activation_dtype(dtype)].itemsize
+    size = FLOAT_DTYPES[activation_dtype(dtype)].itemsize
     slots = sizes.round_to_bucket(sizes.required_slots(length, sizes.PROMPT_CHUNK))
-    parameters = sum(map(native_bytes, stored)) if dtype == FILE else 0
-    for name, shape in config.param_shapes().items() if dtype != FILE else ():
+    parameters = sum(map(native_bytes, stored)) if dtype == FILE_DTYPE else 0
+    for name, shape in config.param_shapes().items() if dtype != FILE_DTYPE else ():
         if len(shape) == 1:  # vectors stay float32
             parameters += 4 * shape[0]
         elif dtype == "int8":  # with a scale for each output

@@ -14,7 +14,7 @@ from jaxspec.errors import InvalidConfig, shown
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.execution import Execution
 from jaxspec.models.model import Model
-from jaxspec.models.packed import pack, take_rows
+from jaxspec.models.packed import pack_params, take_rows
 from jaxspec.models.transformer import TransformerLM
 
 
@@ -48,7 +48,7 @@ def prepare(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]
         config = dataclasses.replace(config, own_projection=True)
         lm: Any = target.lm
         params["head"] = take_rows(lm.unembedding(target.params), params["tokens"])
-    return config, pack(params) if execution_of(target.lm).kernels else params
+    return config, pack_params(params) if execution_of(target.lm).kernels else params
 
 
 def dtype_of(target: LanguageModel) -> str:

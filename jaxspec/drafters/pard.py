@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.checkpoints.pard2 import is_pard2, parse, read_projection
+from jaxspec.checkpoints.pard2 import is_pard2, parse_pard2, read_projection
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
@@ -206,7 +206,7 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
             f"{draft.name} is not a PARD-2 model: its config.json has no pard2_target_layers; leave out the option "
             "projection"
         )
-    states_read, lm = parse(draft.name, draft.settings), target.lm
+    states_read, lm = parse_pard2(draft.name, draft.settings), target.lm
     layers = states_read.layers
     depth = lm.depth if isinstance(lm, TappedTarget) else 0
     states = tuple(i if i >= 0 else i + depth + 1 for i in layers)

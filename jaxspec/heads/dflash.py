@@ -30,7 +30,7 @@ from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.execution import Execution
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.rows import rms_norm
-from jaxspec.models.transformer_block import Block, project
+from jaxspec.models.transformer_block import TransformerBlock, project
 
 
 class Convolutions(nnx.Module):
@@ -93,7 +93,9 @@ class DFlashHead(HeadNetwork):
 
         self.config, self.execution = config, execution
         self.fc, self.hidden_norm, self.norm = matrix("fc"), vector("hidden_norm", 1), vector("norm", 1)
-        self.layers = nnx.List(Block(c.decoder, dtype, rngs, None, execution) for _ in range(c.decoder.num_layers))
+        self.layers = nnx.List(
+            TransformerBlock(c.decoder, dtype, rngs, None, execution) for _ in range(c.decoder.num_layers)
+        )
         convs = c.decoder.num_layers if c.conv_size else 0
         self.convs = nnx.List(Convolutions(c, dtype, rngs) for _ in range(convs))
         self.embed, self.head = matrix("embed"), matrix("head")

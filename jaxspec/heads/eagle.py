@@ -24,7 +24,7 @@ from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.execution import Execution
 from jaxspec.models.layers import matmul, rotation
 from jaxspec.models.rows import rms_norm
-from jaxspec.models.transformer_block import Block, project
+from jaxspec.models.transformer_block import TransformerBlock, project
 
 
 class EagleHead(HeadNetwork):
@@ -48,7 +48,7 @@ class EagleHead(HeadNetwork):
         self.fc_norms = nnx.List(vector(f"fc_norms.{i}") for i in range(c.num_taps * c.fc_norm))
         self.input_norm, self.hidden_norm, self.norm = vector("input_norm"), vector("hidden_norm"), vector("norm")
         layers = range(c.decoder.num_layers)
-        self.layers = nnx.List(Block(c.decoder, dtype, rngs, c.layer_shapes(i), execution) for i in layers)
+        self.layers = nnx.List(TransformerBlock(c.decoder, dtype, rngs, c.layer_shapes(i), execution) for i in layers)
         self.embed = matrix("embed") if c.own_embedding else None
         self.head = matrix("head") if c.own_projection else None
         # Ids of the tokens that can be guessed, ascending; row r of `head` belongs to token tokens[r].

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxspec.checkpoints.base import DTYPES
+from jaxspec.checkpoints.base import FLOAT_DTYPES
 from jaxspec.core.checks import check_arguments, flag, one_of
 from jaxspec.core.topology import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
@@ -60,14 +60,14 @@ def load_heads(
     allow_pickle = flag("allow_pickle", allow_pickle)
     if target is not None and not isinstance(target, Model):
         raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
-    dtype = None if dtype is None else one_of("dtype", dtype, tuple(DTYPES))
+    dtype = None if dtype is None else one_of("dtype", dtype, tuple(FLOAT_DTYPES))
     found = open_heads(source, allow_pickle=allow_pickle)
     config = found.config(target)
     params = {}
     for name, reader in found.readers.items():
         array = reader()
         if dtype is not None and name != "tokens":
-            array = array.astype(DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
+            array = array.astype(FLOAT_DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
     if target is not None:
         config, params = share_tables(config, params, target)

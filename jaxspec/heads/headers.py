@@ -103,7 +103,7 @@ def open_heads(
     if layout is None:
         shown = ", ".join(sorted(tensors)[:3])
         raise CheckpointError(f"{where}: no tensors of draft heads in a known layout; it has {shown} ...")
-    settings = folder.read_json(directory, CONFIG) or {}
+    settings = folder.read_optional_json(directory, CONFIG) or {}
     if layout.in_model:
         tensors = {name: held for name, held in tensors.items() if name.startswith(layout.prefix)}
     kind = head_kind(layout.drafter)
@@ -117,11 +117,11 @@ def _file(directory: pathlib.Path) -> str:
     for name in FILES:
         if os.path.exists(directory / name):
             return name
-    if any(os.path.exists(directory / name) for name in (folder.WHOLE, folder.INDEX)):
-        return folder.WHOLE
+    if any(os.path.exists(directory / name) for name in (folder.WEIGHTS_FILE, folder.INDEX_FILE)):
+        return folder.WEIGHTS_FILE
     if not os.path.exists(directory / TORCH):
         raise CheckpointError(
-            f"{directory}: holds no heads; expected {MANIFEST}, {FILES[0]}, {FILES[1]} or {folder.WHOLE}"
+            f"{directory}: holds no heads; expected {MANIFEST}, {FILES[0]}, {FILES[1]} or {folder.WEIGHTS_FILE}"
         )
     return TORCH
 
@@ -140,14 +140,14 @@ def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dic
         return torch_file.open_torch(path)
     if pathlib.Path(name).suffix != ".safetensors":
         raise CheckpointError(f"{where}: holds no heads; expected a directory, a .safetensors or a .pt file")
-    if name == folder.WHOLE and not os.path.exists(directory / name):
+    if name == folder.WEIGHTS_FILE and not os.path.exists(directory / name):
         return folder.open_tensors(directory)
     return folder.open_shard(directory, name)
 
 
 def _open_ours(path: pathlib.Path) -> HeadFile:
     where = path / MANIFEST
-    manifest = folder.read_json(path, MANIFEST) or {}
+    manifest = folder.read_optional_json(path, MANIFEST) or {}
     if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
         raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
     name = manifest.get("kind", FIRST_KIND)

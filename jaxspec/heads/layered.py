@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxspec.checkpoints.base import canonical_tensors, file_names, file_shapes, make_config
-from jaxspec.checkpoints.folder import WHOLE, LazyTensor, check_types
+from jaxspec.checkpoints.folder import WEIGHTS_FILE, LazyTensor, check_types
 from jaxspec.checkpoints.hf_families import FAMILIES, read_activation
 from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError
@@ -39,7 +39,7 @@ class LayerLayout(Layout):
         requires_ids: True if the file has ids even if the vocabulary is not reduced.
     """
 
-    files: tuple[str, ...] = (WHOLE,)
+    files: tuple[str, ...] = (WEIGHTS_FILE,)
     other_prefixes: tuple[str, ...] = ("model.",)
     names: Mapping[str, tuple[str, ...]]
     layers: str = "layers.{}."

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from jaxspec.checkpoints.folder import WHOLE
+from jaxspec.checkpoints.folder import WEIGHTS_FILE
 from jaxspec.heads.kinds import Layout, head_kind
 from jaxspec.registry import HEADS
 
@@ -19,7 +19,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for name in HEADS for layout i
 """The layouts by name. If several match a file, the first is its layout."""
 EXPORTED = tuple(name for name, layout in LAYOUTS.items() if layout.exported)
 """The layouts that `export_heads` writes; for each kind of heads, the first is the default."""
-FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.files if name != WHOLE))
+FILES = tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.files if name != WEIGHTS_FILE))
 """The names of files that hold heads and nothing else."""
 
 

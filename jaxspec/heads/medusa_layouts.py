@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.checkpoints.folder import WHOLE, LazyTensor
+from jaxspec.checkpoints.folder import WEIGHTS_FILE, LazyTensor
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.kinds import CONFIG, PICKLES, ForeignHeads, HeadKind, Layout
 from jaxspec.heads.medusa_config import HeadsConfig
@@ -359,7 +359,7 @@ MEDUSA = MedusaKind(
             name="v1.0",
             summary="the heads beside the target that was trained with them",
             readers="Medusa 1.0, in the model they were trained with",
-            files=(WHOLE,),
+            files=(WEIGHTS_FILE,),
             mark=".*",
             names=_NAMES,
             settings=_SETTINGS,
@@ -372,7 +372,7 @@ MEDUSA = MedusaKind(
             name="vllm",
             summary="the only one with reduced vocabularies",
             readers="vLLM",
-            files=(WHOLE,),
+            files=(WEIGHTS_FILE,),
             mark=r"blocks\.\d{1,4}\.layers\.\d{1,4}\.(weight|bias)|lm_heads\.\d{1,4}\.weight",
             names={
                 "blocks.{head}.{block}.kernel": "blocks.{head}.layers.{block}.weight",

@@ -38,7 +38,7 @@ def check_tensors(
     check_names(where, shapes, tensors)
     for name, shape in shapes.items():
         check_shape(tensors[name].where, name, tensors[name].stored.shape, shape)
-        folder.check_types({name: tensors[name]}, ID_TYPES if name == tokens else folder.FLOATS)
+        folder.check_types({name: tensors[name]}, ID_TYPES if name == tokens else folder.FLOAT_TYPES)
 
 
 def read_ids(

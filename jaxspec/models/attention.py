@@ -165,7 +165,7 @@ def _with_xla(
         border = length[:, None, None, None]
         own_score = scores(keys, seen)
     else:
-        keys, values, real, border = _near(prefix, layer, length, (keys, values), paths, groups)
+        keys, values, real, border = _gather_near(prefix, layer, length, (keys, values), paths, groups)
         if floor is not None:  # entry j of D + 1 is D - j positions before the query
             position = jnp.tile(length[:, None] + (paths >= 0).sum(-1) - 1, (1, groups))[:, None, :, None]
             real &= position - jnp.arange(paths.shape[-1])[::-1] >= floor
@@ -187,7 +187,7 @@ def _with_xla(
     return mixed.reshape(batch, heads, groups, tokens, width)
 
 
-def _near(
+def _gather_near(
     prefix: KV,
     layer: int,
     length: Int[Array, "B"],

@@ -1,11 +1,11 @@
 """Attention of a window's tokens as one Pallas kernel, for TPUs (Mosaic) and GPUs (Triton).
 
-The text of a query is summed in the order of positions, in two parts. All tokens but the last `GROUP` to 2 `GROUP` - 1
-are read in blocks of slots, with a running maximum and sum. The last tokens are added one after the other, whether they
-are in the cache or in the window. The boundary between the parts depends only on the position of the query, blocks
-begin at multiples of their size, and every product has the same shape. The order of the sums therefore depends neither
-on the numbers of rows and of tokens of the window, nor on which tokens are cached, as long as the paths of the window
-have at most `GROUP` tokens.
+The text of a query is summed in the order of positions, in two parts. With G = `GROUP_TOKENS`, all tokens but the last
+G to 2 G - 1 are read in blocks of slots, with a running maximum and sum. The last tokens are added one after the other,
+whether they are in the cache or in the window. The boundary between the parts depends only on the position of the
+query, blocks begin at multiples of their size, and every product has the same shape. The order of the sums therefore
+depends neither on the numbers of rows and of tokens of the window, nor on which tokens are cached, as long as the paths
+of the window have at most `GROUP_TOKENS` tokens.
 """
 
 import functools
@@ -25,20 +25,22 @@ from jaxspec.core.records import KV
 from jaxspec.core.sizes import BLOCK_SLOTS
 from jaxspec.errors import InvalidConfig
 
-GROUP = 32
+GROUP_TOKENS = 32
 """The part of a text that is summed token by token begins at a multiple of this number of slots. One product also reads
 this number of tokens of the window."""
-ROWS = {"tpu": 64, "gpu": 16}
+QUERIES_PER_PRODUCT = {"tpu": 64, "gpu": 16}
 """The number of queries in one product. A TPU reads the cache once for all queries; a GPU runs the products in
 parallel."""
-SLOTS = {"tpu": BLOCK_SLOTS, "gpu": 64}
+SLOTS_PER_PRODUCT = {"tpu": BLOCK_SLOTS, "gpu": 64}
 """The number of slots in one product."""
 MAX_MASK_ELEMENTS = 2**18
 """The largest product of the number of queries of a head and the number of tokens in the window. The limit exists
 because a TPU holds the mask in its on-chip memory."""
-LOWEST = -1e30  # finite, because -inf - -inf is not a number
+LOWEST_SCORE = -1e30  # finite, because -inf - -inf is not a number
 
-Sums = tuple[Array, Array, Array]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
+SoftmaxSums = tuple[
+    Array, Array, Array
+]  # the maximum, the sum of weights, the weighted sum of values: [R, 1], [R, 1], [R, K]
 TokenGroup = tuple[
     Array, Callable, Array
 ]  # scores of GROUP tokens, a token's value by its number, what each query sees
@@ -69,39 +71,41 @@ def attend_pallas(
         InvalidConfig: there is no kernel for this platform, type or width of heads.
     """
     batch, heads, groups, tokens, width = queries.shape
-    check(platform, queries.dtype, width, interpret)
+    check_pallas(platform, queries.dtype, width, interpret)
     if (most := int((MAX_MASK_ELEMENTS / groups) ** 0.5)) < mask.shape[-1]:
-        raise InvalidConfig(f"attention='pallas' reads {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
-    rows, size = ROWS[platform], SLOTS[platform]
+        raise InvalidConfig(f"attention='pallas' reads at most {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
+    rows, size = QUERIES_PER_PRODUCT[platform], SLOTS_PER_PRODUCT[platform]
     flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
     first = jnp.zeros((batch, tokens), jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
     position = jnp.maximum(length[:, None], first) + mask.sum(-1) - 1
-    near = jnp.maximum(position // GROUP - 1, 0) * GROUP
+    near = jnp.maximum(position // GROUP_TOKENS - 1, 0) * GROUP_TOKENS
     begin = first.min(1) // size
     end = jnp.maximum(-(-jnp.minimum(near.max(1), length) // size), begin + 1)
-    spans = jnp.stack([begin, end, length, jnp.maximum(length // GROUP - 1, 0)], -1).astype(jnp.int32)
+    spans = jnp.stack([begin, end, length, jnp.maximum(length // GROUP_TOKENS - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = jnp.concatenate([_padded(part, GROUP, 2) for part in window], 2)  # one array, which takes one launch on a GPU
-    seen = _padded(_padded(seen, rows, 1), GROUP, 2)
-    arrays = _padded(flat, rows, 2), *prefix, own, own, seen, _padded(limits, rows, 1)
+    own = jnp.concatenate(
+        [_pad(part, GROUP_TOKENS, 2) for part in window], 2
+    )  # one array, which takes one launch on a GPU
+    seen = _pad(_pad(seen, rows, 1), GROUP_TOKENS, 2)
+    arrays = _pad(flat, rows, 2), *prefix, own, own, seen, _pad(limits, rows, 1)
     out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
     return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
 
 
-def check(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
+def check_pallas(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
     """Raises InvalidConfig if there is no kernel for this platform, dtype of the cache and width of heads."""
-    if platform not in ROWS:
-        raise InvalidConfig(f"attention='pallas' is for TPUs and GPUs, the model runs on {platform!r}; use 'xla'")
-    if (held := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
-        raise InvalidConfig(f"attention='pallas' reads float32 and bfloat16, the cache holds {held}; use 'xla'")
+    if platform not in QUERIES_PER_PRODUCT:
+        raise InvalidConfig(f"attention='pallas' is for TPUs and GPUs, but the model runs on {platform!r}; use 'xla'")
+    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16"):
+        raise InvalidConfig(f"attention='pallas' reads float32 and bfloat16, but the cache holds {name}; use 'xla'")
     tiled = width % 128 == 0 if platform == "tpu" else width >= 16 and width & (width - 1) == 0
     if not tiled and not interpret:
         needed = "a multiple of 128 on a TPU" if platform == "tpu" else "a power of two, at least 16, on a GPU"
         raise InvalidConfig(f"attention='pallas' needs heads whose width is {needed}, got {width}; use 'xla'")
 
 
-def _padded(values: Array, multiple: int, axis: int) -> Array:
+def _pad(values: Array, multiple: int, axis: int) -> Array:
     sizes = [(0, -values.shape[axis] % multiple if i == axis else 0) for i in range(values.ndim)]
     return jnp.pad(values, sizes)
 
@@ -116,7 +120,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
         return layer, b, h, jnp.minimum(spans[b, 0] + i, spans[b, 1] - 1), 0
 
     def near(offset: int) -> Callable:
-        return lambda b, h, i, spans: (layer, b, h, jnp.minimum(spans[b, 3] + offset, slots // GROUP - 1), 0)
+        return lambda b, h, i, spans: (layer, b, h, jnp.minimum(spans[b, 3] + offset, slots // GROUP_TOKENS - 1), 0)
 
     def cached(count: int, index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, count, width), index)
@@ -127,7 +131,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
     def shared(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b, h, i, spans: (b, 0, 0))
 
-    nearby = [cached(GROUP, near(offset)) for offset in (0, 1)]
+    nearby = [cached(GROUP_TOKENS, near(offset)) for offset in (0, 1)]
     kernel = pl.pallas_call(
         _tpu_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -135,7 +139,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
             grid=(batch, heads, (spans[:, 1] - spans[:, 0]).max()),
             in_specs=[
                 each(rows),
-                *[cached(SLOTS["tpu"], block)] * 2,
+                *[cached(SLOTS_PER_PRODUCT["tpu"], block)] * 2,
                 *nearby * 2,
                 *[each(window, part) for part in (0, 1)],
                 shared(rows, window),
@@ -144,7 +148,7 @@ def _on_tpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
             out_specs=each(rows),
             scratch_shapes=[
                 *[pltpu.VMEM((rows, count), jnp.float32) for count in (1, 1, width)],
-                pltpu.VMEM((2 * GROUP + window, width), jnp.float32),
+                pltpu.VMEM((2 * GROUP_TOKENS + window, width), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(flat.shape, jnp.float32),
@@ -158,7 +162,7 @@ def _tpu_kernel(
     spans: Any, q: Any, k: Any, v: Any, k0: Any, k1: Any, v0: Any, v1: Any, own_k: Any, own_v: Any, seen: Any,
     limits: Any, out: Any, top: Any, total: Any, mixed: Any, pool: Any,
 ) -> None:  # fmt: skip
-    row, step, tile = pl.program_id(0), pl.program_id(2), ROWS["tpu"]
+    row, step, tile = pl.program_id(0), pl.program_id(2), QUERIES_PER_PRODUCT["tpu"]
     length = spans[row, 2]
 
     @pl.when(step == 0)
@@ -171,7 +175,14 @@ def _tpu_kernel(
     keys, values = as_values(k[...]), as_values(v[...])
 
     def far(rows: Any) -> None:
-        seen = _cached(limits, rows, (spans[row, 0] + step) * SLOTS["tpu"], SLOTS["tpu"], length, before=True)
+        seen = _cached(
+            limits,
+            rows,
+            (spans[row, 0] + step) * SLOTS_PER_PRODUCT["tpu"],
+            SLOTS_PER_PRODUCT["tpu"],
+            length,
+            before=True,
+        )
         sums = top[rows], total[rows], mixed[rows]
         top[rows], total[rows], mixed[rows] = _join(sums, q[rows], keys, values, seen)
 
@@ -188,13 +199,13 @@ def _tpu_kernel(
             def part(i: int) -> TokenGroup:
                 if i < 2:
                     scores = _dot(q[rows], as_values((k0, k1)[i][...]), transposed=True)
-                    mask = _cached(limits, rows, (spans[row, 3] + i) * GROUP, GROUP, length, before=False)
+                    mask = _cached(limits, rows, (spans[row, 3] + i) * GROUP_TOKENS, GROUP_TOKENS, length, before=False)
                 else:
-                    own = pl.ds((i - 2) * GROUP, GROUP)
+                    own = pl.ds((i - 2) * GROUP_TOKENS, GROUP_TOKENS)
                     scores, mask = _own_scores(q[rows], own_k[own], own_v[own]), seen[rows, own] != 0
-                return scores, lambda j: pool[pl.ds(i * GROUP + j, 1)], mask
+                return scores, lambda j: pool[pl.ds(i * GROUP_TOKENS + j, 1)], mask
 
-            parts = [part(i) for i in range(pool.shape[0] // GROUP)]
+            parts = [part(i) for i in range(pool.shape[0] // GROUP_TOKENS)]
             out[rows] = _finish((top[rows], total[rows], mixed[rows]), parts)
 
         each_tile(finish)
@@ -204,7 +215,7 @@ def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
     """Runs a program for each row, head and tile of queries, which loops over the blocks of the text."""
     flat, keys, _, own, *_ = arrays
     batch, heads, rows, width = flat.shape
-    slots, window, tile = keys.shape[3], own.shape[2] // 2, ROWS["gpu"]
+    slots, window, tile = keys.shape[3], own.shape[2] // 2, QUERIES_PER_PRODUCT["gpu"]
     queries = pl.BlockSpec((None, None, tile, width), lambda b, h, i: (b, h, i, 0))
     cached = pl.BlockSpec((None, None, None, slots, width), lambda b, h, i: (layer, b, h, 0, 0))
     kernel = pl.pallas_call(
@@ -227,31 +238,31 @@ def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) 
 
 
 def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen: Any, limits: Any, out: Any) -> None:
-    queries, length, size, rows = q[...], spans[2], SLOTS["gpu"], slice(None)
+    queries, length, size, rows = q[...], spans[2], SLOTS_PER_PRODUCT["gpu"], slice(None)
 
-    def far(block: Array, sums: Sums) -> Sums:
+    def far(block: Array, sums: SoftmaxSums) -> SoftmaxSums:
         slots = pl.ds(block * size, size)
         cached = _cached(limits, rows, block * size, size, length, before=True)
         return _join(sums, queries, as_values(k[slots]), as_values(v[slots]), cached)
 
     def near(i: int) -> TokenGroup:
-        start = (spans[3] + i) * GROUP
-        place = jnp.minimum(start, k.shape[0] - GROUP)
-        cached = _cached(limits, rows, start, GROUP, length, before=False)
-        scores = _dot(queries, as_values(k[pl.ds(place, GROUP)]), transposed=True)
+        start = (spans[3] + i) * GROUP_TOKENS
+        place = jnp.minimum(start, k.shape[0] - GROUP_TOKENS)
+        cached = _cached(limits, rows, start, GROUP_TOKENS, length, before=False)
+        scores = _dot(queries, as_values(k[pl.ds(place, GROUP_TOKENS)]), transposed=True)
         return scores, lambda j: as_values(v[pl.ds(place + j, 1)]), cached
 
     def own(i: int) -> TokenGroup:
-        part = pl.ds(i * GROUP, GROUP)
+        part = pl.ds(i * GROUP_TOKENS, GROUP_TOKENS)
         scores = _own_scores(queries, own_k[part], own_v[part])
-        return scores, lambda j: own_v[pl.ds(i * GROUP + j, 1)], seen[rows, part] != 0
+        return scores, lambda j: own_v[pl.ds(i * GROUP_TOKENS + j, 1)], seen[rows, part] != 0
 
     sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
-    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP))])
+    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP_TOKENS))])
 
 
-def _nothing(rows: int, width: int) -> Sums:
-    return jnp.full((rows, 1), LOWEST), jnp.zeros((rows, 1)), jnp.zeros((rows, width))
+def _nothing(rows: int, width: int) -> SoftmaxSums:
+    return jnp.full((rows, 1), LOWEST_SCORE), jnp.zeros((rows, 1)), jnp.zeros((rows, width))
 
 
 def _cached(limits: Any, rows: Any, start: Array, count: int, length: Array, before: bool) -> Array:
@@ -272,10 +283,10 @@ def _dot(a: Array, b: Array, transposed: bool = False) -> Array:
     return lax.dot_general(a, b, (contracted, ((), ())), precision, jnp.float32)
 
 
-def _join(sums: Sums, queries: Array, keys: Array, values: Array, seen: Array) -> Sums:
+def _join(sums: SoftmaxSums, queries: Array, keys: Array, values: Array, seen: Array) -> SoftmaxSums:
     """Adds a block of slots."""
     top, total, mixed = sums
-    scores = jnp.where(seen, _dot(queries, keys, transposed=True), LOWEST)
+    scores = jnp.where(seen, _dot(queries, keys, transposed=True), LOWEST_SCORE)
     new = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights, fade = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(top - new)
     mixed = mixed * fade + _dot(weights.astype(values.dtype), values)
@@ -287,10 +298,10 @@ def _own_scores(queries: Array, keys: Array, values: Array) -> Array:
     return _dot(queries, keys, transposed=True) + _dot(jnp.zeros_like(queries), values, transposed=True)
 
 
-def _finish(sums: Sums, parts: Sequence[TokenGroup]) -> Array:
+def _finish(sums: SoftmaxSums, parts: Sequence[TokenGroup]) -> Array:
     """Adds the last tokens of each query's text one after the other, and returns the outputs `[R, K]`."""
     top, total, mixed = sums
-    scores = [jnp.where(seen, score, LOWEST) for score, _, seen in parts]
+    scores = [jnp.where(seen, score, LOWEST_SCORE) for score, _, seen in parts]
     new = functools.reduce(jnp.maximum, (score.max(-1, keepdims=True) for score in scores), top)
     fade = jnp.exp(top - new)
     total, mixed = total * fade, mixed * fade
@@ -304,5 +315,5 @@ def _finish(sums: Sums, parts: Sequence[TokenGroup]) -> Array:
             entry = jnp.where(jnp.abs(entry) < jnp.inf, entry, 0.0)  # for queries that do not see the token
             return sums[0] + weight, sums[1] + weight * entry
 
-        total, mixed = lax.fori_loop(0, GROUP, add, (total, mixed))
+        total, mixed = lax.fori_loop(0, GROUP_TOKENS, add, (total, mixed))
     return mixed / total

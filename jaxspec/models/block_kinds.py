@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-LANES, BLOCK = 16, 32
+UNIT_OUTPUTS, BLOCK_INPUTS = 16, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """A type of blocks.
 
     Attributes:
@@ -22,31 +22,31 @@ class Kind:
 
     bits: int
     offset: int = 0
-    unit: int = BLOCK
-    part: int = BLOCK
+    unit: int = BLOCK_INPUTS
+    part: int = BLOCK_INPUTS
     minimum: bool = False
     factor: type = np.uint8
 
     @property
     def factors(self) -> int:
         """The number of whole numbers that a unit has for its scales, and again for its minimums."""
-        return self.unit // self.part if self.unit > BLOCK else 0
+        return self.unit // self.part if self.unit > BLOCK_INPUTS else 0
 
     def bytes(self, outputs: int, inputs: int) -> int:
         """Returns the size of a packed matrix."""
         lane = (1 + self.minimum) * (2 + self.factors) + self.unit * self.bits // 8
-        return -(-outputs // LANES) * LANES * (inputs // self.unit) * lane
+        return -(-outputs // UNIT_OUTPUTS) * UNIT_OUTPUTS * (inputs // self.unit) * lane
 
 
-KINDS = {
-    "Q8_0": Kind(8, 128),
-    "Q4_0": Kind(4, 8),
-    "Q4_1": Kind(4, minimum=True),
-    "Q5_0": Kind(5, 16),
-    "Q5_1": Kind(5, minimum=True),
-    "Q4_K": Kind(4, unit=256, minimum=True),
-    "Q5_K": Kind(5, unit=256, minimum=True),
-    "Q6_K": Kind(6, 32, unit=256, part=16, factor=np.int8),
+BLOCK_KINDS = {
+    "Q8_0": BlockKind(8, 128),
+    "Q4_0": BlockKind(4, 8),
+    "Q4_1": BlockKind(4, minimum=True),
+    "Q5_0": BlockKind(5, 16),
+    "Q5_1": BlockKind(5, minimum=True),
+    "Q4_K": BlockKind(4, unit=256, minimum=True),
+    "Q5_K": BlockKind(5, unit=256, minimum=True),
+    "Q6_K": BlockKind(6, 32, unit=256, part=16, factor=np.int8),
 }
 
 

@@ -28,9 +28,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxspec.kernels import calls
-from jaxspec.models.block_kinds import BLOCK, KINDS, LANES, Kind, Split
+from jaxspec.models.block_kinds import BLOCK_INPUTS, BLOCK_KINDS, UNIT_OUTPUTS, BlockKind, Split
 from jaxspec.models.products import product
-from jaxspec.models.rows import NOTHING, Fused
+from jaxspec.models.rows import NO_FUSION, Fused
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class Blocks:
 
     Attributes:
         parts: the units of each matrix, uint8 `[O / 16, I / unit, bytes]`.
-        kinds: the type of each matrix, a key of `KINDS`.
+        kinds: the type of each matrix, a key of `BLOCK_KINDS`.
         outputs: O of each matrix.
         inputs: I of all matrices.
     """
@@ -54,15 +54,15 @@ class Blocks:
     def pack(cls, kind: str, split: Split) -> "Blocks":
         """Packs a matrix; the result holds a NumPy array."""
         outputs, inputs = split.codes.shape
-        return cls((_pack(KINDS[kind], split),), (kind,), (outputs,), inputs)
+        return cls((_pack(BLOCK_KINDS[kind], split),), (kind,), (outputs,), inputs)
 
     @classmethod
     def stack(cls, matrices: Sequence["Blocks"]) -> "Blocks":
         """Stacks matrices with the same number of inputs, one below the other."""
         parts, kinds, outputs = [], [], []
-        for one in matrices:
-            for part, kind, number in zip(one.parts, one.kinds, one.outputs):
-                if kinds and kinds[-1] == kind and outputs[-1] % LANES == 0:
+        for matrix in matrices:
+            for part, kind, number in zip(matrix.parts, matrix.kinds, matrix.outputs):
+                if kinds and kinds[-1] == kind and outputs[-1] % UNIT_OUTPUTS == 0:
                     parts[-1], outputs[-1] = np.concatenate([parts[-1], part]), outputs[-1] + number
                     continue
                 parts, kinds, outputs = [*parts, part], [*kinds, kind], [*outputs, number]
@@ -78,16 +78,16 @@ class Blocks:
         part, *others = self.parts
         if others or isinstance(rows, slice):
             return self.unpack()[rows]
-        return _decode(KINDS[self.kinds[0]], part[rows // LANES], rows % LANES)
+        return _decode(BLOCK_KINDS[self.kinds[0]], part[rows // UNIT_OUTPUTS], rows % UNIT_OUTPUTS)
 
     def take(self, rows: Int[Array, "R"]) -> "Blocks":
         """Returns the matrix of some rows, in the same blocks."""
         part, *others = self.parts
         assert not others, self.kinds
-        padded = jnp.pad(rows, (0, -len(rows) % LANES))
+        padded = jnp.pad(rows, (0, -len(rows) % UNIT_OUTPUTS))
         fields = [  # [R, n, c, 1, w] becomes [R / 16, n, c, 16, w]
-            jnp.moveaxis(field.reshape(-1, LANES, *field.shape[1:3], field.shape[-1]), 1, 3)
-            for field in _fields(KINDS[self.kinds[0]], part[padded // LANES], padded % LANES)
+            jnp.moveaxis(field.reshape(-1, UNIT_OUTPUTS, *field.shape[1:3], field.shape[-1]), 1, 3)
+            for field in _fields(BLOCK_KINDS[self.kinds[0]], part[padded // UNIT_OUTPUTS], padded % UNIT_OUTPUTS)
         ]
         taken = jnp.concatenate([field.reshape(*field.shape[:2], -1) for field in fields], axis=-1)
         return Blocks((taken,), self.kinds, (len(rows),), self.inputs)
@@ -96,7 +96,7 @@ class Blocks:
         """Returns the matrix in float32, equal to the file's."""
         return jnp.concatenate(
             [
-                _decode(KINDS[kind], jnp.asarray(part)).reshape(-1, self.inputs)[:outputs]
+                _decode(BLOCK_KINDS[kind], jnp.asarray(part)).reshape(-1, self.inputs)[:outputs]
                 for part, kind, outputs in zip(self.parts, self.kinds, self.outputs)
             ]
         )
@@ -105,75 +105,75 @@ class Blocks:
         """Returns the matrix in floating point."""
         return self.unpack().astype(dtype)
 
-    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`; the docstring of the module says how the rows of `x` are rounded."""
         return product(x, self, fused)
 
-    def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
+    def multiply(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""
-        found, first = [], 0
+        products, first = [], 0
         for part, kind, outputs in zip(self.parts, self.kinds, self.outputs):
             options = fused.options(slice(first, first + outputs))
-            found.append(calls.multiply(x, part, None, outputs, kind, **options))
+            products.append(calls.multiply(x, part, None, outputs, kind, **options))
             first += outputs
-        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+        return products[0] if len(products) == 1 else jnp.concatenate(products, axis=-1)
 
 
-def _pack(kind: Kind, split: Split) -> np.ndarray:
+def _pack(kind: BlockKind, split: Split) -> np.ndarray:
     outputs, inputs = split.codes.shape
-    units, rows = inputs // kind.unit, -(-outputs // LANES)
+    units, rows = inputs // kind.unit, -(-outputs // UNIT_OUTPUTS)
 
     def field(array: np.ndarray, width: int) -> np.ndarray:
         """Brings `[O, I / unit * count * width]` bytes into the order `[O / 16, I / unit, count, 16, width]`."""
-        array = np.pad(array.view(np.uint8), ((0, -outputs % LANES), (0, 0)))
-        array = array.reshape(rows, LANES, units, -1, width)
+        array = np.pad(array.view(np.uint8), ((0, -outputs % UNIT_OUTPUTS), (0, 0)))
+        array = array.reshape(rows, UNIT_OUTPUTS, units, -1, width)
         return np.ascontiguousarray(np.moveaxis(array, 1, 3))
 
-    found = [field(array, 2) for array in split.halves] + [field(array, 1) for array in split.whole]
-    codes = field(split.codes, 4).reshape(rows, units, kind.unit // BLOCK, 8, LANES, 4)
+    fields = [field(array, 2) for array in split.halves] + [field(array, 1) for array in split.whole]
+    codes = field(split.codes, 4).reshape(rows, units, kind.unit // BLOCK_INPUTS, 8, UNIT_OUTPUTS, 4)
     if kind.bits < 8:
         planes = [codes[..., :4, :, :] & 15 | codes[..., 4:, :, :] << 4]
         if kind.bits > 4:
-            more = kind.bits - 4
-            high = (codes >> 4).reshape(*codes.shape[:3], more, 8 // more, LANES, 4)
-            places = more * np.arange(8 // more, dtype=np.uint8)[:, None, None]
-            planes.append(np.bitwise_or.reduce(high << places, axis=4))
+            high_bits = kind.bits - 4
+            high = (codes >> 4).reshape(*codes.shape[:3], high_bits, 8 // high_bits, UNIT_OUTPUTS, 4)
+            shifts = high_bits * np.arange(8 // high_bits, dtype=np.uint8)[:, None, None]
+            planes.append(np.bitwise_or.reduce(high << shifts, axis=4))
         codes = np.concatenate(planes, axis=3)
-    return np.concatenate([array.reshape(rows, units, -1) for array in (*found, codes)], axis=2)
+    return np.concatenate([array.reshape(rows, units, -1) for array in (*fields, codes)], axis=2)
 
 
-def _fields(kind: Kind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b n c L w"]]:
+def _fields(kind: BlockKind, units: Any, lane: Any = None) -> list[Shaped[Array, "*b n c L w"]]:
     """Returns the fields of units `[*b, n, bytes]`: of all 16 outputs, or of the output number `lane` `[*b]`."""
     numbers = 1 + kind.minimum
     sizes = [(1, 2)] * numbers + [(kind.factors, 1)] * (numbers if kind.factors else 0)
-    found, at = [], 0
-    for count, width in [*sizes, (kind.unit // BLOCK * kind.bits, 4)]:
-        size = count * LANES * width
-        field = units[..., at : at + size].reshape(*units.shape[:-1], count, LANES, width)
+    fields, at = [], 0
+    for count, width in [*sizes, (kind.unit // BLOCK_INPUTS * kind.bits, 4)]:
+        size = count * UNIT_OUTPUTS * width
+        field = units[..., at : at + size].reshape(*units.shape[:-1], count, UNIT_OUTPUTS, width)
         at += size
         if lane is not None:
             field = jnp.take_along_axis(field, lane.reshape(*lane.shape, 1, 1, 1, 1), axis=-2)
-        found.append(field)
-    return found
+        fields.append(field)
+    return fields
 
 
-def _decode(kind: Kind, units: Any, lane: Any = None) -> Float[Array, "*b I"]:
+def _decode(kind: BlockKind, units: Any, lane: Any = None) -> Float[Array, "*b I"]:
     """Decodes units `[*b, I / u, bytes]` to float32: all outputs `[*b, 16, I]`, or the outputs `lane`, `[*b, I]`."""
     *numbers, codes = _fields(kind, units, lane)
     halves = [lax.bitcast_convert_type(field, jnp.float16).astype(jnp.float32) for field in numbers[: 1 + kind.minimum]]
     if kind.factors:
         whole = zip(numbers[len(halves) :], (kind.factor, np.uint8))
         whole = [lax.bitcast_convert_type(field[..., 0], dtype).astype(jnp.float32) for field, dtype in whole]
-        halves = [half * one for half, one in zip(halves, whole)]
+        halves = [half * factor for half, factor in zip(halves, whole)]
     codes = codes.reshape(*codes.shape[:-3], -1, kind.bits, *codes.shape[-2:])  # [*b, n, blocks, bits, L, 4]
     if kind.bits < 8:
         low = codes[..., :4, :, :]
         low = jnp.concatenate([low & 15, low >> 4], axis=-3)
         if kind.bits > 4:
-            more = kind.bits - 4
-            high = jnp.repeat(codes[..., 4:, :, :], 8 // more, axis=-3)
-            places = more * (jnp.arange(8, dtype=jnp.uint8) % (8 // more))[:, None, None]
-            low = low | ((high >> places) & ((1 << more) - 1)) << 4
+            high_bits = kind.bits - 4
+            high = jnp.repeat(codes[..., 4:, :, :], 8 // high_bits, axis=-3)
+            shifts = high_bits * (jnp.arange(8, dtype=jnp.uint8) % (8 // high_bits))[:, None, None]
+            low = low | ((high >> shifts) & ((1 << high_bits) - 1)) << 4
         codes = low
     # [*b, n, blocks, 8, L, 4] becomes [*b, n, parts, L, part]
     split = codes.reshape(*codes.shape[:-4], -1, kind.part // 4, *codes.shape[-2:]).swapaxes(-3, -2)

@@ -20,7 +20,7 @@ from jaxspec.models.packed import is_packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 
-FUSED = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")
+FUSED_PARAMS = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")
 """Parameters that hold several projections side by side."""
 
 
@@ -31,7 +31,7 @@ def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> An
     stay NumPy arrays.
 
     Args:
-        name: the last part of the parameter's name, in `FUSED`.
+        name: the last part of the parameter's name, in `FUSED_PARAMS`.
         leaf: the parameter in the order of the file: an array `[..., O]`, or a `Quantized` `[O, I]`.
         config: the model's configuration.
         shards: the number of parts.
@@ -57,7 +57,7 @@ def file_order(lm: Any, params: Params) -> Params:
 
     def restore(path: tuple, leaf: Any) -> Any:
         name = str(getattr(path[-1], "key", ""))
-        return ungroup(name, leaf, config, shards) if name in FUSED and not is_packed(leaf) else leaf
+        return ungroup(name, leaf, config, shards) if name in FUSED_PARAMS and not is_packed(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(restore, params, is_leaf=_is_matrix)
 

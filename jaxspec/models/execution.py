@@ -7,7 +7,7 @@ from jaxspec.core.checks import one_of
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import kernels_available
 
-ATTENTION = ("xla", "pallas")
+ATTENTION_KINDS = ("xla", "pallas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Execution:
     platform: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("attention", self.attention, ATTENTION)
+        one_of("attention", self.attention, ATTENTION_KINDS)
         if self.attention == "pallas" and self.shards > 1:
-            raise InvalidConfig(f"attention='pallas' is for layers on one device, got {self.shards}; use 'xla'")
+            raise InvalidConfig(
+                f"attention='pallas' is for layers on one device, got layers split over {self.shards}; use 'xla'"
+            )
 
     @property
     def on_gpu(self) -> bool:

@@ -9,7 +9,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
 from jaxspec.models.columns import gather
-from jaxspec.models.packed import has_blocks, is_packed, pack, unpack
+from jaxspec.models.packed import has_blocks, is_packed, pack_params, unpack_params
 from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def with_kernels(model: "Model") -> "Model":
     if lm.execution.kernels:
         return model
     lm, params = gather(lm, model.params)
-    params = jax.tree.map(jax.numpy.asarray, pack(params))
+    params = jax.tree.map(jax.numpy.asarray, pack_params(params))
     return dataclasses.replace(model, lm=lm.with_execution(kernels=True), params=params)
 
 
@@ -47,11 +47,13 @@ def without_kernels(model: "Model") -> "Model":
             multiply.
     """
     if not isinstance(lm := getattr(model, "lm", None), LanguageModel):
-        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
+        raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
     if has_blocks(model.params):
-        raise InvalidConfig(f"{model.name} was loaded with dtype 'file', which needs the CPU kernels; choose another")
+        raise InvalidConfig(
+            f"{model.name} was loaded with dtype 'file', which needs the CPU kernels; load it with another dtype"
+        )
     packed = any(map(is_packed, jax.tree.leaves(model.params, is_leaf=is_packed)))
     if not packed and not (isinstance(lm, TransformerLM) and lm.execution.kernels):
         return model
     lm = lm.with_execution(kernels=False) if isinstance(lm, TransformerLM) else lm
-    return dataclasses.replace(model, lm=lm, params=unpack(model.params))
+    return dataclasses.replace(model, lm=lm, params=unpack_params(model.params))

@@ -13,11 +13,11 @@ from jaxspec.kernels import calls
 from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rope import Rope
-from jaxspec.models.rows import NOTHING, Fused, Norm
+from jaxspec.models.rows import NO_FUSION, Fused, Norm
 
 
 def matmul(
-    x: Float[Array, "B T J"], weight: Array | Matrix, transposed: bool = False, fused: Fused = NOTHING
+    x: Float[Array, "B T J"], weight: Array | Matrix, transposed: bool = False, fused: Fused = NO_FUSION
 ) -> Float[Array, "B T O"]:
     """Returns `x @ weight` in the weight's dtype, accumulated in float32, with the operations of `fused`.
 

@@ -61,7 +61,7 @@ class Model:
             hash(self.lm)
         except TypeError as error:
             raise InvalidConfig(
-                f"a model's network is a static argument and must be hashable, {type(self.lm).__name__} is not "
+                f"a model's network must be hashable, because it is a static argument; {type(self.lm).__name__} is not "
                 f"({error}); make it a frozen dataclass without arrays, and pass the arrays as params"
             ) from None
 

@@ -19,14 +19,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.records import Params
 from jaxspec.kernels import calls
-from jaxspec.models.block_kinds import BLOCK, LANES
+from jaxspec.models.block_kinds import BLOCK_INPUTS, UNIT_OUTPUTS
 from jaxspec.models.blocks import Blocks
 from jaxspec.models.config import is_table
 from jaxspec.models.products import product
 from jaxspec.models.quantized import Quantized
-from jaxspec.models.rows import NOTHING, Fused
+from jaxspec.models.rows import NO_FUSION, Fused
 
-OFFSET = 128
+INT8_OFFSET = 128
 
 
 @jax.tree_util.register_dataclass
@@ -54,11 +54,11 @@ class Packed:
         outputs, inputs = values.shape
         if values.dtype == jnp.int8:
             values = values.view(np.uint8) if xp is np else lax.bitcast_convert_type(values, jnp.uint8)
-            values = values ^ np.uint8(OFFSET)
+            values = values ^ np.uint8(INT8_OFFSET)
         group = 4 // values.dtype.itemsize
-        padding = ((0, -outputs % LANES), (0, -inputs % (group if scale is None else BLOCK)))
-        values = xp.pad(values, padding, constant_values=0 if scale is None else OFFSET)
-        values = values.reshape(values.shape[0] // LANES, LANES, -1, group).swapaxes(1, 2)
+        padding = ((0, -outputs % UNIT_OUTPUTS), (0, -inputs % (group if scale is None else BLOCK_INPUTS)))
+        values = xp.pad(values, padding, constant_values=0 if scale is None else INT8_OFFSET)
+        values = values.reshape(values.shape[0] // UNIT_OUTPUTS, UNIT_OUTPUTS, -1, group).swapaxes(1, 2)
         return cls(np.ascontiguousarray(values) if xp is np else values, scale, outputs, inputs)
 
     def unpack(self) -> Any:
@@ -71,7 +71,7 @@ class Packed:
         values = values.reshape(*values.shape[:-2], -1)[..., : self.inputs]
         if scale is None:
             return values
-        signed = values ^ np.uint8(OFFSET)
+        signed = values ^ np.uint8(INT8_OFFSET)
         numpy = isinstance(signed, np.ndarray)
         return Quantized(signed.view(np.int8) if numpy else lax.bitcast_convert_type(signed, jnp.int8), scale)
 
@@ -84,18 +84,18 @@ class Packed:
             return self
         if isinstance(rows, slice):
             return self.unpack()[rows]
-        values = self.values[rows // LANES, :, rows % LANES]
+        values = self.values[rows // UNIT_OUTPUTS, :, rows % UNIT_OUTPUTS]
         return self._rows(values, None if self.scale is None else self.scale[rows])
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the matrix in floating point, `[O, I]`."""
         return self.unpack().astype(dtype)
 
-    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`, accumulated in float32; see the module for the rounding of `x`."""
         return product(x, self, fused)
 
-    def multiply(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
+    def multiply(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""
         kind = "int8" if self.scale is not None else str(self.values.dtype)
         return calls.multiply(x, self.values, self.scale, self.outputs, kind, **fused.options())
@@ -118,16 +118,16 @@ def unpack_param(name: str, leaf: Any) -> Any:
     """Returns a parameter as it was before `pack_param`."""
     if not is_packed(leaf):
         return leaf
-    whole = leaf.unpack()
-    return whole if isinstance(whole, Quantized) or is_table(name) else whole.T
+    unpacked = leaf.unpack()
+    return unpacked if isinstance(unpacked, Quantized) or is_table(name) else unpacked.T
 
 
-def pack(params: Params) -> Params:
+def pack_params(params: Params) -> Params:
     """Returns a transformer's parameters with every matrix packed."""
     return _map(pack_param, params)
 
 
-def unpack(params: Params) -> Params:
+def unpack_params(params: Params) -> Params:
     """Returns a transformer's parameters with every matrix unpacked."""
     return _map(unpack_param, params)
 

@@ -49,13 +49,13 @@ def _product_jvp(primals: tuple[Array, Multipliable, Fused], tangents: tuple[Arr
 
 
 def _with_xla(x: Array, matrix: Multipliable, fused: Fused) -> Array:
-    whole = matrix.unpack()
+    unpacked = matrix.unpack()
 
-    if isinstance(whole, Quantized):
-        return whole.product(x, fused)
+    if isinstance(unpacked, Quantized):
+        return unpacked.product(x, fused)
 
     def multiply(x: Array) -> Array:
-        return jnp.matmul(x.astype(whole.dtype), whole.T, precision="highest", preferred_element_type=jnp.float32)
+        return jnp.matmul(x.astype(unpacked.dtype), unpacked.T, precision="highest", preferred_element_type=jnp.float32)
 
     return fused.around(multiply, x)
 

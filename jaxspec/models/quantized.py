@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, Int8
 
 from jaxspec.core.records import Params
 from jaxspec.models.config import is_table
-from jaxspec.models.rows import NOTHING, Fused
+from jaxspec.models.rows import NO_FUSION, Fused
 
-TILE = 32  # rows of int8 in a tile of a TPU's memory
+TILE_ROWS = 32  # rows of int8 in a tile of a TPU's memory
 
 
 @jax.tree_util.register_dataclass
@@ -40,11 +40,11 @@ class Quantized:
     @classmethod
     def quantize(cls, matrix: Array | np.ndarray, transposed: bool = False) -> "Quantized":
         """Quantizes a float matrix `[I, O]`, or `[O, I]` if `transposed`. NumPy arrays stay NumPy arrays."""
-        own = np if isinstance(matrix, np.ndarray) else jnp
-        rows = own.asarray(matrix if transposed else matrix.T, own.float32)
-        scale = abs(rows).max(axis=1) * own.float32(1 / 127)
-        values = own.rint(rows / own.where(scale > 0, scale, own.float32(1))[:, None])
-        return cls(values.astype(own.int8), scale)
+        xp = np if isinstance(matrix, np.ndarray) else jnp
+        rows = xp.asarray(matrix if transposed else matrix.T, xp.float32)
+        scale = abs(rows).max(axis=1) * xp.float32(1 / 127)
+        values = xp.rint(rows / xp.where(scale > 0, scale, xp.float32(1))[:, None])
+        return cls(values.astype(xp.int8), scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +52,9 @@ class Quantized:
 
     def __getitem__(self, rows: Any) -> "Quantized":
         size = len(self.values)
-        if isinstance(rows, jax.Array) and size % TILE == 0 and rows.size * TILE <= size:  # else a copy reads less
+        if (
+            isinstance(rows, jax.Array) and size % TILE_ROWS == 0 and rows.size * TILE_ROWS <= size
+        ):  # else a copy reads less
             values = lax.platform_dependent(self.values, rows, tpu=_rows_of_tiles, default=operator.getitem)
         else:
             values = self.values[rows]
@@ -62,7 +64,7 @@ class Quantized:
         """Returns the matrix in floating point, `[O, I]`."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
-    def product(self, x: Float[Array, "N J"], fused: Fused = NOTHING) -> Float[Array, "N O"]:
+    def product(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`, in float32 on a CPU, elsewhere in bfloat16 with sums in float32."""
 
         def multiply(x: Array) -> Array:
@@ -83,9 +85,9 @@ def quantize(params: Params) -> Params:
 
 def _rows_of_tiles(values: Int8[Array, "O I"], rows: Int[Array, "*n"]) -> Int8[Array, "*n I"]:
     """Returns rows of a table, which are read with their tiles because XLA:TPU copies the table to read single rows."""
-    tiles = values.reshape(-1, TILE, values.shape[1])[rows // TILE]
-    own = rows[..., None] % TILE == jnp.arange(TILE)
-    return jnp.where(own[..., None], tiles, 0).sum(-2, dtype=values.dtype)
+    tiles = values.reshape(-1, TILE_ROWS, values.shape[1])[rows // TILE_ROWS]
+    selected = rows[..., None] % TILE_ROWS == jnp.arange(TILE_ROWS)
+    return jnp.where(selected[..., None], tiles, 0).sum(-2, dtype=values.dtype)
 
 
 def _on_cpu(x: Array, values: Array) -> Array:

@@ -84,14 +84,14 @@ class Fused(NamedTuple):
 
     def options(self, outputs: slice = slice(None)) -> dict[str, Any]:
         """Returns the arguments of `jaxspec.kernels.calls.multiply` for some of the outputs."""
-        found = {
+        options = {
             "bias": None if self.bias is None else self.bias[outputs],
             "residual": None if self.residual is None else self.residual[:, outputs],
         }
         if self.before is not None:
-            found |= {"preparation": self.before.name, "norm": self.before.scale, "epsilon": self.before.epsilon}
-        return found
+            options |= {"preparation": self.before.name, "norm": self.before.scale, "epsilon": self.before.epsilon}
+        return options
 
 
-NOTHING = Fused()
+NO_FUSION = Fused()
 """No operations besides the product."""

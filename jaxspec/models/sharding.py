@@ -17,7 +17,7 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
-from jaxspec.models.columns import FUSED, file_order, group_by_shard
+from jaxspec.models.columns import FUSED_PARAMS, file_order, group_by_shard
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels, without_kernels
 from jaxspec.models.packed import is_packed
@@ -27,7 +27,7 @@ from jaxspec.models.transformer import TransformerLM
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
-_BY_ROW = ("out", "down", "embed", "head")
+_ROW_SPLIT = ("out", "down", "embed", "head")
 
 
 def shard(model: "Model", mesh: Mesh) -> "Model":
@@ -42,7 +42,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     """
     check_mesh(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
-        raise InvalidConfig(f"model must be a Model, as jaxspec.load returns it; got {shown(model)}")
+        raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
     if isinstance(model.lm, TransformerLM):
         check_attention(model.lm.execution.attention, mesh)
         model = dataclasses.replace(model, lm=model.lm.with_execution(platform=platform_of(mesh)))
@@ -79,7 +79,7 @@ def follow_platform(model: "Model", leader: "Model") -> "Model":
     return dataclasses.replace(model, lm=model.lm.with_execution(platform=leader.lm.execution.platform))
 
 
-def as_loaded(model: "Model") -> "Model":
+def use_default_kernels(model: "Model") -> "Model":
     """Returns a model on the kernels that `load` uses by default: on a CPU, jaxspec's kernels if they are available."""
     lm = model.lm
     if not isinstance(lm, TransformerLM) or lm.execution.attention != "xla":
@@ -110,7 +110,9 @@ def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
     sizes = {"heads": config.num_heads, "key heads": config.num_kv_heads, "units": config.intermediate_size}
     for what, count in sizes.items():
         if count % size:
-            raise InvalidConfig(f"{name} has {count} {what} in a layer, which {size} devices cannot share evenly")
+            raise InvalidConfig(
+                f"{name} has {count} {what} in a layer, which {size} devices cannot share evenly; use another mesh"
+            )
 
 
 def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1) -> Any:
@@ -127,7 +129,7 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
     size = mesh.shape[MODEL]
     if is_packed(leaf):
         return replicate(leaf, mesh)
-    if name in FUSED and shards != size:
+    if name in FUSED_PARAMS and shards != size:
         leaf = group_by_shard(name, leaf, config, size)
     return jax.tree.map(place, leaf, _shardings(name, leaf, mesh))
 
@@ -141,9 +143,9 @@ def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
 
     if isinstance(leaf, Quantized):
-        outputs = name in FUSED or is_table(name)
+        outputs = name in FUSED_PARAMS or is_table(name)
         return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
-    return split(leaf, leaf.ndim - 1 if name in FUSED else 0 if name in _BY_ROW else None)
+    return split(leaf, leaf.ndim - 1 if name in FUSED_PARAMS else 0 if name in _ROW_SPLIT else None)
 
 
 def param_shardings(params: Params, mesh: Mesh) -> Params:

@@ -24,7 +24,7 @@ from jaxspec.models.execution import Execution
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import rms_norm
-from jaxspec.models.transformer_block import Block
+from jaxspec.models.transformer_block import TransformerBlock
 
 
 class Transformer(nnx.Module):
@@ -39,7 +39,9 @@ class Transformer(nnx.Module):
             return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, jnp.float32).astype(dtype))
 
         self.embed = table()
-        self.layers = nnx.List([Block(config, dtype, rngs, None, execution) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [TransformerBlock(config, dtype, rngs, None, execution) for _ in range(config.num_layers)]
+        )
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32))
         self.head = None if config.tie_embeddings else table()
         self.config, self.execution = config, execution

@@ -28,7 +28,7 @@ def project(
     return matmul(x, weight[...], fused=Fused(before, None if bias is None else bias[...], residual))
 
 
-class Block(nnx.Module):
+class TransformerBlock(nnx.Module):
     """A pre-norm transformer block: attention and gated MLP, each with a residual connection.
 
     Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.

@@ -83,7 +83,7 @@ class Checkpoints:
             for left in self.folder.glob(".part-*"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
-            orbax.write(part / STATE, leaves)
+            orbax.write_tree(part / STATE, leaves)
             write_json(part / ABOUT, about)
             sums = _lines(_sums(part)).encode()
             write_whole(part / SUMS, lambda file: file.write(sums))
@@ -142,7 +142,7 @@ class Checkpoints:
         wanted = {f"{i:04d}": np.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
         about = self.about(step)
         try:
-            found = orbax.read(place / STATE, wanted)
+            found = orbax.read_tree(place / STATE, wanted)
             if fingerprint(found) != about["sha256"]:
                 raise ValueError("the arrays are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])

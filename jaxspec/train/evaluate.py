@@ -17,7 +17,7 @@ from jaxspec.decode.stats import Stats
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
-from jaxspec.models.sharding import as_loaded, mesh_of
+from jaxspec.models.sharding import mesh_of, use_default_kernels
 from jaxspec.registry import TRAINEES, find, locate
 from jaxspec.train import losses, sources
 from jaxspec.train.features import Reader
@@ -203,11 +203,11 @@ def measure_trees(
         repeats: number of timed repetitions, after a first one that compiles and finds the sizes that may be fastest.
         progress: called with (decodes done, decodes in all).
     """
-    target, mesh = as_loaded(target), mesh_of(target.params)
+    target, mesh = use_default_kernels(target), mesh_of(target.params)
     if isinstance(drafts, DraftHeads):
         drafter: dict[str, Any] = {"drafter": drafts.config.drafter, "heads": drafts}
     else:
-        drafter = {"drafter": "pard", "draft": as_loaded(drafts)}
+        drafter = {"drafter": "pard", "draft": use_default_kernels(drafts)}
     capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
 
     def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:

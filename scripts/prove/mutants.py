@@ -332,8 +332,8 @@ MUTANTS = (
         "pallas-sums-by-what-is-cached",
         "attention in Pallas parts a text where the window begins, so its bits depend on what is cached",
         "models/attention_pallas.py",
-        "near = jnp.maximum(position // GROUP - 1, 0) * GROUP",
-        "near = jnp.maximum(length[:, None] // GROUP - 1, 0) * GROUP + 0 * position",
+        "near = jnp.maximum(position // GROUP_TOKENS - 1, 0) * GROUP_TOKENS",
+        "near = jnp.maximum(length[:, None] // GROUP_TOKENS - 1, 0) * GROUP_TOKENS + 0 * position",
         (
             "tests/models/test_attention_pallas.py::test_bits_depend_neither_on_the_width_nor_on_what_is_cached[gpu-float32]",
         ),

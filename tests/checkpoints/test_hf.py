@@ -344,7 +344,7 @@ def test_open_source_takes_a_preset_a_path_or_a_repository(tmp_path, monkeypatch
     file = write_gguf(tmp_path / "model.gguf", CONFIG, PARAMS)
     asked = []
     monkeypatch.setattr(hub, "fetch_repository", lambda *name, more=(): asked.append(name) or directory)
-    monkeypatch.setattr(presets, "fetch", lambda name, report: file)
+    monkeypatch.setattr(presets, "fetch_preset", lambda name, report: file)
     assert open_source(directory).source == str(directory)
     assert open_source(str(file)).source == str(file)
     assert open_source("organization/name").source == "organization/name"

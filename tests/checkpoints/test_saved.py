@@ -156,7 +156,7 @@ def test_every_file_of_the_parameters_has_a_checksum(tmp_path):
     for file in files:
         good = file.read_bytes()
         file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(CheckpointError, match=f"{file.name}: damaged, its sha256 differs from jaxspec.json"):
+        with pytest.raises(CheckpointError, match=f"{file.name}: is damaged: its sha256 differs from jaxspec.json"):
             load(place)
         file.unlink()
         with pytest.raises(CheckpointError, match="has no file "):
@@ -176,7 +176,7 @@ def test_large_files_are_checked_before_the_first_weight(tmp_path, monkeypatch):
     """So that what asks for the headers alone, such as `jaxspec inspect`, reads no weights."""
     place = save(Model(LM, LM.init_params(jax.random.key(0))), tmp_path / "model")
     largest = max((place / "params").rglob("*"), key=lambda file: file.stat().st_size)
-    monkeypatch.setattr(saved, "_SMALL", largest.stat().st_size - 1)
+    monkeypatch.setattr(saved, "_MAX_SMALL_BYTES", largest.stat().st_size - 1)
     good = largest.read_bytes()
     largest.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     checkpoint = open_checkpoint(place)

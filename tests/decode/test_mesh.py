@@ -161,7 +161,7 @@ def test_two_processes(eight):
 
 
 def test_what_is_no_mesh_is_refused(eight):
-    assert eight["refused"] == "model has 8 heads in a layer, which 3 devices cannot share evenly"
+    assert eight["refused"] == "model has 8 heads in a layer, which 3 devices cannot share evenly; use another mesh"
     target = jaxspec.Model(TableLM(4), TableLM(4).init_params(jax.random.key(0)))
     device = np.asarray(jax.devices()[:1])
     explicit = jax.sharding.Mesh(device, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))

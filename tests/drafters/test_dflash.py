@@ -31,7 +31,7 @@ from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import DraftHeads, flatten, init_params, module
 from jaxspec.kernels import library
 from jaxspec.models.execution import Execution
-from jaxspec.models.packed import pack
+from jaxspec.models.packed import pack_params
 from jaxspec.models.rope import Rope
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.testing import bias, random_laws
@@ -382,7 +382,7 @@ def test_the_kernels_compute_the_same(name):
             parts += [*followed, head.correction(followed[0]), head.certainty(states, followed[0])]
         return parts
 
-    for plain, packed in zip(compute(params, False), compute(pack(params), True), strict=True):
+    for plain, packed in zip(compute(params, False), compute(pack_params(params), True), strict=True):
         np.testing.assert_allclose(packed, plain, atol=2e-5)
 
 

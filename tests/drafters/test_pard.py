@@ -18,7 +18,7 @@ from helpers.medusa_files import write_torch
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED
 from jaxspec.bench.run import buildable
-from jaxspec.checkpoints.pard2 import Pard2, parse
+from jaxspec.checkpoints.pard2 import Pard2, parse_pard2
 from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.cli import main
 from jaxspec.core.draw import Draw, Noise
@@ -303,14 +303,14 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
     params = random_params(config)
     folder = write_hf(tmp_path / "draft", config, params, settings=PARD_2, tensors=held)
     loaded = jaxspec.load(folder)
-    assert (loaded.settings["pard_token"], parse("draft", loaded.settings)) == (5, Pard2((1, -1), 0.5))
+    assert (loaded.settings["pard_token"], parse_pard2("draft", loaded.settings)) == (5, Pard2((1, -1), 0.5))
     saved = jaxspec.save(loaded, tmp_path / "saved")
     assert jaxspec.load(saved).settings == loaded.settings
     manifest = json.loads((saved / MANIFEST).read_text())
     older = {"pard_token": 5, "pard2": {"layers": [1, -1], "scale": 0.5}}
     (saved / MANIFEST).write_text(json.dumps({name: manifest[name] for name in manifest.keys() - {"settings"}} | older))
     assert jaxspec.load(saved).settings == {name: PARD_2[name] for name in PARD_2.keys() - {"pard2_target_dim"}}
-    with pytest.raises(InvalidConfig, match=r"settings of .* must be JSON to be saved"):
+    with pytest.raises(InvalidConfig, match=r"settings of .* cannot be saved"):
         jaxspec.save(dataclasses.replace(loaded, settings={"pard_token": b"5"}), tmp_path / "bytes")
     with pytest.raises(InvalidConfig, match="settings must be a mapping"):
         dataclasses.replace(loaded, settings=5)
@@ -337,7 +337,7 @@ def test_a_folder_of_pard_2_is_loaded_as_pard_and_reads_the_target_with_its_proj
         (reading(0), {}, "reads the states"),
         (reading(-1), {}, r"the projection has shape \[128, 64\], expected \[64, 64\]"),
         (loaded, {"target_proj.weight": held["target_proj.weight"][:4]}, "bias has the shape"),
-        (loaded, {"target_proj.weight": None}, "holds no matrix target_proj.weight"),
+        (loaded, {"target_proj.weight": None}, "has no matrix target_proj.weight"),
     ):
         kept = {name: array for name, array in (held | change).items() if array is not None}
         source = write_torch(tmp_path / "other.bin", kept)

@@ -39,7 +39,7 @@ def preset(tmp_path, monkeypatch):
     }
     monkeypatch.setitem(PRESETS, "large", Preset("large", "o/large", 1, "MIT", draft="small"))
     monkeypatch.setitem(PRESETS, "small", Preset("small", "o/small", 1, "MIT"))
-    monkeypatch.setattr(presets, "fetch", lambda name, **_: places[name])
+    monkeypatch.setattr(presets, "fetch_preset", lambda name, **_: places[name])
     monkeypatch.setattr(find, "SHIPPED", tmp_path)
     config = jaxspec.HeadsConfig(large.hidden_size, large.vocab_size, 3)
     jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config)), tmp_path / "large" / "medusa")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoints.gguf_blocks import read_blocks
-from jaxspec.models.block_kinds import KINDS
+from jaxspec.models.block_kinds import BLOCK_KINDS
 from jaxspec.models.blocks import Blocks
 
 TYPES = gguf.GGMLQuantizationType
@@ -17,7 +17,7 @@ def raw_blocks(rng: np.random.Generator, kind: str, outputs: int, inputs: int, h
     block, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     raw = rng.integers(0, 256, (outputs * inputs // block, size), dtype=np.uint8)
     start = {"Q6_K": size - 2, "Q2_K": size - 4}.get(kind, 0)
-    numbers = 2 if kind == "Q2_K" or KINDS[kind].minimum else 1
+    numbers = 2 if kind == "Q2_K" or BLOCK_KINDS[kind].minimum else 1
     drawn = (halves or rng.standard_normal)((len(raw), numbers)).astype(np.float16)
     raw[:, start : start + 2 * numbers] = drawn.view(np.uint8)
     return raw.reshape(outputs, -1)

@@ -15,7 +15,7 @@ import numpy as np
 import jaxspec
 from helpers.checkpoints import hf_config, random_params, tiny_config
 from jaxspec.checkpoints import hf_write
-from jaxspec.checkpoints.base import DTYPES
+from jaxspec.checkpoints.base import FLOAT_DTYPES
 from jaxspec.generation.drafting import Drafting
 from jaxspec.generation.fingerprint import describe_static, describe_weights
 from jaxspec.heads.copies import share_tables
@@ -26,7 +26,7 @@ from jaxspec.heads.network import init_params
 from jaxspec.kernels.library import kernels_available
 from jaxspec.models.columns import file_order
 from jaxspec.models.kernels import with_kernels
-from jaxspec.models.packed import unpack
+from jaxspec.models.packed import unpack_params
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.files import fingerprint
@@ -54,7 +54,7 @@ def make_model(kind: str, dtype: str) -> jaxspec.Model:
     config = KINDS[kind]
     params: Any = random_params(config)
     params["layers"] = dict(enumerate(params["layers"]))
-    cast = DTYPES["float32" if dtype == "int8" else dtype]
+    cast = FLOAT_DTYPES["float32" if dtype == "int8" else dtype]
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf if leaf.ndim < 2 else leaf.astype(cast)), params)
     lm = TransformerLM(config, "float32" if dtype == "float32" else "bfloat16")
     return jaxspec.Model(lm, quantize(params) if dtype == "int8" else params, stop_ids=(3,), name=kind)
@@ -115,7 +115,7 @@ def with_embedding(model: Any) -> Any:
 def packed(model: Any) -> list[np.ndarray]:
     fast: Any = with_kernels(model)
     assert fast.lm.with_execution(platform=None) == model.lm.with_execution(shards=1, kernels=True, platform=None)
-    return leaves(unpack(fast.params))
+    return leaves(unpack_params(fast.params))
 
 
 def moved(model: Any) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from helpers.toys import noisy
 from jaxspec import Sampling
 from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
-from jaxspec.models.block_kinds import KINDS
+from jaxspec.models.block_kinds import BLOCK_KINDS
 from jaxspec.models.config import ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
@@ -57,7 +57,7 @@ def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
 
 def in_blocks(params, seed: int):
     """Returns random parameters whose matrices are in blocks, of all types in turn."""
-    rng, kinds = np.random.default_rng(seed), itertools.cycle(KINDS)
+    rng, kinds = np.random.default_rng(seed), itertools.cycle(BLOCK_KINDS)
 
     def convert(path, leaf):
         if leaf.ndim < 2:

@@ -9,7 +9,7 @@ from helpers.blocks import decoded, on_device, raw_blocks
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.gguf_blocks import read_blocks
 from jaxspec.kernels import library
-from jaxspec.models.block_kinds import KINDS, Split
+from jaxspec.models.block_kinds import BLOCK_KINDS, Split
 from jaxspec.models.blocks import Blocks
 
 pytestmark = pytest.mark.quick
@@ -26,18 +26,18 @@ def product(x, matrix):
 
 def random_blocks(rng: np.random.Generator, kind: str, outputs: int, units: int, halves=None):
     """A matrix in blocks, and its weights."""
-    raw = raw_blocks(rng, kind, outputs, units * KINDS[kind].unit, halves)
+    raw = raw_blocks(rng, kind, outputs, units * BLOCK_KINDS[kind].unit, halves)
     return on_device(read_blocks(kind, raw)), decoded(kind, raw)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize(("outputs", "units"), with_slow([(45, 3), (2100, 1)], (2100,)))
 def test_no_weight_changes(kind, outputs, units):
     rng = np.random.default_rng(outputs)
     small = lambda size: rng.normal(size=size) * rng.choice([1, 1e-4, 1e-7], size)  # noqa: E731 - some subnormal
     matrix, weights = random_blocks(rng, kind, outputs, units, small)
     assert matrix.shape == weights.shape
-    assert sum(part.size for part in matrix.parts) == KINDS[kind].bytes(*weights.shape)
+    assert sum(part.size for part in matrix.parts) == BLOCK_KINDS[kind].bytes(*weights.shape)
     np.testing.assert_array_equal(matrix.unpack(), weights)
     rows = rng.integers(outputs, size=(2, 7))
     np.testing.assert_array_equal(matrix[jnp.asarray(rows)], weights[rows])
@@ -45,7 +45,7 @@ def test_no_weight_changes(kind, outputs, units):
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize(("outputs", "units"), SIZES)
 def test_products_are_exact_where_sums_are(kind, outputs, units):
     """Scales are powers of two, and rows whole numbers that are not rounded: every sum fits into float32."""
@@ -61,10 +61,10 @@ def test_products_are_exact_where_sums_are(kind, outputs, units):
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_the_largest_sums_are_exact(kind):
     """Codes and rows are as large as they can be, with equal and with different signs: no sum overflows."""
-    one, shape = KINDS[kind], (32, 3 * KINDS[kind].unit)
+    one, shape = BLOCK_KINDS[kind], (32, 3 * BLOCK_KINDS[kind].unit)
     codes = np.where(np.arange(32)[:, None] % 2, 2**one.bits - 1, 0).astype(np.uint8)
     halves = (np.ones((32, 3), np.float16),) * (1 + one.minimum)
     whole = (np.ones((32, 3 * one.factors), one.factor),) * (1 + one.minimum if one.factors else 0)
@@ -75,7 +75,7 @@ def test_the_largest_sums_are_exact(kind):
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_rows_are_rounded_by_32_and_none_depends_on_another(kind):
     rng = np.random.default_rng(1)
     matrix, weights = random_blocks(rng, kind, 50, 3)
@@ -91,7 +91,7 @@ def test_rows_are_rounded_by_32_and_none_depends_on_another(kind):
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_number_spoils_its_own_row_alone(kind, bad):
     matrix, weights = random_blocks(np.random.default_rng(1), kind, 40, 2)
@@ -108,7 +108,7 @@ def test_matrices_of_several_types_one_below_the_other():
     rng = np.random.default_rng(2)
     # The first two are merged; the third begins within sixteen outputs.
     parts = [("Q4_K", 32), ("Q4_K", 20), ("Q4_K", 16), ("Q6_K", 7)]
-    found = [random_blocks(rng, kind, outputs, 256 // KINDS[kind].unit) for kind, outputs in parts]
+    found = [random_blocks(rng, kind, outputs, 256 // BLOCK_KINDS[kind].unit) for kind, outputs in parts]
     stack = on_device(Blocks.stack([one for one, _ in found]))
     assert stack.kinds == ("Q4_K", "Q4_K", "Q6_K")
     assert stack.outputs == (52, 16, 7)

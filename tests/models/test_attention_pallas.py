@@ -23,7 +23,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas
 from jaxspec.models.attention import attend
-from jaxspec.models.attention_pallas import GROUP, SLOTS, attend_pallas
+from jaxspec.models.attention_pallas import GROUP_TOKENS, SLOTS_PER_PRODUCT, attend_pallas
 from jaxspec.models.sharding import check_attention
 
 PLATFORMS = ("tpu", "gpu")
@@ -137,7 +137,17 @@ def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype)
     sizes = Shape(1, 2, 3, depth, 0, 64, 512, False)
     line = jnp.tril(jnp.ones((1, depth, depth), bool))
     apart = jnp.asarray([2 * i + 1 for i in range(depth)])
-    for length in (0, 1, GROUP - 5, 2 * GROUP - 1, 2 * GROUP, 5 * GROUP - 3, 256 - 4, 256 + GROUP - 4, 300):
+    for length in (
+        0,
+        1,
+        GROUP_TOKENS - 5,
+        2 * GROUP_TOKENS - 1,
+        2 * GROUP_TOKENS,
+        5 * GROUP_TOKENS - 3,
+        256 - 4,
+        256 + GROUP_TOKENS - 4,
+        300,
+    ):
         queries, prefix, _, window, _, _ = arguments(rng, sizes, dtype)
         lengths = jnp.asarray([length], jnp.int32)
         together = run(queries, prefix, lengths, window, line, None)
@@ -161,14 +171,14 @@ def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_only_blocks_of_the_text_are_read(platform):
     """Not a number is what lies before a sliding window's first block, and after the text's last one."""
-    size = max(SLOTS[platform], GROUP)
+    size = max(SLOTS_PER_PRODUCT[platform], GROUP_TOKENS)
     shape = Shape(2, 1, 2, 5, 0, 64, 1024, True)
     for seed in range(4):
         queries, prefix, length, window, mask, _ = arguments(np.random.default_rng(seed), shape)
         length = jnp.asarray([[3, 300], [600, 17], [255, 256], [700, 700]][seed], jnp.int32)
         first = length[:, None] + mask.sum(-1).astype(jnp.int32) - 150
         begin = jnp.maximum(first.min(1), 0) // size * size
-        end = jnp.maximum(-(-length // size) * size, jnp.maximum(length // GROUP + 1, 2) * GROUP)
+        end = jnp.maximum(-(-length // size) * size, jnp.maximum(length // GROUP_TOKENS + 1, 2) * GROUP_TOKENS)
         slots = jnp.arange(1024)
         unread = ((slots < begin[:, None]) | (slots >= end[:, None]))[None, :, None, :, None]
         poisoned = KV(*(jnp.where(unread, jnp.nan, a) for a in prefix))
@@ -213,29 +223,29 @@ def test_what_there_is_no_kernel_for_is_refused(tmp_path):
     target = toy().with_execution(attention="pallas")
     cache = target.init_cache(1, 256)
     window = jaxspec.Window(jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool))
-    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, the model runs on 'cpu'; use 'xla'"):
+    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, but the model runs on 'cpu'; use 'xla'"):
         target.apply(target.init_params(jax.random.key(0)), window, cache)
     with pytest.raises(InvalidConfig, match="a multiple of 128 on a TPU, got 64"):
-        attention_pallas.check("tpu", jnp.float32, 64)
+        attention_pallas.check_pallas("tpu", jnp.float32, 64)
     with pytest.raises(InvalidConfig, match="a power of two, at least 16, on a GPU, got 96"):
-        attention_pallas.check("gpu", jnp.float32, 96)
-    with pytest.raises(InvalidConfig, match="reads float32 and bfloat16, the cache holds int32"):
-        attention_pallas.check("gpu", "int32", 64)
-    attention_pallas.check("tpu", jnp.bfloat16, 256)
-    attention_pallas.check("gpu", jnp.bfloat16, 64)
+        attention_pallas.check_pallas("gpu", jnp.float32, 96)
+    with pytest.raises(InvalidConfig, match="reads float32 and bfloat16, but the cache holds int32"):
+        attention_pallas.check_pallas("gpu", "int32", 64)
+    attention_pallas.check_pallas("tpu", jnp.bfloat16, 256)
+    attention_pallas.check_pallas("gpu", jnp.bfloat16, 64)
     given = arguments(np.random.default_rng(0), Shape(1, 1, 4, 300, 0, 16, 512, False))
-    with pytest.raises(InvalidConfig, match="reads 256 tokens at once, got 300"):
+    with pytest.raises(InvalidConfig, match="reads at most 256 tokens at once, got 300"):
         compiled("tpu")(*given)
     with pytest.raises(InvalidConfig, match="attention must be one of xla, pallas, got 'flash'"):
         target.with_execution(attention="flash")
-    with pytest.raises(InvalidConfig, match="layers on one device, got 2"):
+    with pytest.raises(InvalidConfig, match="layers on one device, got layers split over 2"):
         target.with_execution(shards=2)
     mesh: Any = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
     with pytest.raises(InvalidConfig, match="one device, got a mesh of 4"):
         check_attention("pallas", mesh)
     config = tiny_config()
     source = write_hf(tmp_path, config, random_params(config))
-    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, the model runs on 'cpu'"):
+    with pytest.raises(InvalidConfig, match="for TPUs and GPUs, but the model runs on 'cpu'"):
         jaxspec.load(source, attention="pallas")
     lm: Any = jaxspec.load(source).lm
     assert lm.execution.attention == "xla"

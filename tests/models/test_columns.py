@@ -11,7 +11,7 @@ from helpers import placed
 from helpers.checkpoints import tiny_config
 from helpers.compiling import simulated
 from helpers.paths import TESTS
-from jaxspec.models.columns import FUSED, group_by_shard, ungroup
+from jaxspec.models.columns import FUSED_PARAMS, group_by_shard, ungroup
 
 PROGRAM = """
 import json, sys
@@ -34,7 +34,7 @@ def test_a_placed_model_is_read_as_on_one_device(every):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", FUSED_PARAMS)
 def test_grouping_is_undone(name, shards):
     config = tiny_config(num_heads=8, num_kv_heads=4)
     shapes = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True).block_shapes()

@@ -15,7 +15,7 @@ from jaxspec.core.records import Window
 from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import kernels_available
-from jaxspec.models.packed import pack
+from jaxspec.models.packed import pack_params
 from jaxspec.models.quantized import quantize
 from jaxspec.testing import TableLM
 from jaxspec.train.features import Reader
@@ -78,7 +78,7 @@ def test_other_weights_give_taps(kind):
         pytest.skip("no kernels")
     params = quantize(PARAMS) if "int8" in kind else PARAMS
     lm = LM.with_execution(kernels="packed" in kind)
-    params = pack(params) if "packed" in kind else params
+    params = pack_params(params) if "packed" in kind else params
     found = features(with_taps(lm, (1, 3)), params, TOKENS)
     np.testing.assert_array_equal(found[..., :WIDTH], features(lm, params, TOKENS))
     expected = features(with_taps(LM, (1, 3)), PARAMS, TOKENS)

@@ -271,7 +271,7 @@ def press(times: int, at: int):
 def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_path, monkeypatch):
     """Between two checkpoints, and again while that one is saved; then to the bits of a run in one go."""
     whole, folder = run[:2]
-    lines, write = [], orbax.write
+    lines, write = [], orbax.write_tree
     shutil.copytree(folder / "answers", tmp_path / "answers")
 
     def noticed():
@@ -284,7 +284,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(Cached, "at", press(1, at=5))
-        patch.setattr(orbax, "write", lambda place, tree: (impatient if noticed() else write)(place, tree))
+        patch.setattr(orbax, "write_tree", lambda place, tree: (impatient if noticed() else write)(place, tree))
         with pytest.raises(KeyboardInterrupt):
             train(trainees.target(), prompts, tmp_path, Watch(say=lines.append), steps=60)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -372,7 +372,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_run_and_nothing_is_lost(promp
         raise orbax.OrbaxError("Checkpoint path should be absolute")
 
     before = contents(copied)
-    monkeypatch.setattr(orbax, "read", fails)
+    monkeypatch.setattr(orbax, "read_tree", fails)
     with pytest.raises(TrainingError, match=r"cannot be read: Checkpoint path should be absolute; nothing was changed"):
         train(trainees.target(), prompts, copied, steps=60)
     for path in (copied / "checkpoints").glob("step-*/about.json"):

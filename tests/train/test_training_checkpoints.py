@@ -148,7 +148,7 @@ def test_what_cannot_be_read_though_it_is_whole_is_not_called_damaged(tmp_path, 
     def fails(*_):
         raise orbax.OrbaxError("no such luck")
 
-    monkeypatch.setattr(orbax, "read", fails)
+    monkeypatch.setattr(orbax, "read_tree", fails)
     with pytest.raises(TrainingError, match=r"step-00000006: cannot be read: no such luck; nothing was changed"):
         store.newest(state(0))
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
@@ -215,4 +215,4 @@ def test_orbax_says_nothing_itself(tmp_path):
     assert len(lines) == 7
     assert all("NOT_FOUND" in line for line in lines[:5])
     assert lines[5:] == [os.strerror(errno.EFBIG), "[] False False"]
-    assert jax.tree.leaves(orbax.stored(tmp_path / "relative"))
+    assert jax.tree.leaves(orbax.read_shapes(tmp_path / "relative"))
