@@ -45,7 +45,7 @@ def pack(folder: pathlib.Path, limit_bytes: int) -> list[pathlib.Path]:
     first.mkdir(parents=True)
     download_wheels(first)
     commit, dirty = environment.commit()
-    weights = presets.fetch(MODEL, report=print)
+    weights = presets.fetch_preset(MODEL, report=print)
     room = limit_bytes - SPARE_BYTES - tracked_bytes()
     taken = sum(path.stat().st_size for path in first.iterdir())
     if room - taken < 1 << 20:
