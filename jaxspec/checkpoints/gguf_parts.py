@@ -54,10 +54,10 @@ def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Locat
     if (split := _split(metadata, where)) is None:
         return metadata, {name: LocatedTensor(where, data, tensor) for name, tensor in tensors.items()}
     number, count = split
-    places = _part_paths(where, number, count)
+    paths = _part_paths(where, number, count)
     metadata_of_all: dict[str, Any] = {}
     located: dict[str, LocatedTensor] = {}
-    for i, path in enumerate(places):
+    for i, path in enumerate(paths):
         name = str(path)
         data = map_file(name)
         part_metadata, tensors = parse_header(data, name)
@@ -65,13 +65,13 @@ def open_parts(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Locat
             raise CheckpointError(f"{name}: is not part {i + 1} of {count} of a split file, although its name says so")
         if duplicates := sorted(tensors.keys() & located.keys()):
             raise CheckpointError(f"{name}: tensor {duplicates[0]} is also in {located[duplicates[0]].where}")
-        _check_same(name, places[0], metadata_of_all, part_metadata)
+        _check_same(name, paths[0], metadata_of_all, part_metadata)
         metadata_of_all = metadata_of_all or part_metadata
         located |= {key: LocatedTensor(name, data, tensor) for key, tensor in tensors.items()}
     total = metadata_of_all.get(_TENSORS)
     if total is not None and total != len(located):
         raise CheckpointError(
-            f"{places[0]}: the {count} parts contain {len(located)} tensors, but {_TENSORS} is {total}: the parts do "
+            f"{paths[0]}: the {count} parts contain {len(located)} tensors, but {_TENSORS} is {total}: the parts do "
             "not belong together"
         )
     return metadata_of_all, located
@@ -140,14 +140,14 @@ def _part_paths(where: str, number: int, count: int) -> list[pathlib.Path]:
             f"-{number + 1:05d}-of-{count:05d}.gguf, with the other parts in the same directory; rename it, or merge "
             "the parts with llama-gguf-split --merge"
         )
-    places = [path.with_name(name) for name in part_names(path.name)]
-    if missing := [i for i, part in enumerate(places) if not os.path.isfile(part)]:
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if missing := [i for i, part in enumerate(paths) if not os.path.isfile(part)]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
             f"{where}: is part {number + 1} of {count}, and part {missing[0] + 1}{more} is missing: "
-            f"{places[missing[0]]}; copy all parts into one directory"
+            f"{paths[missing[0]]}; copy all parts into one directory"
         )
-    return places
+    return paths
 
 
 def _check_same(where: str, first: pathlib.Path, expected: Mapping[str, Any], part_metadata: Mapping[str, Any]) -> None:

@@ -150,8 +150,8 @@ def _stop_ids(*files: Mapping) -> tuple[tuple, tuple]:
     lists = []
     for file in files:
         inner = file.get("text_config")
-        for place in (file, inner if isinstance(inner, Mapping) else {}):
-            ids = place.get("eos_token_id")
+        for entries in (file, inner if isinstance(inner, Mapping) else {}):
+            ids = entries.get("eos_token_id")
             lists.append(tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,))
     listed = [ids for ids in lists if ids]
     return (listed[0], tuple(i for ids in listed[1:] for i in ids)) if listed else ((), ())

@@ -35,10 +35,10 @@ def open_source(
         FetchError: the download failed.
         CheckpointError: the checkpoint is malformed or not supported.
     """
-    place = find_source(source, revision, report)
+    path = find_source(source, revision, report)
     name = os.fspath(source)
-    checkpoint = open_checkpoint(place, context)
-    return checkpoint if place == name else dataclasses.replace(checkpoint, source=name)
+    checkpoint = open_checkpoint(path, context)
+    return checkpoint if path == name else dataclasses.replace(checkpoint, source=name)
 
 
 def find_source(

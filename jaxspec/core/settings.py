@@ -82,10 +82,10 @@ def settings_class(cls: Class) -> Class:
     are added to it. Unknown arguments raise `WrongArguments`, which suggests the nearest name.
     """
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    described, own = describe_fields(made), parse_section(cls.__doc__)
+    descriptions, own_descriptions = describe_fields(made), parse_section(cls.__doc__)
     raises = {"InvalidConfig": "a setting is invalid, or does not fit another setting."}
     doc = with_section(cls.__doc__ or "", "Raises", raises)
-    made.__doc__ = with_section(doc, "Attributes", own | described)  # the fields of the class first
+    made.__doc__ = with_section(doc, "Attributes", own_descriptions | descriptions)  # the fields of the class first
     made.__init__ = _refuse_unknown(cls.__name__, made.__init__, [field.name for field in dataclasses.fields(made)])
     return made
 

@@ -184,22 +184,22 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
     Raises:
         InvalidConfig: a rank is negative, or the ranks below a node are not 0, 1, 2, ...
     """
-    wanted: set[tuple[int, ...]] = set()
+    nodes: set[tuple[int, ...]] = set()
     for given in _items(paths):
         path = _numbers(given, MAX_NODES)
         if path is None or any(rank < 0 for rank in path):
             raise InvalidConfig(
                 f"a path must be a list of at most {MAX_NODES} ranks (whole numbers from 0), got {shown(given)}"
             )
-        wanted |= {path[:end] for end in range(1, len(path) + 1)}
-        if len(wanted) > MAX_NODES:
+        nodes |= {path[:end] for end in range(1, len(path) + 1)}
+        if len(nodes) > MAX_NODES:
             raise InvalidConfig(f"a tree has at most {MAX_NODES} drafted nodes; these paths have more: {shown(paths)}")
-    for path in wanted:
-        if path[-1] and (*path[:-1], path[-1] - 1) not in wanted:
+    for path in nodes:
+        if path[-1] and (*path[:-1], path[-1] - 1) not in nodes:
             raise InvalidConfig(
                 f"paths has {path}, but not its sibling {(*path[:-1], path[-1] - 1)}; ranks must be 0, 1, 2, ..."
             )
-    order = [(), *sorted(wanted, key=lambda path: (len(path), path))]
+    order = [(), *sorted(nodes, key=lambda path: (len(path), path))]
     ids = {path: i for i, path in enumerate(order)}
     return Topology((-1, *(ids[path[:-1]] for path in order[1:])))
 

@@ -114,16 +114,18 @@ class DFlash(TreeDrafter):
         states, base = lax.cond(draw.below(0).any(), block, nothing)
 
         def read(level: Level, memory: Float[Array, "B S m"]) -> tuple[Float[Array, "B n R"] | Judged, Array]:
-            own, logits = (lax.dynamic_slice_in_dim(a, level.depth, 1, axis=1) for a in (states, base))
+            state_row, logits = (lax.dynamic_slice_in_dim(a, level.depth, 1, axis=1) for a in (states, base))
             words = None
             if config.selector_rank:
-                return head.select(level.tokens, own, logits), memory
+                return head.select(level.tokens, state_row, logits), memory
             if config.markov is not None:
                 words = head.words(level.tokens)
-                own = jnp.broadcast_to(own, (*words.shape[:2], own.shape[2]))
-                followed, new = head.follow(words, own, level.of_parents(memory))
+                state_row = jnp.broadcast_to(state_row, (*words.shape[:2], state_row.shape[2]))
+                followed, new = head.follow(words, state_row, level.of_parents(memory))
                 logits, memory = logits + head.correction(followed)[..., : base.shape[2]], level.put(memory, new)
-            return Judged(logits, jax.nn.sigmoid(head.certainty(own, words))) if config.confidence else logits, memory
+            return Judged(
+                logits, jax.nn.sigmoid(head.certainty(state_row, words))
+            ) if config.confidence else logits, memory
 
         memory = jnp.zeros((root.size, count_slots(self.tree), config.memory), jnp.float32)
         return grow(self.tree, root, draw, read, memory, ids=params.get("tokens")).proposal, state

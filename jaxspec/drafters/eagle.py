@@ -99,9 +99,12 @@ class Eagle(TreeDrafter):
         def read(level: Level, carry: tuple[Array, KV]) -> tuple[Array, tuple[Array, KV]]:
             states, entries = carry
             window = as_window(level, cache.length - 1)
-            own = level.of_parents(states)
-            own, new = self._read(head, params, context.params, own, window, cache, entries)
-            return self._logits(head, context, own), (level.put(states, own), put_entries(entries, level, new))
+            level_states = level.of_parents(states)
+            level_states, new = self._read(head, params, context.params, level_states, window, cache, entries)
+            return self._logits(head, context, level_states), (
+                level.put(states, level_states),
+                put_entries(entries, level, new),
+            )
 
         slots = count_slots(self.tree)
         states = jnp.broadcast_to(state.hidden[:, None], (root.size, slots, state.hidden.shape[1]))

@@ -224,9 +224,9 @@ def _project(draft: Model, target: Model, source: Any) -> tuple[tuple[int | None
             f"states of {target.name} to the embeddings of {draft.name}"
         )
     projection = jnp.asarray(weight, dtype_of(draft.lm))
-    own = tuple(None if state == depth else state for state in states)
+    taps = tuple(None if state == depth else state for state in states)
     params = {"network": draft.params, "projection": projection, "bias": jnp.asarray(bias)}
-    return own, states_read.scale, params
+    return taps, states_read.scale, params
 
 
 def _rows(model: Model) -> int:

@@ -73,14 +73,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def find_difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
+def find_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Returns the dotted name of the first difference of two descriptions, and both values; None if they are equal."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in [*here, *(key for key in there if key not in here)]:
-            if different := find_difference(there.get(key), here.get(key), f"{name}.{key}" if name else key):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*now, *(key for key in before if key not in now)]:
+            if different := find_difference(before.get(key), now.get(key), f"{name}.{key}" if name else key):
                 return different
         return None
-    return None if there == here else (name, there, here)
+    return None if before == now else (name, before, now)
 
 
 def describe_static(value: Any, depth: int = 0) -> Any:

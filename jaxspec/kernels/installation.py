@@ -60,11 +60,11 @@ def explain_missing(
 
 def _explain_checkout(root: pathlib.Path) -> str:
     """Returns the reason for a checkout, which Python may import instead of an installed package."""
-    for place in _installed():
-        if place.parent.parent.resolve() != root.resolve() and library_file(place).is_file():
+    for folder in _installed():
+        if folder.parent.parent.resolve() != root.resolve() and library_file(folder).is_file():
             return (
                 f"Python imported the checkout {root}, where they are not built, instead of the package that is "
-                f"installed in {place.parent}; run Python from another folder, or {REBUILD_ADVICE}"
+                f"installed in {folder.parent}; run Python from another folder, or {REBUILD_ADVICE}"
             )
     return f"Python imported the checkout {root}, where they are not built; {REBUILD_ADVICE}"
 

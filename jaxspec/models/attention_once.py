@@ -64,14 +64,16 @@ def attend_once(
     # 0 x NaN is NaN: a non-finite node must affect the queries that see it, and no other queries.
     finite = jnp.isfinite(own_values)
     if own_keys.shape[2] > MAX_SUMMED_TOKENS:
-        own = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))
-        own = jnp.where(finite.all(-1)[:, :, None], own, jnp.nan)
+        own_scores = dot("bhqk,bhwk->bhqw", *lax.optimization_barrier((flat, own_keys)))
+        own_scores = jnp.where(finite.all(-1)[:, :, None], own_scores, jnp.nan)
     else:
         products = flat[:, :, :, None].astype(jnp.float32) * own_keys[:, :, None].astype(jnp.float32)
-        own = (products + jnp.where(finite, 0.0, jnp.nan)[:, :, None]).sum(-1)
-    own = lax.optimization_barrier(own)
+        own_scores = (products + jnp.where(finite, 0.0, jnp.nan)[:, :, None]).sum(-1)
+    own_scores = lax.optimization_barrier(own_scores)
     scores = jnp.where(cached, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
-    weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own, -jnp.inf)], -1), -1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own_scores, -jnp.inf)], -1), -1).astype(
+        values.dtype
+    )
     near = jnp.where(finite, own_values, 0)[:, :, None].astype(jnp.float32)
     near = (weights[..., slots.size :, None].astype(jnp.float32) * near).sum(3)
     mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near

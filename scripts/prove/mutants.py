@@ -566,8 +566,8 @@ MUTANTS = (
         "dflash-doubt-is-a-logit",
         "a schedule compares the logit of a confidence head with a probability",
         "drafters/dflash.py",
-        "jax.nn.sigmoid(head.certainty(own, words))",
-        "head.certainty(own, words)",
+        "jax.nn.sigmoid(head.certainty(state_row, words))",
+        "head.certainty(state_row, words)",
         ("tests/drafters/test_dflash.py::test_a_confidence_head_is_the_schedules_doubt",),
     ),
     Mutant(
@@ -582,8 +582,8 @@ MUTANTS = (
         "dflash-2-selector-reads-the-root",
         "the selector reads the root after every node, and not the node's own token",
         "drafters/dflash.py",
-        "head.select(level.tokens, own, logits)",
-        "head.select(jnp.broadcast_to(root[:, None], level.tokens.shape), own, logits)",
+        "head.select(level.tokens, state_row, logits)",
+        "head.select(jnp.broadcast_to(root[:, None], level.tokens.shape), state_row, logits)",
         ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
     ),
     Mutant(
