@@ -56,8 +56,8 @@ def start_stream(target: Model, prompts: Prompt | Iterable[Prompt], options: Gen
     """Starts generating text with these options; see `stream`."""
     batch, capacity, session, out = options.batch, options.capacity, options.session, options.out
     on_token, progress = options.on_token, options.progress
-    checks.called("on_token", on_token)
-    checks.called("progress", progress)
+    checks.check_callable("on_token", on_token)
+    checks.check_callable("progress", progress)
     notice = Notice(checks.flag("verbose", options.verbose))
     if session is not None and not isinstance(session, Session):
         raise InvalidConfig(f"session must be the session of an earlier output, got {shown(session)}")

@@ -84,7 +84,7 @@ def flag(name: str, value: Any) -> bool:
     raise InvalidConfig(f"{name} must be True or False, got {shown(value)}")
 
 
-def called(name: str, value: Any) -> None:
+def check_callable(name: str, value: Any) -> None:
     """Refuses values that are neither None nor callable.
 
     Raises:

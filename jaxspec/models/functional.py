@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
-from jaxspec.core.checks import called, whole
+from jaxspec.core.checks import check_callable, whole
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.errors import InvalidConfig, shown
 
@@ -42,7 +42,7 @@ class FunctionLM:
     def __post_init__(self):
         if self.function is None:
             raise InvalidConfig("function must be callable, got None")
-        called("function", self.function)
+        check_callable("function", self.function)
         whole("vocab", self.vocab)
         whole("context", self.context)
 
