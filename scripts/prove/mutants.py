@@ -339,6 +339,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "pallas-second-tile-of-inputs",
+        "products in Pallas read the inputs in smaller tiles for more rows, as timed kernels do (XLA, cuBLAS)",
+        "models/products_pallas.py",
+        'inputs = _tile(self.inputs // segments, tile.inputs, "inputs")',
+        'inputs = _tile(self.inputs // segments, tile.inputs if len(self.rows) < 64 else 16, "inputs")',
+        ("tests/models/test_products_pallas.py::test_sums_are_chains_over_tiles_and_trees_over_segments[64]",),
+    ),
+    Mutant(
+        "pallas-split-by-rows",
+        "products in Pallas split the inputs by the number of rows (XLA's split of K, vLLM #27433)",
+        "models/products_pallas.py",
+        "segments = segment_count(rows.shape[1])",
+        "segments = segment_count(rows.shape[1]) if len(rows) < 64 else 1",
+        ("tests/models/test_products_pallas.py::test_sums_are_chains_over_tiles_and_trees_over_segments[64]",),
+    ),
+    Mutant(
         "norms-by-the-place-of-a-row",
         "rows of odd places are summed backwards",
         "kernels/src/rows.h",

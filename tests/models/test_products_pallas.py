@@ -1,0 +1,246 @@
+"""Tests the fixed-order products in Pallas as plain operations: bits by rows and devices, the order of sums, values."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.tiers import with_slow
+from jaxspec.errors import InvalidConfig
+from jaxspec.models import layers
+from jaxspec.models import products_pallas as products
+from jaxspec.models.packed import Packed
+from jaxspec.models.products_pallas import padded_rows, segment_count
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.rope import Rope
+from jaxspec.models.rows import Fused, Gate, Norm, rms_norm
+
+ROW_COUNTS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128)
+EPSILON = 1e-5
+HIDDEN, UNITS, KEYS, GROUPS, WIDTH, VOCAB = 128, 192, 2, 2, 16, 64
+multiply, multiply_gated, multiply_add, multiply_segments, prepare, normalize, split_heads = (
+    functools.partial(getattr(products, name), interpret=True)
+    for name in (
+        "multiply",
+        "multiply_gated",
+        "multiply_add",
+        "multiply_segments",
+        "prepare",
+        "normalize",
+        "split_heads",
+    )
+)
+
+
+def normal(rng, *shape: int, scale: float = 1.0):
+    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+
+def stored(matrix, kind: str, transposed: bool = False) -> Any:
+    """A matrix `[I, O]`, or `[O, I]` if `transposed`, as a model stores it."""
+    return Quantized.quantize(matrix, transposed) if kind == "int8" else matrix.astype(jnp.bfloat16)
+
+
+@functools.cache
+def parameters(kind: str):
+    rng = np.random.default_rng(0)
+    shapes = {
+        "qkv": (HIDDEN, (GROUPS + 2) * KEYS * WIDTH),
+        "out": (GROUPS * KEYS * WIDTH, HIDDEN),
+        "gate_up": (HIDDEN, 2 * UNITS),
+        "down": (UNITS, HIDDEN),
+    }
+    weights = {name: stored(normal(rng, *shape, scale=shape[0] ** -0.5), kind) for name, shape in shapes.items()}
+    scales = {name: 1 + normal(rng, size, scale=0.1) for name, size in (("a", HIDDEN), ("b", HIDDEN), ("k", WIDTH))}
+    return weights | scales | {"table": stored(normal(rng, VOCAB, HIDDEN), kind, True)}
+
+
+@functools.cache
+def layer(kind: str):
+    """All calls of a layer but attention, and those around the layers, as one compiled function."""
+    p = parameters(kind)
+
+    @jax.jit
+    def run(x, mixed, rotation):
+        rows = prepare(x, p["a"])
+        projected = multiply(rows, p["qkv"], epsilon=EPSILON)
+        heads = split_heads(projected, rotation, KEYS, WIDTH, "bfloat16", (p["k"], p["k"]), EPSILON)
+        middle, rows = multiply_add(mixed, p["out"], x, p["b"])
+        gated = multiply_gated(rows, p["gate_up"], "silu", epsilon=EPSILON)
+        last, _ = multiply_add(gated, p["down"], middle)
+        features = normalize(last, p["a"], EPSILON)
+        logits = multiply(features, p["table"], transposed=True)
+        tokens = [jnp.moveaxis(head[0], -2, 0).reshape(len(x), -1).astype(jnp.float32) for head in heads]
+        return jnp.concatenate([projected, *tokens, middle, last, features, logits], axis=1)
+
+    return run
+
+
+def run_layer(kind: str, x, mixed, positions) -> np.ndarray:
+    """The results of all calls for these rows, side by side."""
+    count, rows = len(x), padded_rows(len(x))
+    x, mixed = (jnp.pad(part, ((0, rows - count), (0, 0))) for part in (x, mixed))
+    positions = jnp.pad(positions, (0, rows - count))[None]
+    return np.asarray(layer(kind)(x, mixed, layers.rotation(positions, Rope(), WIDTH)))[:count]
+
+
+@pytest.mark.parametrize("kind", with_slow(["bfloat16", "int8"], ("int8",)))
+def test_bits_of_a_row_depend_neither_on_the_number_of_rows_nor_on_its_place(kind):
+    rng = np.random.default_rng(1)
+    x, mixed = normal(rng, 128, HIDDEN), normal(rng, 128, GROUPS * KEYS * WIDTH)
+    positions = jnp.arange(128)
+    together = run_layer(kind, x, mixed, positions)
+    assert np.isfinite(together).all()
+    for count in ROW_COUNTS:
+        first, last = slice(0, count), slice(128 - count, 128)
+        for rows in (first, last):
+            alone = run_layer(kind, x[rows], mixed[rows], positions[rows])
+            np.testing.assert_array_equal(alone, together[rows], err_msg=f"{count} rows")
+
+
+def test_a_row_that_is_not_finite_spoils_no_other_row():
+    rng = np.random.default_rng(2)
+    x, mixed, positions = normal(rng, 16, HIDDEN), normal(rng, 16, GROUPS * KEYS * WIDTH), jnp.arange(16)
+    good = run_layer("bfloat16", x, mixed, positions)
+    bad = run_layer("bfloat16", x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf), mixed, positions)
+    others = [row for row in range(16) if row not in (3, 7)]
+    np.testing.assert_array_equal(bad[others], good[others])
+    assert np.isnan(bad[3, -VOCAB:]).all()
+
+
+def exact_tiles(rng, rows: int, inputs: int, outputs: int, tile: int):
+    """Factors whose products have exact sums within each tile of inputs, in any order, but not across tiles."""
+    x, weight = rng.integers(-8, 9, (rows, inputs)), rng.integers(-8, 9, (inputs, outputs))
+    exponents = np.repeat(rng.integers(-12, 13, inputs // tile), tile)
+    return x.astype(np.float64), weight * 2.0 ** exponents[:, None]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_sums_are_chains_over_tiles_and_trees_over_segments(rows):
+    """The order of the sums is that of a loop in float32."""
+    rng = np.random.default_rng(3)
+
+    def chain(x, weight, tile: int):
+        total = np.zeros((rows, weight.shape[1]), np.float32)
+        for start in range(0, len(weight), tile):
+            total = total + np.float32(x[:, start : start + tile] @ weight[start : start + tile])
+        return total
+
+    inputs, outputs = 8 * 96, 64
+    segments, part = segment_count(inputs), inputs // 8
+    assert segments == 8
+    x, weight = exact_tiles(rng, rows, inputs, outputs, 32)
+    x_array, weight_array = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
+    parts = [chain(x[:, i * part : (i + 1) * part], weight[i * part : (i + 1) * part], 32) for i in range(8)]
+    got, _ = multiply_add(x_array, weight_array, jnp.zeros((rows, outputs)))
+    np.testing.assert_array_equal(got, products.add_in_tree(parts))
+    assert (functools.reduce(operator.add, parts) != got).any()
+
+    x, weight = exact_tiles(rng, rows, inputs, outputs, 128)
+    got = multiply(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16))
+    np.testing.assert_array_equal(got, chain(x, weight, 128))
+    assert (chain(x[:, ::-1], weight[::-1], 128) != got).any()
+
+
+def test_several_devices_have_the_bits_of_one():
+    rng = np.random.default_rng(4)
+    rows, inputs, outputs = 32, 512, 64
+    x, matrix = normal(rng, rows, inputs).astype(jnp.bfloat16), normal(rng, inputs, outputs)
+    for kind in ("bfloat16", "int8"):
+        weight = stored(matrix, kind)
+        one, _ = multiply_add(x, weight, jnp.zeros((rows, outputs)))
+        for devices in (1, 2, 4, 8):
+            share, parts = inputs // devices, []
+            for start in range(0, inputs, share):
+                at = slice(start, start + share)
+                own = Quantized(weight.values[:, at], weight.scale) if kind == "int8" else weight[at]
+                parts.append(multiply_segments(x[:, at], own, segment_count(inputs) // devices))
+            total = products.add_in_tree(parts)
+            total = total * weight.scale if kind == "int8" else total
+            np.testing.assert_array_equal(total, one, err_msg=f"{devices} devices, {kind}")
+            if devices == 8:
+                assert (functools.reduce(operator.add, parts) != products.add_in_tree(parts)).any()
+
+
+def check_values(seed: int, shapes: int) -> None:
+    """Compares products of random shapes with XLA's form, up to the rounding of the rows to bfloat16."""
+    rng = np.random.default_rng(seed)
+    for _ in range(shapes):
+        count, inputs, outputs = int(rng.integers(1, 70)), 16 * int(rng.integers(1, 20)), 16 * int(rng.integers(1, 9))
+        call, kind = str(rng.choice(["plain", "table", "gated", "add"])), str(rng.choice(["bfloat16", "int8"]))
+        rows, halves = padded_rows(count), 2 if call == "gated" else 1
+        x, scale = normal(rng, rows, inputs, scale=rng.lognormal()), 1 + normal(rng, inputs, scale=0.2)
+        matrix = normal(rng, inputs, halves * outputs, scale=inputs**-0.5)
+        weight = stored(matrix.T if call == "table" else matrix, kind, call == "table")
+        bias = normal(rng, halves * outputs) if rng.random() < 0.3 else None
+        norm = Norm(scale, EPSILON)
+        errors = jnp.abs(norm(x)) @ jnp.abs(matrix)
+        name = f"{call}, {kind}, {count} rows, {inputs} inputs, {outputs} outputs"
+        if call == "add":
+            residual, following = normal(rng, rows, outputs), 1 + normal(rng, outputs, scale=0.2)
+            got, prepared = multiply_add(x, weight, residual, following, bias=bias)
+            expected = layers.matmul(x[None], weight, fused=Fused(None, bias, residual[None]))[0]
+            errors = jnp.abs(x) @ jnp.abs(matrix)
+            np.testing.assert_allclose(prepared.squares.sum(0), jnp.square(got).sum(1), rtol=1e-5, err_msg=name)
+            np.testing.assert_array_equal(prepared.rows, (got * following).astype(jnp.bfloat16), err_msg=name)
+        elif call == "gated":
+            both = layers.matmul(x[None], weight, fused=Fused(norm, bias))[0]
+            activation = str(rng.choice(["silu", "gelu_tanh"]))
+            got = multiply_gated(prepare(x, scale), weight, activation, epsilon=EPSILON, bias=bias)
+            expected, sides = Gate(activation)(both), jnp.abs(both)
+            left, right = jnp.split(errors, 2, axis=1)
+            gate, up = jnp.split(sides, 2, axis=1)
+            errors = 1.2 * (left * (up + right / 64) + right * gate) + jnp.abs(expected)  # slopes are below 1.2
+            got = got.astype(jnp.float32)
+        else:
+            got = multiply(prepare(x, scale), weight, epsilon=EPSILON, bias=bias, transposed=call == "table")
+            expected = layers.matmul(x[None], weight, call == "table", Fused(norm, bias))[0]
+        excess = jnp.abs(got - expected) - (errors / 128 + 1e-5)
+        assert float(excess.max()) <= 0, name
+        assert float(jnp.abs(got - expected).mean()) < 1 / 256 * float(errors.mean()) + 1e-6, name
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_values_are_those_of_xla_but_for_the_rounding_of_rows(seed):
+    check_values(seed, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_values_are_those_of_xla_for_a_thousand_shapes(seed):
+    check_values(seed, 25)
+
+
+def test_norms_and_heads_are_those_of_xla():
+    rng = np.random.default_rng(5)
+    x, scale = normal(rng, 16, 112), normal(rng, 112)
+    np.testing.assert_allclose(normalize(x, scale, EPSILON), rms_norm(x, scale, EPSILON), rtol=1e-5, atol=1e-6)
+    for batch, tokens, groups, rope in ((1, 5, 3, Rope()), (3, 2, 1, Rope(width=8))):
+        rows = padded_rows(batch * tokens)
+        projected = normal(rng, rows, (groups + 2) * 2 * WIDTH)
+        turns = layers.rotation(jnp.asarray(rng.integers(0, 500, (batch, tokens))), rope, WIDTH)
+        norms = normal(rng, WIDTH), None if groups == 1 else normal(rng, WIDTH)
+        got = split_heads(projected, turns, 2, WIDTH, "float32", norms, EPSILON)
+        given = projected[: batch * tokens].reshape(batch, tokens, -1)
+        as_norms = [None if norm is None else Norm(norm, EPSILON) for norm in norms]
+        queries, new = layers.split_heads(given, turns, 2, WIDTH, "float32", as_norms)
+        for ours, expected in zip(got, (queries, *new)):
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_there_is_no_kernel_for_is_refused():
+    x = jnp.zeros((16, 64))
+    with pytest.raises(InvalidConfig, match="multiplies bfloat16 and int8 weights, got float32; use 'xla'"):
+        multiply(x, jnp.zeros((64, 32)))
+    with pytest.raises(InvalidConfig, match="multiplies bfloat16 and int8 weights, got Packed; use 'xla'"):
+        multiply(x, Packed.pack(jnp.zeros((32, 64))))
+    with pytest.raises(InvalidConfig, match="a multiple of 16 outputs, got 40; use 'xla'"):
+        multiply(x, jnp.zeros((64, 40), jnp.bfloat16))
+    with pytest.raises(InvalidConfig, match="a multiple of 16 inputs, got 40; use 'xla'"):
+        multiply(x[:, :40], jnp.zeros((40, 32), jnp.bfloat16))
+    with pytest.raises(InvalidConfig, match="a power of two of values of a head, got 12; use 'xla'"):
+        split_heads(x, (jnp.zeros((1, 1, 4, 6)),) * 2, 1, 16, "bfloat16")
